@@ -1,0 +1,82 @@
+"""Train models whose states are larger than the GPU, or larger than RAM.
+
+    import offload
+
+    engine = offload.initialize(model, "offload.yaml")
+
+Nothing heavy is imported until it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.engine import Engine, initialize
+    from offload.errors import (
+        BudgetError,
+        CheckpointError,
+        ChecksumError,
+        ConfigError,
+        IntegrityError,
+        NoSpaceError,
+        OffloadError,
+        PathError,
+        StateError,
+        StorageError,
+        TierFullError,
+        UnsupportedError,
+    )
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Engine": "offload.engine",
+    "initialize": "offload.engine",
+    "OffloadConfig": "offload.config",
+    "BudgetError": "offload.errors",
+    "CheckpointError": "offload.errors",
+    "ChecksumError": "offload.errors",
+    "ConfigError": "offload.errors",
+    "IntegrityError": "offload.errors",
+    "NoSpaceError": "offload.errors",
+    "OffloadError": "offload.errors",
+    "PathError": "offload.errors",
+    "StateError": "offload.errors",
+    "StorageError": "offload.errors",
+    "TierFullError": "offload.errors",
+    "UnsupportedError": "offload.errors",
+}
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "ChecksumError",
+    "ConfigError",
+    "Engine",
+    "IntegrityError",
+    "NoSpaceError",
+    "OffloadConfig",
+    "OffloadError",
+    "PathError",
+    "StateError",
+    "StorageError",
+    "TierFullError",
+    "UnsupportedError",
+    "__version__",
+    "initialize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'offload' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

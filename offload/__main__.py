@@ -1,0 +1,6 @@
+"""`python -m offload`."""
+
+from offload.cli import main
+
+if __name__ == "__main__":
+    main()

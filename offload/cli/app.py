@@ -1,0 +1,122 @@
+"""The commands and their options. Nothing heavy is imported here: `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload import __version__
+from offload.cli.errors import GuardedGroup
+
+_HELP = "Train models whose states are larger than the GPU, or larger than RAM."
+
+app = typer.Typer(
+    name="offload",
+    cls=GuardedGroup,
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="The configuration's format.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o", "--option", metavar="KEY=VALUE",
+        help="Replace a value of the file, for example -o optimizer.lr=1e-4. Repeatable.",
+    ),
+]  # fmt: skip
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    file: File,
+    option: Overrides = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir", metavar="DIR", help="Folder of the run. Default: runs/FILE-time."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --run-dir.")
+    ] = False,
+) -> None:
+    """Train the built-in language model as FILE says."""
+    from offload.cli.train import run_training
+
+    run_training(file, option or [], run_dir, resume)
+
+
+@app.command()
+def plan(file: File, option: Overrides = None) -> None:
+    """Print where everything would live and how many bytes that takes; train nothing."""
+    from offload.cli.plan import print_plan
+
+    print_plan(file, option or [])
+
+
+@app.command()
+def doctor(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH]...", help="Folders for swap files to look at."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine offers, what is missing, and what to do about it."""
+    from offload.cli.doctor import print_checks
+
+    print_checks(paths or [], as_json)
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration, with every key described."""
+    import json
+
+    from offload.config import OffloadConfig
+
+    typer.echo(json.dumps(OffloadConfig.model_json_schema(), indent=2))
+
+
+@config_app.command()
+def show(file: File, option: Overrides = None) -> None:
+    """Check FILE and print it with every default filled in."""
+    from offload.config import OffloadConfig
+
+    typer.echo(OffloadConfig.load(file, option or []).resolved().to_yaml(), nl=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; ends the process with its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    # --debug is understood after the subcommand, too
+    debug = "--debug" in words
+    app(args=[word for word in words if word != "--debug"], prog_name="offload", obj=debug)

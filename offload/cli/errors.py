@@ -1,0 +1,55 @@
+"""Errors at the edge of the program: one screen on stderr, an exit code, no traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import typer
+import typer.core
+
+from offload.tiers.errors import BudgetError, ConfigError, OffloadError
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class GuardedGroup(typer.core.TyperGroup):
+    """A group of commands whose expected errors end in a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; OffloadError and Ctrl-C become `typer.Exit`."""
+        return guarded(lambda: super(GuardedGroup, self).invoke(ctx), debug=bool(ctx.obj))
+
+
+def guarded(run: Callable[[], Any], *, debug: bool) -> Any:
+    """`run()`, with every expected error printed and turned into an exit code."""
+    try:
+        return run()
+    except OffloadError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(str(error))
+        bad_input = isinstance(error, ConfigError | BudgetError)
+        raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        print("\ninterrupted", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def print_error(message: str) -> None:
+    """`error: message` on stderr, red on a terminal."""
+    # written without rich: its wrapping would cut paths that users copy
+    red, plain = ("\x1b[31m", "\x1b[0m") if _colours(sys.stderr.isatty()) else ("", "")
+    indented = message.replace("\n", "\n       ")
+    print(f"{red}error:{plain} {indented}", file=sys.stderr)
+
+
+def _colours(is_tty: bool) -> bool:
+    return is_tty and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

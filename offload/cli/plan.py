@@ -1,0 +1,19 @@
+"""`offload plan`: the resolved placement and the bytes it is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from offload.config import OffloadConfig
+
+
+def print_plan(file: Path, overrides: Sequence[str]) -> None:
+    """Describe the run of `file` without starting it."""
+    config = OffloadConfig.load(file, overrides)
+    from offload.plan import describe
+    from offload.train.model import build_meta_model
+
+    Console().print(describe(config, build_meta_model(config)))

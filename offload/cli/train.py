@@ -1,0 +1,24 @@
+"""`offload train`: load the configuration, open the run's folder, hand over to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.config import OffloadConfig
+from offload.tiers.errors import ConfigError
+from offload.train.run_folder import RunFolder, default_path
+
+
+def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> None:
+    """Train as `file` says. ConfigError before anything heavy is imported."""
+    config = OffloadConfig.load(file, overrides)
+    if resume and run_dir is None:
+        raise ConfigError("--resume: which run? add --run-dir DIR")
+    if resume and run_dir is not None:
+        folder = RunFolder.reopen(run_dir)
+    else:
+        folder = RunFolder.create(run_dir or default_path(file.stem))
+    from offload.train.loop import run
+
+    run(config, folder, resume=resume)

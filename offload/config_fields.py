@@ -1,0 +1,218 @@
+"""Field types of the configuration that a plain annotation cannot say.
+
+Each is one `Annotated` alias: parsed by one function whose ValueError is written for the user, and
+described for the JSON Schema.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+
+from offload.tiers.units import parse_bytes, parse_percent
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+_AUTO = {"const": "auto"}
+
+
+@dataclass(frozen=True)
+class TierSplit:
+    """Shares (0..1, summing to 1) of one class of state over the tiers."""
+
+    device: float = 0.0
+    host: float = 0.0
+    nvme: float = 0.0
+
+    @property
+    def fractions(self) -> dict[Tier, float]:
+        """The tiers with a share, fastest first."""
+        shares = {tier: getattr(self, tier) for tier in TIERS}
+        return {tier: share for tier, share in shares.items() if share > 0}
+
+    def __str__(self) -> str:
+        shares = self.fractions
+        if len(shares) == 1:
+            return next(iter(shares))
+        return ", ".join(f"{tier} {_percent(share)}" for tier, share in shares.items())
+
+
+@dataclass(frozen=True)
+class Percent:
+    """A share (0..1) of what the machine has; written `80%`."""
+
+    fraction: float
+
+    def __str__(self) -> str:
+        return _percent(self.fraction)
+
+
+class UnknownNameError(ValueError):
+    """A name that is none of `allowed`; carries both for a suggestion."""
+
+    def __init__(self, found: str, allowed: tuple[str, ...], what: str) -> None:
+        self.found = found
+        self.allowed = allowed
+        super().__init__(f"{found!r} is not {what}")
+
+
+class KeyedError(ValueError):
+    """A contradiction found by a section; `path` (relative to it) says which line to name."""
+
+    def __init__(
+        self, message: str, path: tuple[str, ...], other: tuple[str, ...] | None = None
+    ) -> None:
+        self.path = path
+        self.other = other  # the key that it contradicts
+        super().__init__(message)
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction * 100:.10g}%"
+
+
+def _parse_budget(value: Any) -> int | Percent | None:
+    if value is None or value == "auto" or isinstance(value, Percent):
+        return None if value == "auto" else value
+    if isinstance(value, str) and "%" in value:
+        return Percent(parse_percent(value))
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"{value!r} is not a size; write for example 8GiB, 80% or auto")
+    nbytes = parse_bytes(value)
+    if nbytes < 0:
+        raise ValueError(f"{value!r} is negative")
+    return nbytes
+
+
+def _dump_budget(value: int | Percent | None) -> int | str | None:
+    return str(value) if isinstance(value, Percent) else value
+
+
+def _parse_split(value: Any) -> TierSplit | None:
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, TierSplit):
+        return value
+    if isinstance(value, str):
+        if value not in TIERS:
+            raise UnknownNameError(value, (*TIERS, "auto"), "a tier")
+        return TierSplit(**{value: 1.0})
+    if not isinstance(value, dict) or not value:
+        raise ValueError(
+            f"expected a tier (device, host, nvme), auto, or a split like "
+            f"{{host: 40%, nvme: 60%}}; found {value!r}"
+        )
+    shares = {tier: _parse_share(tier, share) for tier, share in value.items()}
+    total = sum(shares.values())
+    if abs(total - 1) > 1e-9:
+        raise ValueError(f"the shares sum to {_percent(total)}; they must sum to 100%")
+    return TierSplit(**shares)
+
+
+def _parse_share(tier: Any, share: Any) -> float:
+    if tier not in TIERS:
+        raise UnknownNameError(str(tier), TIERS, "a tier")
+    if not isinstance(share, str):
+        raise ValueError(f"the share of {tier} is {share!r}; write a percentage like 40%")
+    return parse_percent(share)
+
+
+def _dump_split(value: TierSplit | None) -> str | dict[str, str] | None:
+    if value is None:
+        return None
+    shares = value.fractions
+    if len(shares) == 1:
+        return next(iter(shares))
+    return {tier: _percent(share) for tier, share in shares.items()}
+
+
+def _parse_auto_bool(value: Any) -> Any:
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise ValueError(f"expected true, false or auto; found {value!r}")
+
+
+def _auto_int(value: Any, least: int, multiple: int = 1) -> Any:
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected a whole number or auto; found {value!r}")
+    if value < least:
+        raise ValueError(f"{value} is too small; at least {least}, or auto")
+    if value % multiple:
+        near = max(least, round(value / multiple) * multiple)
+        raise ValueError(f"{value} is not a multiple of {multiple}; for example {near}")
+    return value
+
+
+def _parse_threads(value: Any) -> Any:
+    return _auto_int(value, 1)
+
+
+def _parse_depth(value: Any) -> Any:
+    return _auto_int(value, 0)
+
+
+def _parse_chunk(value: Any) -> Any:
+    return _auto_int(value, 1024, 1024)
+
+
+_SIZE_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0},
+        {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKmMgGtT]?i?[bB]?|%)\s*$"},
+        _AUTO,
+        {"type": "null"},
+    ]
+}
+_SHARE_SCHEMA = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
+_SPLIT_SCHEMA = {
+    "anyOf": [
+        {"enum": [*TIERS, "auto"]},
+        {
+            "type": "object",
+            "properties": dict.fromkeys(TIERS, _SHARE_SCHEMA),
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+        {"type": "null"},
+    ]
+}
+
+
+def _auto_schema(schema: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [schema, _AUTO]})
+
+
+Budget = Annotated[
+    int | Percent | None,
+    PlainValidator(_parse_budget),
+    PlainSerializer(_dump_budget),
+    WithJsonSchema(_SIZE_SCHEMA),
+]
+Split = Annotated[
+    TierSplit | None,
+    PlainValidator(_parse_split),
+    PlainSerializer(_dump_split),
+    WithJsonSchema(_SPLIT_SCHEMA),
+]
+AutoBool = Annotated[
+    bool | Literal["auto"], PlainValidator(_parse_auto_bool), _auto_schema({"type": "boolean"})
+]
+AutoThreads = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_parse_threads),
+    _auto_schema({"type": "integer", "minimum": 1}),
+]
+AutoDepth = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_parse_depth),
+    _auto_schema({"type": "integer", "minimum": 0}),
+]
+AutoChunk = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_parse_chunk),
+    _auto_schema({"type": "integer", "minimum": 1024, "multipleOf": 1024}),
+]

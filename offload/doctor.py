@@ -1,0 +1,232 @@
+"""What this machine offers to a run: data first, one `Check` per line of the table.
+
+A check never fails: what cannot be found out is reported as `off` with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from offload import machine
+from offload.tiers.errors import OffloadError
+from offload.tiers.units import format_bytes
+
+Status = Literal["ok", "warn", "off"]
+
+_LOW_MEMORY_NBYTES = 2 << 30
+_LOW_DISK_NBYTES = 10 << 30
+_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+_NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph"})
+_WANTED_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at: what was found, and what to do when it is not as it should be."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
+    """Look at the machine and at each of `paths` (the temporary folder when there is none)."""
+    checks = [*_software(), *_memory(), *_processor(), *_gpu(), *_system()]
+    for path in paths or [Path(tempfile.gettempdir())]:
+        checks.extend(check_path(path))
+    return checks
+
+
+def check_path(path: Path) -> list[Check]:
+    """File system, room, permissions and I/O backends of one folder for swap files."""
+    shown = str(path)
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        return [Check(shown, "warn", what, f"mkdir -p {path}, or correct nvme.paths")]
+    if not os.access(path, os.W_OK | os.X_OK):
+        return [Check(shown, "warn", "not writable by this user", f"chown or chmod {path}")]
+    checks = [_file_system(path), _free_space(path)]
+    if _is_open_to_all(path):
+        advice = f"chmod o-w {path}: others could replace its files"
+        checks.append(Check(f"{shown} access", "warn", "world-writable, no sticky bit", advice))
+    return [*checks, *_backends(path)]
+
+
+def _software() -> list[Check]:
+    checks = [Check("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
+    for name in ("torch", "numba", "numpy"):
+        version = _version_of(name)
+        if version is None:
+            checks.append(Check(name, "warn", "not installed", f"pip install {name}"))
+        else:
+            checks.append(Check(name, "ok", version))
+    libaio = _version_of("libaio")
+    advice = "" if libaio else "optional: pip install 'offload[aio]'"
+    checks.append(Check("libaio", "ok" if libaio else "off", libaio or "not installed", advice))
+    return checks
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _memory() -> list[Check]:
+    total, limits = machine.total_memory_nbytes(), machine.memory_limits()
+    checks = [Check("memory", "ok", f"{format_bytes(total)} in the machine")]
+    for limit in limits:
+        found = f"{format_bytes(limit.limit_nbytes)}, {format_bytes(limit.used_nbytes)} used"
+        checks.append(Check("cgroup memory limit", "ok", f"{found}, in {limit.folder}"))
+    if not limits:
+        checks.append(Check("cgroup memory limit", "ok", "none"))
+    checks.append(_available())
+    swap = psutil.swap_memory()
+    found = f"{format_bytes(swap.total)}, {format_bytes(swap.used)} used" if swap.total else "none"
+    checks.append(Check("swap", "ok", found))
+    checks.append(_memlock())
+    return checks
+
+
+def _available() -> Check:
+    nbytes = machine.available_memory_nbytes()
+    if nbytes < _LOW_MEMORY_NBYTES:
+        return Check(
+            "memory available", "warn", format_bytes(nbytes),
+            "close other programs, or keep budget.host well below this",
+        )  # fmt: skip
+    return Check("memory available", "ok", format_bytes(nbytes))
+
+
+def _memlock() -> Check:
+    limit = machine.memlock_limit_nbytes()
+    if limit is None:
+        return Check("memlock limit", "ok", "unlimited")
+    if limit < 64 << 20:
+        return Check(
+            "memlock limit", "off", format_bytes(limit),
+            "matters for pinned memory only; raise it with `ulimit -l` or in limits.conf",
+        )  # fmt: skip
+    return Check("memlock limit", "ok", format_bytes(limit))
+
+
+def _processor() -> list[Check]:
+    cores, quota = machine.cpu_count(), machine.cpu_quota()
+    note = f", cgroup quota {quota:.1f}" if quota is not None else ""
+    found = f"{cores} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
+    checks = [Check("cores", "ok", found), _features()]
+    nodes = machine.numa_node_count()
+    advice = "bind a run to one node: numactl --cpunodebind=0 --membind=0" if nodes > 1 else ""
+    checks.append(Check("numa nodes", "ok", str(nodes), advice))
+    return checks
+
+
+def _features() -> Check:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return Check("cpu features", "ok", platform.machine())
+    flags = machine.cpu_features()
+    found = " ".join(name for name in _WANTED_FEATURES if name in flags) or "none of the wanted"
+    if {"avx2", "fma", "f16c"} <= flags:
+        return Check("cpu features", "ok", found)
+    return Check("cpu features", "warn", found, "without avx2, fma and f16c the update is slow")
+
+
+def _gpu() -> list[Check]:
+    if _version_of("torch") is None:
+        return [Check("gpu", "off", "needs torch")]
+    import torch
+
+    if torch.version.cuda is None:
+        return [Check("gpu", "off", "this torch is built for the CPU only; device: cpu is used")]
+    if not torch.cuda.is_available():
+        advice = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return [Check("gpu", "off", f"torch for CUDA {torch.version.cuda} sees no device", advice)]
+    checks = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found = f"{properties.name}, {format_bytes(properties.total_memory)}"
+        checks.append(Check(f"gpu {index}", "ok", found))
+    return checks
+
+
+def _system() -> list[Check]:
+    soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    checks = [Check("open files limit", "ok", str(soft_files)), _aio_limit()]
+    pages = machine.read_setting("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = pages[pages.find("[") + 1 : pages.find("]")] if pages and "[" in pages else pages
+    checks.append(Check("huge pages", "ok" if chosen else "off", chosen or "unknown"))
+    return checks
+
+
+def _aio_limit() -> Check:
+    most = machine.read_setting("/proc/sys/fs/aio-max-nr")
+    used = machine.read_setting("/proc/sys/fs/aio-nr") or "?"
+    if most is None:
+        return Check("fs.aio-max-nr", "off", "unknown")
+    if most.isdigit() and used.isdigit() and int(most) - int(used) < 1024:
+        return Check(
+            "fs.aio-max-nr", "warn", f"{most}, {used} used",
+            "sysctl fs.aio-max-nr=1048576, or nvme.backend: threads",
+        )  # fmt: skip
+    return Check("fs.aio-max-nr", "ok", f"{most}, {used} used")
+
+
+def _file_system(path: Path) -> Check:
+    mount = machine.mount_of(path)
+    name = f"{path} file system"
+    if mount is None:
+        return Check(name, "off", "unknown")
+    found = f"{mount.kind} on {mount.point}"
+    if mount.kind in _MEMORY_FILE_SYSTEMS:
+        return Check(name, "warn", found, "this is RAM: name a folder on a disk in nvme.paths")
+    if mount.kind in _NETWORK_FILE_SYSTEMS:
+        return Check(name, "warn", found, "a network is slow for this: name a local disk")
+    return Check(name, "ok", found)
+
+
+def _free_space(path: Path) -> Check:
+    usage = shutil.disk_usage(path)
+    found = f"{format_bytes(usage.free)} of {format_bytes(usage.total)}"
+    name = f"{path} free"
+    if usage.free < _LOW_DISK_NBYTES:
+        return Check(name, "warn", found, "free some, or name another folder in nvme.paths")
+    return Check(name, "ok", found)
+
+
+def _is_open_to_all(path: Path) -> bool:
+    mode = path.stat().st_mode
+    return bool(mode & 0o002) and not mode & 0o1000
+
+
+def _backends(path: Path) -> list[Check]:
+    from offload.swap.backends import probe_backends
+
+    try:
+        reports = probe_backends(path)
+    except (OSError, OffloadError) as error:
+        advice = "name another folder in nvme.paths"
+        return [Check(f"{path} backends", "warn", f"cannot be tried: {error}", advice)]
+    checks = []
+    for report in reports:
+        found = "O_DIRECT" if report.o_direct else "through the page cache"
+        if not report.available:
+            checks.append(Check(f"{path} {report.name}", "off", report.reason))
+        else:
+            checks.append(Check(f"{path} {report.name}", "ok", found, report.reason))
+    if not any(report.o_direct for report in reports if report.available):
+        advice = "slower and takes RAM: name a folder on ext4 or xfs in nvme.paths"
+        checks.append(Check(f"{path} O_DIRECT", "warn", "refused here", advice))
+    return checks

@@ -1,0 +1,350 @@
+"""`offload.initialize` and the engine: one model, its tiers, its optimizer."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.homes import TieredHomes, this_machine
+from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
+from offload.model_state import StateDictHooks
+from offload.optimizer import OffloadOptimizer
+from offload.plan import Plan, make_plan, record_format
+from offload.report import Report, TierReport
+from offload.swap.worker import ParallelRunner, available_cores
+from offload.tiers.errors import ConfigError, StateError, UnsupportedError
+from offload.zero.discovery import Discovery, discover, managed
+from offload.zero.group import ParamGroup
+from offload.zero.layout import ParamSpec
+from offload.zero.loss_scale import LossScale
+from offload.zero.runtime import AUTO_PREFETCH, Runtime, RuntimeOptions
+from offload.zero.values import ParameterValues
+
+_log = logging.getLogger("offload")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+def initialize(
+    model: nn.Module,
+    config: str | Path | Mapping[str, Any] | OffloadConfig | None = None,
+    *,
+    parameters: ParamGroups | None = None,
+    weights: str | Path | None = None,
+) -> Engine:
+    """Spread the model's states over tiers and make it train from there.
+
+    `model` may be on the meta device: it is then initialised group by group (from `weights`, a
+    safetensors file or folder, or by its own `reset_parameters`) and is never whole in RAM.
+    `parameters` are the optimizer's param groups as torch.optim takes them; by default all
+    trainable parameters. The module object stays the same and is used as before.
+
+    Raises ConfigError, PathError or BudgetError before anything is allocated.
+    """
+    loaded = OffloadConfig.load({} if config is None else config)
+    return Engine(model, loaded, parameters=parameters, weights=weights)
+
+
+class Engine:
+    """Owns the tiers of one model. A context manager; `close` gives everything back."""
+
+    def __init__(
+        self, model: nn.Module, config: OffloadConfig, *, parameters: ParamGroups | None = None,
+        weights: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        self.config = config.resolved()
+        self.module = model
+        self.device = _device(config)
+        self._closed = False
+        dtype = _DTYPES[config.precision]
+        _check_model(model)
+        discovery = discover(model, config.groups.blocks)
+        self.plan: Plan = make_plan(self.config, discovery, this_machine(config.nvme, self.device))
+        optimized = list(parameters) if parameters is not None else None
+
+        initialiser = _initialiser(model, config.seed)
+        translate = make_real(model, dtype, self.device) if initialiser is not None else {}
+        originals = [dict(group.params) for group in discovery.groups]
+        _translate_groups(discovery, translate)
+
+        self._run = ParallelRunner(available_cores())
+        self._run_blocks = ParallelRunner(available_cores(), min_share=4)
+        self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
+        self._runtime: Runtime | None = None
+        try:
+            self._runtime = self._make_runtime(discovery, dtype)
+            self._load(originals, initialiser, weights)
+            self.values = ParameterValues(self._runtime)
+            self.optimizer = self._make_optimizer(optimized, translate)
+            self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
+            self._runtime.start()
+        except BaseException:
+            self.close()
+            raise
+        self._finalizer = weakref.finalize(self, _close_quietly, self._homes)
+
+    # ---------------------------------------------------------------- building
+    def _make_runtime(self, discovery: Discovery, dtype: torch.dtype) -> Runtime:
+        config = self.config
+        options = RuntimeOptions(
+            dtype=dtype,
+            device=self.device,
+            record_format=record_format(config),
+            chunk_numel=self.plan.chunk_numel,
+            accumulate_fp32=config.gradient_accumulation_steps > 1,
+            prefetch=AUTO_PREFETCH if config.prefetch == "auto" else config.prefetch,
+            clip_grad_norm=config.clip_grad_norm,
+            skip_nonfinite=config.skips_nonfinite,
+        )
+        staging = self._homes.staging()
+        runtime = Runtime(
+            discovery, options, self._homes, self._run, self._run_blocks, staging,
+            _loss_scale(config),
+        )
+        self._homes.pool.await_progress = runtime.updates.await_progress
+        return runtime
+
+    def _load(
+        self, originals: Sequence[Mapping[tuple[str, ...], nn.Parameter]],
+        initialiser: MetaInitialiser | None, weights: str | Path | None,
+    ) -> None:  # fmt: skip
+        """Fill every group's states, one group at a time."""
+        assert self._runtime is not None, "made just before"
+        files = SafetensorsWeights(weights) if weights is not None else None
+        for group, params in zip(self._runtime.groups, originals, strict=True):
+            self._runtime.load_group(group, _values(group, params, initialiser, files))
+            group.adopt()
+        if initialiser is not None:
+            initialiser.finish_buffers()
+            _load_buffers(self.module, files)
+            _check_buffers(self.module)
+
+    def _make_optimizer(
+        self, given: list[Any] | None, translate: Mapping[int, nn.Parameter]
+    ) -> OffloadOptimizer:
+        assert self._runtime is not None, "made just before"
+        if given is None:
+            params: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
+        elif given and isinstance(given[0], dict):
+            params = [
+                {**g, "params": [translate.get(id(p), p) for p in _as_list(g["params"])]}
+                for g in given
+            ]
+        else:
+            params = [translate.get(id(p), p) for p in given]
+        return OffloadOptimizer(self._runtime, self.values, params, self.config.optimizer)
+
+    # ---------------------------------------------------------------- training
+    def backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()` in every precision; scales the loss under fp16."""
+        with self._open().scaled_backward() as scale:
+            (loss if scale == 1.0 else loss * scale).backward()
+
+    @contextmanager
+    def gathered(self, *what: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> Iterator[None]:
+        """Full parameters inside the block, for reading or writing.
+
+        `what` are parameters, modules or iterables of parameters; nothing given means all. Written
+        parameters keep exactly what was written.
+        """
+        runtime = self._open()
+        params = _params_of(what) if what else list(self.module.parameters())
+        with self.values.gathered([p for p in params if runtime.group_of(p) is not None]):
+            yield
+
+    def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A copy of what was accumulated for `param` (`param.grad` is always None)."""
+        self._open()
+        return self.values.gradient(param)
+
+    # ---------------------------------------------------------------- looking
+    def report(self) -> Report:
+        """Bytes per tier, bytes moved and steps so far."""
+        runtime = self._open()
+        last = self.optimizer.last_step
+        with self._homes.lock:
+            tiers = {
+                str(name): TierReport.of(account)
+                for name, account in self._homes.ledger.accounts.items()
+            }
+        return Report(
+            tiers=tiers,
+            bytes_moved=self._homes.bytes_moved(),
+            steps=runtime.steps_taken,
+            skipped_steps=runtime.steps_skipped,
+            gradient_norm=None if last is None else last.gradient_norm,
+            loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
+            prefetch_hits=runtime.trace.hits,
+            prefetch_misses=runtime.trace.misses,
+            evictions=self._homes.pool.evictions,
+            placements={str(c): p.describe() for c, p in self.plan.placements.items()},
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every tier's books balance."""
+        with self._homes.lock:
+            self._homes.ledger.check_integrity()
+
+    def settle(self) -> None:
+        """Wait for every pending update and every byte on its way."""
+        self._open().settle()
+
+    # ---------------------------------------------------------------- checkpoints
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write parameters, optimizer states and param groups into the folder `path`."""
+        from offload.checkpoint import save
+
+        self._open()
+        save(self, Path(path))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Take over what `save_checkpoint` wrote. CheckpointError if it does not fit the model."""
+        from offload.checkpoint import load
+
+        self._open()
+        load(self, Path(path))
+
+    @property
+    def runtime(self) -> Runtime:
+        """The sharded training state (for checkpoints and tests)."""
+        return self._open()
+
+    # ---------------------------------------------------------------- ending
+    def _open(self) -> Runtime:
+        if self._closed or self._runtime is None:
+            raise StateError("the engine is closed; make a new one with offload.initialize")
+        return self._runtime
+
+    def close(self) -> None:
+        """Stop threads, close swap files, give back memory. Parameters are not readable after.
+
+        Calling it again does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._runtime is not None:
+                self._runtime.close()
+        finally:
+            self._run.close()
+            self._run_blocks.close()
+            self._homes.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+
+def _close_quietly(homes: TieredHomes) -> None:
+    """An engine that was never closed: files and pinned memory go with it."""
+    homes.close()
+
+
+def _device(config: OffloadConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device: cuda, but this PyTorch sees no CUDA GPU; set device: cpu or auto "
+            "(`offload doctor` says why)"
+        )
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _loss_scale(config: OffloadConfig) -> LossScale | None:
+    scaling = config.scaling
+    if scaling is None:
+        return None
+    return LossScale(
+        scaling.initial, scaling.growth_interval, scaling.growth_factor,
+        scaling.backoff_factor, scaling.min,
+    )  # fmt: skip
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.requires_grad and not managed(param):
+            raise UnsupportedError(
+                f"{name} ({param.dtype}, {param.layout}) is trainable but no dense real floating "
+                "point tensor; freeze it, or train this model without offload"
+            )
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UnsupportedError(
+                f"{name} has no shape yet (a lazy module); run one forward before initialize"
+            )
+
+
+def _initialiser(model: nn.Module, seed: int) -> MetaInitialiser | None:
+    anything = [*model.parameters(), *model.buffers()]
+    return MetaInitialiser(model, seed) if any(t.is_meta for t in anything) else None
+
+
+def _translate_groups(discovery: Discovery, new: Mapping[int, nn.Parameter]) -> None:
+    for group in discovery.groups:
+        group.params = [(names, new.get(id(p), p)) for names, p in group.params]
+
+
+def _values(
+    group: ParamGroup, originals: Mapping[tuple[str, ...], nn.Parameter],
+    initialiser: MetaInitialiser | None, files: SafetensorsWeights | None,
+) -> Any:  # fmt: skip
+    """Where a group's initial values come from."""
+    if files is not None:
+        return files.get
+    meta = {names[0]: param for names, param in originals.items() if param.is_meta}
+    fresh = initialiser.values(meta) if initialiser is not None and meta else {}
+
+    def value(spec: ParamSpec) -> torch.Tensor:
+        found = fresh.get(spec.name)
+        return originals[spec.names].detach() if found is None else found
+
+    return value
+
+
+def _load_buffers(model: nn.Module, files: SafetensorsWeights | None) -> None:
+    if files is None:
+        return
+    for name, buffer in model.named_buffers():
+        saved = files.find((name,))
+        if saved is not None and not buffer.is_meta:
+            buffer.copy_(saved)
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UnsupportedError(
+                f"buffer {name} is on the meta device and nothing gives it a value; let its "
+                "module's reset_parameters() fill it, or keep buffers real when building the model"
+            )
+
+
+def _as_list(params: Any) -> list[nn.Parameter]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:
+    params: list[nn.Parameter] = []
+    for item in what:
+        if isinstance(item, nn.Module):
+            params.extend(item.parameters())
+        elif isinstance(item, torch.Tensor):
+            params.append(item)  # type: ignore[arg-type]
+        else:
+            params.extend(item)
+    return list({id(param): param for param in params}.values())

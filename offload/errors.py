@@ -1,0 +1,31 @@
+"""Every error a user can meet; the tree is described in `offload.tiers.errors`."""
+
+from offload.tiers.errors import (
+    BudgetError,
+    CheckpointError,
+    ChecksumError,
+    ConfigError,
+    IntegrityError,
+    NoSpaceError,
+    OffloadError,
+    PathError,
+    StateError,
+    StorageError,
+    TierFullError,
+    UnsupportedError,
+)
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "ChecksumError",
+    "ConfigError",
+    "IntegrityError",
+    "NoSpaceError",
+    "OffloadError",
+    "PathError",
+    "StateError",
+    "StorageError",
+    "TierFullError",
+    "UnsupportedError",
+]

@@ -1,0 +1,157 @@
+"""From a plan to memory and files: opens the tiers and gives every state its home."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.plan import Plan, needed_nbytes, read_hardware
+from offload.swap.backends import open_backend
+from offload.swap.block_store import BlockStore
+from offload.swap.file_state import FileState
+from offload.swap.measure import measure_bandwidth
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import MemoryState, State
+from offload.swap.swap_file import SwapFile, check_directory
+from offload.tiers.extent import TierName
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import DeviceMemory, HostMemory
+from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.zero.layout import Layout
+from offload.zero.runtime import NextUse
+
+if TYPE_CHECKING:
+    from offload.config import NvmeConfig
+    from offload.plan import Hardware
+
+_log = logging.getLogger("offload")
+
+
+class TieredHomes:
+    """The tiers of one engine, and the states in them. `close` gives everything back."""
+
+    def __init__(
+        self, plan: Plan, nvme: NvmeConfig, device: torch.device, itemsize: int
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.ledger = Ledger()
+        self.lock = threading.RLock()
+        self._itemsize = itemsize
+        self._memory = {
+            TierName.HOST: self._open_host(device),
+            TierName.DEVICE: self._open_device(device),
+        }
+        self.pool = SlotPool(self._memory[TierName.HOST], self.lock)
+        self.store = self._open_store(nvme) if plan.uses_nvme else None
+        self._staging: list[Lease] = []
+
+    def _open_host(self, device: torch.device) -> MemoryTier:
+        budget = self.plan.budgets[TierName.HOST]
+        memory = HostMemory(budget, pin=device.type == "cuda")
+        return MemoryTier(TierName.HOST, budget, memory, self.ledger)
+
+    def _open_device(self, device: torch.device) -> MemoryTier:
+        budget = self.plan.budgets[TierName.DEVICE]
+        cpu = device.type == "cpu"
+        memory = HostMemory(budget) if cpu else DeviceMemory(budget, device)
+        return MemoryTier(TierName.DEVICE, budget, memory, self.ledger)
+
+    def _open_store(self, nvme: NvmeConfig) -> BlockStore:
+        paths = nvme_paths(nvme)
+        shares = [1.0]
+        if len(paths) > 1:
+            measured = [measure_bandwidth(path) for path in paths]
+            shares = [math.sqrt(b.read_bytes_per_s * b.write_bytes_per_s) for b in measured]
+        tier = FileTier(self.plan.budgets[TierName.NVME], shares, self.ledger)
+        files = [SwapFile(path, direct=nvme.direct is not False) for path in paths]
+        options = {} if nvme.threads == "auto" else {"workers": nvme.threads}
+        backend = open_backend(nvme.backend, **options)
+        store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
+        needed = needed_nbytes(self.plan, TierName.NVME)
+        for file, share in zip(files, tier.shares, strict=True):
+            file.reserve(int(needed * share))
+        return store
+
+    # ---------------------------------------------------------------- states
+    def parameters(self, index: int, name: str, layout: Layout, next_use: NextUse) -> State:
+        tier = self.plan.parameters[index]
+        size, piece = layout.numel * self._itemsize, self.plan.chunk_numel * self._itemsize
+        return self._state(tier, f"{name} parameters", size, piece, StateClass.PARAMETERS, next_use)
+
+    def gradients(
+        self, index: int, name: str, layout: Layout, itemsize: int, next_use: NextUse
+    ) -> State:
+        tier = self.plan.gradients[index]
+        size, piece = layout.numel_trainable * itemsize, self.plan.chunk_numel * itemsize
+        return self._state(tier, f"{name} gradients", size, piece, StateClass.GRADIENTS, next_use)
+
+    def record(
+        self, index: int, name: str, chunk: int, nbytes: int, next_use: NextUse
+    ) -> State:
+        tier = self.plan.records[index][chunk]
+        label = f"{name} optimizer chunk {chunk}"
+        return self._state(tier, label, nbytes, nbytes, StateClass.OPTIMIZER, next_use)
+
+    def _state(
+        self, tier: TierName, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
+        next_use: NextUse,
+    ) -> State:  # fmt: skip
+        if tier is TierName.NVME:
+            assert self.store is not None, "the plan puts something on nvme"
+            return FileState(
+                name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use
+            )
+        if tier is TierName.HOST:
+            lease = self.pool.demand(nbytes, name, state_class)  # copies make room
+        else:
+            with self.lock:
+                lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
+        return MemoryState(name, nbytes, piece_nbytes, lease)
+
+    def staging(self) -> list[torch.Tensor]:
+        """The update's buffers (1D uint8, host memory)."""
+        for index in range(self.plan.staging_buffers):
+            self._staging.append(
+                self._memory[TierName.HOST].lease(
+                    self.plan.staging_nbytes, owner=f"update buffer {index}",
+                    state_class=StateClass.STAGING,
+                )
+            )  # fmt: skip
+        return [lease.tensor for lease in self._staging]
+
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes over each link since the start."""
+        io = self.store.statistics().io if self.store is not None else None
+        return {
+            "nvme read": io.read_nbytes if io is not None else 0,
+            "nvme write": io.write_nbytes if io is not None else 0,
+        }
+
+    def close(self) -> None:
+        """Close files (their bytes are gone with that) and unpin memory."""
+        try:
+            if self.store is not None:
+                self.store.close()
+        finally:
+            for tier in self._memory.values():
+                tier.close()
+
+
+def nvme_paths(nvme: NvmeConfig) -> list[str]:
+    """The configured folders, or one in the temporary folder."""
+    return list(nvme.paths) or [str(Path(tempfile.gettempdir()))]
+
+
+def this_machine(nvme: NvmeConfig, device: torch.device) -> Hardware:
+    """What a plan may use here. PathError where a folder cannot be used."""
+    reports = {check_directory(path).path: check_directory(path) for path in nvme_paths(nvme)}
+    free = sum(report.free_nbytes for report in reports.values())
+    device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return read_hardware(device_nbytes, free)

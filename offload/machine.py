@@ -1,0 +1,206 @@
+"""What this process may use of the machine: memory, cores, file systems.
+
+Container limits count: cgroup v2 and v1 are read at every level from this process up to the root,
+because the usual sources (psutil, os.cpu_count) report the whole machine.
+All functions read `/proc` and `/sys` below `root`, so that a made-up machine can be given.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_ROOT = Path("/")
+_UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of /proc/self/mountinfo."""
+
+    point: Path
+    root: str  # the folder of the file system that is mounted here
+    kind: str  # ext4, tmpfs, cgroup2, ...
+    options: frozenset[str]
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A cgroup's memory limit and what of it cannot be reclaimed."""
+
+    folder: Path
+    limit_nbytes: int
+    used_nbytes: int
+
+
+def total_memory_nbytes() -> int:
+    """RAM of the whole machine, in bytes."""
+    return int(psutil.virtual_memory().total)
+
+
+def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
+    """Every cgroup memory limit that binds this process, innermost first."""
+    limits = []
+    for folder in _cgroup_folders("memory", root):
+        limit = _read_int(folder / "memory.max") or _read_int(folder / "memory.limit_in_bytes")
+        if limit is not None and limit < _UNLIMITED:
+            limits.append(MemoryLimit(folder, limit, _used_nbytes(folder)))
+    return limits
+
+
+def memory_limit_nbytes(root: Path = _ROOT) -> int:
+    """Most bytes this process may ever hold: the RAM, or the tightest cgroup limit."""
+    return min([total_memory_nbytes(), *(limit.limit_nbytes for limit in memory_limits(root))])
+
+
+def available_memory_nbytes(root: Path = _ROOT) -> int:
+    """Bytes this process can still take without swapping or being killed."""
+    rooms = [max(0, limit.limit_nbytes - limit.used_nbytes) for limit in memory_limits(root)]
+    return min([int(psutil.virtual_memory().available), *rooms])
+
+
+def memlock_limit_nbytes() -> int | None:
+    """Most bytes this process may lock in RAM; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Cores' worth of time the tightest cgroup grants; None without a quota."""
+    shares = [share for folder in _cgroup_folders("cpu", root) if (share := _quota_of(folder))]
+    return min(shares, default=None)
+
+
+def cpu_count(root: Path = _ROOT) -> int:
+    """Cores this process may run on at once: affinity and cgroup quota, at least 1."""
+    cores = _affinity_count()
+    quota = cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def cpu_features(root: Path = _ROOT) -> frozenset[str]:
+    """Instruction set flags of the first core, for example avx2; empty where unknown."""
+    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def cpu_model(root: Path = _ROOT) -> str:
+    """The processor's name, or `unknown`."""
+    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return "unknown"
+
+
+def numa_node_count(root: Path = _ROOT) -> int:
+    """NUMA nodes with memory or cores, at least 1."""
+    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
+
+
+def rss_nbytes() -> int:
+    """Bytes of RAM this process holds now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss_nbytes(root: Path = _ROOT) -> int:
+    """The most RAM this process has ever held, in bytes."""
+    for line in (_read(root / "proc/self/status") or "").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:
+    """The mount that holds `path` (which need not exist); None where mounts cannot be read."""
+    real = path.resolve()
+    holding = [mount for mount in mounts(root) if real.is_relative_to(mount.point)]
+    # the last of equally deep mounts hides the earlier ones
+    return (
+        max(enumerate(holding), key=lambda it: (len(it[1].point.parts), it[0]))[1]
+        if holding
+        else None
+    )
+
+
+def mounts(root: Path = _ROOT) -> list[Mount]:
+    """Everything mounted in this process's view, in mount order."""
+    found = []
+    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, kinds = before.split(), after.split()
+        if separator and len(fields) >= 6 and kinds:
+            options = {*fields[5].split(","), *(kinds[2].split(",") if len(kinds) > 2 else [])}
+            point = Path(fields[4].encode().decode("unicode_escape"))
+            found.append(Mount(point, fields[3], kinds[0], frozenset(options)))
+    return found
+
+
+def read_setting(path: str, root: Path = _ROOT) -> str | None:
+    """The text of a file below /proc or /sys, stripped; None where it cannot be read."""
+    return _read(root / path.lstrip("/"))
+
+
+def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of this process's cgroups for `controller`, innermost first, v2 then v1."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        kind = "cgroup" if controllers else "cgroup2"
+        if controllers and controller not in controllers.split(","):
+            continue
+        for mount in mounts(root):
+            if mount.kind == kind and (kind == "cgroup2" or controller in mount.options):
+                yield from _upwards(root / str(mount.point).lstrip("/"), mount.root, path)
+
+
+def _upwards(point: Path, mounted: str, path: str) -> Iterator[Path]:
+    # inside a container the mount shows only the part of the hierarchy below `mounted`
+    inner = path.removeprefix(mounted) if mounted != "/" else path
+    parts = [part for part in inner.split("/") if part and part != ".."]
+    for depth in range(len(parts), -1, -1):
+        folder = point.joinpath(*parts[:depth])
+        if folder.is_dir():
+            yield folder
+
+
+def _used_nbytes(folder: Path) -> int:
+    used = _read_int(folder / "memory.current") or _read_int(folder / "memory.usage_in_bytes") or 0
+    stats = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
+    # page cache that nobody touches is given back on demand
+    cached = int(stats.get("total_inactive_file", stats.get("inactive_file", 0)))
+    return max(0, used - cached)
+
+
+def _quota_of(folder: Path) -> float | None:
+    words = (_read(folder / "cpu.max") or "").split()
+    if len(words) == 2 and words[0] != "max":
+        return int(words[0]) / int(words[1])
+    quota, period = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
+    return quota / period if quota and period and quota > 0 else None
+
+
+def _affinity_count() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text and text.lstrip("-").isdigit() else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None

@@ -1,0 +1,61 @@
+"""`model.state_dict()` and `model.load_state_dict()` on a model whose parameters are elsewhere.
+
+Hooks on the modules that own parameters: a saved entry becomes a copy of the full parameter, after
+its pending update; a loaded one is written through to the tiers, master included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.zero.runtime import Runtime
+from offload.zero.values import ParameterValues
+
+
+class StateDictHooks:
+    """Installed on creation, gone after `remove`."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime, values: ParameterValues) -> None:
+        self._runtime = runtime
+        self._values = values
+        self._contexts: dict[int, Any] = {}
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            if self._own(module):
+                self._install(module)
+
+    def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        own = module.named_parameters(recurse=False)
+        return {name: p for name, p in own if self._runtime.group_of(p) is not None}
+
+    def _install(self, module: nn.Module) -> None:
+        self._handles += [
+            # a function of its own: torch marks the hook with an attribute
+            module.register_state_dict_post_hook(lambda *args: self._saved(*args)),
+            module.register_load_state_dict_pre_hook(self._before_load),
+            module.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def _saved(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        for name, param in self._own(module).items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = self._values.full(param)
+
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        context = self._values.gathered(list(self._own(module).values()))
+        context.__enter__()
+        self._contexts[id(module)] = context
+
+    def _after_load(self, module: nn.Module, _: Any) -> None:
+        context = self._contexts.pop(id(module), None)
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,139 @@
+"""The engine's optimizer: a `torch.optim.Optimizer` whose states live in tiers.
+
+Learning-rate schedulers, `param_groups` with their own numbers, `zero_grad` and `state_dict` work as
+with any optimizer. `step` returns when the update of every group is decided; reading a parameter
+waits for that parameter's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.zero.runtime import Hyper, Runtime, StepOutcome
+from offload.zero.values import ParameterValues
+
+if TYPE_CHECKING:
+    from offload.config import OptimizerConfig
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """AdamW or Adam over a runtime's groups. `state` stays empty: see `state_dict`."""
+
+    def __init__(
+        self, runtime: Runtime, values: ParameterValues, params: Params, config: OptimizerConfig
+    ) -> None:  # fmt: skip
+        self._runtime = runtime
+        self._values = values
+        self._decoupled = config.type == "adamw"
+        self._amsgrad = config.amsgrad
+        self.last_step: StepOutcome | None = None
+        defaults = {
+            "lr": config.lr, "betas": tuple(config.betas), "eps": config.eps,
+            "weight_decay": config.weight_decay, "amsgrad": config.amsgrad,
+            "maximize": config.maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. ConfigError for numbers that cannot work or parameters not managed here."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        try:
+            self._check(added)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: dict[str, Any]) -> None:
+        _check_numbers(group)
+        if bool(group["amsgrad"]) != self._amsgrad:
+            raise UnsupportedError(
+                "amsgrad differs between param groups; set optimizer.amsgrad for all of them"
+            )
+        for param in group["params"]:
+            if self._runtime.group_of(param) is None:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(param.shape)} and dtype {param.dtype} is not "
+                    "one of the model given to offload.initialize (or is no real floating point)"
+                )
+
+    def hyper_of(self) -> Callable[[nn.Parameter], Hyper]:
+        """Each parameter's numbers as the param groups have them now."""
+        hypers: dict[int, Hyper] = {}
+        for group in self.param_groups:
+            hyper = Hyper(
+                lr=float(group["lr"]), betas=(float(group["betas"][0]), float(group["betas"][1])),
+                eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
+                decoupled=self._decoupled, maximize=bool(group["maximize"]),
+            )  # fmt: skip
+            for param in group["params"]:
+                hypers[id(param)] = hyper
+        return lambda param: hypers[id(param)]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have gradients. Returns the closure's loss, if given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.last_step = self._runtime.step(self.hyper_of())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; a pending update keeps those it still has to read."""
+        self._runtime.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """States and param groups, in torch's format, as copies that later steps do not change.
+
+        Whole in RAM: `engine.save_checkpoint` streams instead.
+        """
+        index = 0
+        packed_groups, state = [], {}
+        for group in self.param_groups:
+            numbers = {key: value for key, value in group.items() if key != "params"}
+            ids = list(range(index, index + len(group["params"])))
+            for number, param in zip(ids, group["params"], strict=True):
+                found = self._values.read_state(param)
+                if found:
+                    state[number] = found
+            index += len(ids)
+            packed_groups.append({**numbers, "params": ids})
+        return {"state": state, "param_groups": packed_groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` of an optimizer of the same parameters returned."""
+        groups = state_dict["param_groups"]
+        mine = self.param_groups
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in mine]:
+            raise ValueError("loaded state dict has param groups of other sizes than the optimizer")
+        for group, saved in zip(mine, groups, strict=True):
+            numbers = {key: value for key, value in saved.items() if key != "params"}
+            group.update(numbers)
+            for param, number in zip(group["params"], saved["params"], strict=True):
+                if number in state_dict["state"]:
+                    self._values.write_state(param, state_dict["state"][number])
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    """ValueError, as torch words it, for numbers outside their range."""
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not float(lr) >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not group["eps"] >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {group['eps']}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not group["weight_decay"] >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")

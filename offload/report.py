@@ -1,0 +1,42 @@
+"""What an engine has done so far, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from offload.tiers.ledger import TierAccount
+
+
+@dataclass(frozen=True)
+class TierReport:
+    """One tier. All in bytes."""
+
+    budget_nbytes: int
+    used_nbytes: int
+    peak_nbytes: int
+    by_class: dict[str, int]
+    peak_by_class: dict[str, int]
+
+    @classmethod
+    def of(cls, account: TierAccount) -> TierReport:
+        return cls(
+            account.budget_nbytes, account.used_nbytes, account.peak_nbytes,
+            {str(name): n for name, n in account.by_class.items()},
+            {str(name): n for name, n in account.peak_by_class.items()},
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tiers, bytes moved so far, and what became of the steps."""
+
+    tiers: dict[str, TierReport]
+    bytes_moved: dict[str, int]
+    steps: int
+    skipped_steps: int
+    gradient_norm: float | None
+    loss_scale: float | None
+    prefetch_hits: int = 0
+    prefetch_misses: int = 0
+    evictions: int = 0
+    placements: dict[str, str] = field(default_factory=dict)

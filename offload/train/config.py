@@ -1,0 +1,144 @@
+"""The `train:` section: the model, the text and the schedule of `offload train`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from offload.config_fields import KeyedError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """Size and shape of the built-in language model."""
+
+    shape: Literal["llama", "gpt"] = Field(
+        "llama",
+        description="llama: RMSNorm, rotary positions, SwiGLU. "
+        "gpt: LayerNorm, learned positions, GELU.",
+    )
+    layers: int = Field(6, ge=1, description="Number of transformer blocks.")
+    hidden: int = Field(384, ge=1, description="Width of the residual stream.")
+    heads: int = Field(6, ge=1, description="Attention heads; must divide hidden.")
+    kv_heads: int | None = Field(
+        None, ge=1, description="Key/value heads (llama shape); must divide heads. Default: heads."
+    )
+    mlp: int | None = Field(
+        None, ge=1, description="Width of the MLP. Default: 4 x hidden (gpt), 8/3 x hidden (llama)."
+    )
+    vocab: int = Field(256, ge=256, description="Vocabulary size; bytes are tokens 0..255.")
+    max_sequence: int = Field(1024, ge=1, description="Longest sequence the model can read.")
+    tied: bool = Field(True, description="Share the embedding with the output head.")
+    rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary frequencies (llama).")
+    norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the normalisation layers.")
+    init_std: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
+
+    @property
+    def kv_head_count(self) -> int:
+        """Key/value heads with the default filled in."""
+        return self.kv_heads or self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP with the default filled in."""
+        if self.mlp is not None:
+            return self.mlp
+        return 4 * self.hidden if self.shape == "gpt" else -(-8 * self.hidden // (3 * 64)) * 64
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.hidden % self.heads:
+            raise KeyedError(
+                f"hidden: {self.hidden} is not a multiple of heads: {self.heads}",
+                ("hidden",),
+                ("heads",),
+            )
+        if self.shape == "llama" and (self.hidden // self.heads) % 2:
+            raise KeyedError(
+                f"hidden: {self.hidden} / heads: {self.heads} is odd; "
+                "rotary positions need an even head size",
+                ("hidden",),
+                ("heads",),
+            )
+        if self.heads % self.kv_head_count:
+            raise KeyedError(
+                f"heads: {self.heads} is not a multiple of kv_heads: {self.kv_heads}",
+                ("kv_heads",),
+                ("heads",),
+            )
+        if self.shape == "gpt" and self.kv_heads is not None and self.kv_heads != self.heads:
+            raise KeyedError(
+                f"kv_heads: {self.kv_heads} contradicts shape: gpt; "
+                "remove kv_heads or use shape: llama",
+                ("kv_heads",),
+                ("shape",),
+            )
+        return self
+
+
+class ScheduleConfig(_Section):
+    """Learning rate over the steps, as a factor on optimizer.lr."""
+
+    type: Literal["cosine", "constant"] = Field(
+        "cosine", description="Shape of the learning rate after the warm-up."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
+    final: float = Field(
+        0.1, ge=0, le=1, description="Last learning rate as a share of optimizer.lr (cosine)."
+    )
+
+
+class SampleConfig(_Section):
+    """Text generated before and after training."""
+
+    prompt: str = Field("ROMEO:", min_length=1, description="Text the sample continues.")
+    length: int = Field(160, ge=0, description="Bytes to generate; 0 prints no sample.")
+    temperature: float = Field(
+        0.8, ge=0, description="0 takes the likeliest byte; higher is more random."
+    )
+
+
+class TrainConfig(_Section):
+    """What `offload train` trains, on what, and for how long."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The built-in model.")
+    text: str = Field(
+        "shakespeare",
+        min_length=1,
+        description="shakespeare, python (the standard library's documentation and sources), "
+        "or the path of a text file.",
+    )
+    validation: float = Field(
+        0.05, ge=0, lt=1, description="Share of the text, at its end, kept for validation."
+    )
+    steps: int = Field(200, ge=1, description="Optimizer steps.")
+    batch: int = Field(4, ge=1, description="Sequences per micro-step.")
+    sequence: int = Field(256, ge=1, description="Bytes per sequence.")
+    schedule: ScheduleConfig = Field(
+        default_factory=ScheduleConfig, description="Learning rate over the steps."
+    )
+    evaluate_every: int = Field(
+        0, ge=0, description="Steps between validation losses; 0: at the end only."
+    )
+    evaluate_batches: int = Field(
+        4, ge=0, description="Batches per validation loss; 0 evaluates nothing."
+    )
+    checkpoint_every: int = Field(0, ge=0, description="Steps between checkpoints; 0: none.")
+    sample: SampleConfig = Field(
+        default_factory=SampleConfig, description="The text to generate, to see what was learnt."
+    )
+
+    @model_validator(mode="after")
+    def _check_sequence(self) -> Self:
+        if self.sequence > self.model.max_sequence:
+            raise KeyedError(
+                f"sequence: {self.sequence} is longer than model.max_sequence: "
+                f"{self.model.max_sequence}; raise the latter",
+                ("sequence",),
+                ("model", "max_sequence"),
+            )
+        return self

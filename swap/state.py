@@ -1,0 +1,165 @@
+"""A flat piece of state and the two sides that use it.
+
+The *compute side* (forward, backward) wants the whole buffer in the memory the model computes in.
+The *update side* (the optimizer, on the CPU) wants it piece by piece in host memory. Where the
+state's home is, and what has to move for either, is each subclass's secret: code above this file
+asks `bring`, `tensor`, `host_piece` and never where.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+
+from offload.swap.io_backend import Priority
+from offload.swap.transfer import Transfer
+from offload.tiers.memory_tier import Lease
+from offload.tiers.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class HostPiece:
+    """A piece in host memory. The view keeps it there; its bytes count after `wait()`."""
+
+    view: torch.Tensor  # 1D uint8
+    transfers: tuple[Transfer[None], ...] = ()
+
+    def wait(self) -> torch.Tensor:
+        """The view, once the piece has arrived and nothing reads it any more."""
+        for transfer in self.transfers:
+            transfer.wait()
+        return self.view
+
+
+class State(abc.ABC):
+    """`nbytes` bytes in pieces of `piece_nbytes` (the last one may be shorter).
+
+    Guaranteed by callers: the update side works on a piece only between `host_piece` or
+    `read_piece` and `wrote_piece` or `write_piece`, and never while the compute side writes.
+    """
+
+    def __init__(self, name: str, nbytes: int, piece_nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.piece_nbytes = piece_nbytes
+        self.pieces = max(1, -(-nbytes // piece_nbytes))
+
+    def span(self, piece: int) -> slice:
+        """The bytes of a piece within the buffer."""
+        start = piece * self.piece_nbytes
+        return slice(start, min(start + self.piece_nbytes, self.nbytes))
+
+    in_place = False  # True: `tensor()` is the home itself and never moves
+
+    # compute side -------------------------------------------------------------------------
+    @abc.abstractmethod
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Start moving the buffer to where it is computed with; True if it is or will be there.
+
+        With a `next_use` (uses from now) it never waits and returns False where there is no room
+        for something needed that late; with None it makes room, waiting where it must, or raises
+        TierFullError.
+        """
+
+    @abc.abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """1D uint8, `nbytes` long, valid; waits for its arrival. Any view of it keeps it there."""
+
+    @abc.abstractmethod
+    def blank(self) -> torch.Tensor:
+        """Like `tensor`, for overwriting all of it: content undefined, nothing is read.
+
+        Whoever filled it calls `wrote`.
+        """
+
+    @abc.abstractmethod
+    def wrote(self) -> None:
+        """The compute side changed the buffer: start taking it home."""
+
+    @abc.abstractmethod
+    def residency(self) -> Residency: ...
+
+    # update side --------------------------------------------------------------------------
+    @abc.abstractmethod
+    def host_piece(self, piece: int) -> HostPiece | None:
+        """The piece in host memory, if it is there or arriving. Does not wait.
+
+        None where the caller has to stage it with `read_piece` and `write_piece`.
+        """
+
+    @abc.abstractmethod
+    def wrote_piece(self, piece: int) -> None:
+        """`host_piece(piece)` was changed: start taking it home."""
+
+    @abc.abstractmethod
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        """Fill `destination` (host memory, whole pages, at least the piece's bytes)."""
+
+    @abc.abstractmethod
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        """Take the piece home from `source`, which must stay as it is until the transfer is done."""
+
+    # both ---------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Forget the content and give back all memory that is not a permanent home."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Wait until everything on its way has arrived; raises what went wrong."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Forget the content and give back all memory, the home too."""
+
+
+class MemoryState(State):
+    """State whose home is memory that it is used in: nothing ever moves."""
+
+    in_place = True
+
+    def __init__(self, name: str, nbytes: int, piece_nbytes: int, lease: Lease) -> None:
+        super().__init__(name, nbytes, piece_nbytes)
+        self._lease = lease
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return True
+
+    def tensor(self) -> torch.Tensor:
+        return self._lease.tensor[: self.nbytes]
+
+    def blank(self) -> torch.Tensor:
+        return self.tensor()
+
+    def wrote(self) -> None:
+        """Home already."""
+
+    def residency(self) -> Residency:
+        return Residency.CLEAN
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return HostPiece(self._lease.tensor[self.span(piece)])
+
+    def wrote_piece(self, piece: int) -> None:
+        """Home already."""
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        destination[: span.stop - span.start].copy_(self._lease.tensor[span])
+        return Transfer.completed(None)
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        self._lease.tensor[span].copy_(source[: span.stop - span.start])
+        return Transfer.completed(None)
+
+    def discard(self) -> None:
+        """A permanent home keeps its memory; its content simply no longer counts."""
+
+    def settle(self) -> None:
+        """Nothing is ever on its way."""
+
+    def close(self) -> None:
+        self._lease.free()

@@ -1,0 +1,25 @@
+"""Shared by all tests: stacks on a hang, GPU tests skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # `kill -USR1` shows where a test run hangs; pytest's faulthandler_timeout does so by itself
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,140 @@
+"""The command line: exit codes, one-screen errors, and what it must not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload import __version__
+from offload.cli.app import main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 1\n")
+    return path
+
+
+def test_help_and_version(capsys: Any) -> None:
+    assert run("--help") == 0
+    output = capsys.readouterr().out
+    for command in ("train", "plan", "doctor", "config"):
+        assert command in output
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"offload {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]])
+def test_answering_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom offload.cli import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numba', 'numpy', 'matplotlib', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, capture_output=True)
+
+
+def test_a_mistake_in_the_file_is_one_screen_and_exit_code_2(
+    config_file: Path, capsys: Any
+) -> None:
+    config_file.write_text("seed: 1\noptimizer: {lrr: 3}\n")
+    assert run("train", str(config_file)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"error: {config_file}:2: optimizer.lrr: unknown key" in captured.err
+    assert "Traceback" not in captured.err
+    assert len(captured.err.splitlines()) < 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["train", "nothing.yaml"], "nothing.yaml: cannot read the configuration: no such file"),
+        (["train", "FILE", "-o", "seed=x"], "-o seed=x: seed: expected a whole number"),
+        (["train", "FILE", "--resume"], "add --run-dir DIR"),
+        (["train", "FILE", "--resume", "--run-dir", "none"], "none holds no run"),
+        (["config", "show", "FILE", "-o", "seed"], "expected key=value"),
+        (["plan", "FILE", "-o", "precision=fp8"], "fp32, bf16, fp16"),
+        (["train"], "FILE"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_ends_with_2(
+    arguments: list[str], fragment: str, config_file: Path, capsys: Any
+) -> None:
+    words = [str(config_file) if word == "FILE" else word for word in arguments]
+    assert run(*words) == 2
+    error = capsys.readouterr().err
+    assert fragment in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "train"], ["train", "--debug"]])
+def test_debug_adds_the_traceback(arguments: list[str], capsys: Any) -> None:
+    assert run(*arguments, "nothing.yaml") == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "error: nothing.yaml" in error
+
+
+def test_other_errors_end_with_1(
+    config_file: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.errors import StorageError
+
+    def failing(*_: object, **__: object) -> None:
+        raise StorageError("reading 4 KiB at 0 failed: EIO")
+
+    monkeypatch.setattr("offload.cli.train.run_training", failing)
+    assert run("train", str(config_file)) == 1
+    assert capsys.readouterr().err == "error: reading 4 KiB at 0 failed: EIO\n"
+
+
+def test_an_interrupt_ends_with_130(
+    config_file: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("offload.cli.train.run_training", interrupted)
+    assert run("train", str(config_file)) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_the_schema_is_json(capsys: Any) -> None:
+    assert run("config", "schema") == 0
+    assert "optimizer" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_show_prints_a_file_that_reads_back(config_file: Path, capsys: Any, tmp_path: Path) -> None:
+    from offload.config import OffloadConfig
+
+    assert run("config", "show", str(config_file), "-o", "precision=bf16") == 0
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(capsys.readouterr().out)
+    config = OffloadConfig.load(shown)
+    assert (config.seed, config.optimizer.master) == (1, "split")
+
+
+@pytest.mark.parametrize("name", ["demo", "llama-151m", "llama-3b"])
+def test_every_example_is_valid(name: str) -> None:
+    from offload.config import OffloadConfig
+
+    OffloadConfig.load(REPOSITORY / "examples" / f"{name}.yaml")

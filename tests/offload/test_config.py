@@ -1,0 +1,342 @@
+"""What the configuration accepts, and the text of every refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.config import OffloadConfig, Percent, TierSplit
+from offload.errors import ConfigError, PathError
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(text: str | bytes) -> Path:
+        path = Path("run.yaml")
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    return write_file
+
+
+def message(source: Any, overrides: list[str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.load(source, overrides or [])
+    text = str(caught.value)
+    for jargon in ("pydantic", "http", "Input should", "validation error", "Traceback"):
+        assert jargon not in text
+    assert len(text.splitlines()) <= 10
+    return text
+
+
+def test_the_whole_documented_shape_is_read(write: Any) -> None:
+    config = OffloadConfig.load(
+        write(
+            """
+device: cpu
+precision: bf16
+budget: {device: 8GiB, host: 80%, nvme: 100GB}
+nvme: {paths: [/mnt/a, /mnt/b], backend: threads, threads: 4, checksum: false, direct: true}
+placement:
+  parameters: nvme
+  gradients: host
+  optimizer: {host: 40%, nvme: 60%}
+  activations: {tier: device, checkpoint: true}
+optimizer: {type: adamw, lr: 3e-4, betas: [0.9, 0.95], weight_decay: 0.1, master: split}
+clip_grad_norm: 1
+prefetch: 0
+groups: {blocks: [Block]}
+zero: {stage: 3}
+"""
+        )
+    )
+    assert config.budget.device == 8 << 30
+    assert config.budget.host == Percent(0.8)
+    assert config.budget.nvme == 100 * 1000**3
+    assert config.nvme.paths == ("/mnt/a", "/mnt/b")
+    assert config.placement.parameters == TierSplit(nvme=1.0)
+    assert config.placement.optimizer is not None
+    assert config.placement.optimizer.fractions == {"host": 0.4, "nvme": 0.6}
+    assert config.optimizer.lr == 3e-4
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.clip_grad_norm == 1.0
+    assert config.prefetch == 0
+
+
+def test_every_key_is_optional(write: Any) -> None:
+    assert OffloadConfig.load(write("")) == OffloadConfig.load({}) == OffloadConfig()
+    assert OffloadConfig.load(write("# nothing\n")) == OffloadConfig()
+
+
+@pytest.mark.parametrize(
+    ("precision", "master", "skips"),
+    [("fp32", "none", False), ("bf16", "split", False), ("fp16", "fp32", True)],
+)
+def test_auto_is_resolved_by_precision(precision: str, master: str, skips: bool) -> None:
+    config = OffloadConfig.load({"precision": precision})
+    assert (config.master, config.skips_nonfinite) == (master, skips)
+    assert (config.scaling is not None) == (precision == "fp16")
+    assert config.resolved().optimizer.master == master
+    assert config.resolved().optimizer.chunk == 1 << 20
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_resolved_configuration_reads_back_equal(write: Any, precision: str) -> None:
+    config = OffloadConfig.load(
+        {
+            "precision": precision,
+            "budget": {"host": "33.3%", "nvme": "1TiB"},
+            "placement": {"optimizer": {"host": "33.3%", "nvme": "66.7%"}, "gradients": "host"},
+            "nvme": {"paths": ["1e5", "on", "010", "a: b", "~", "null"]},
+            "train": {"text": "no"},
+        }
+    ).resolved()
+    assert OffloadConfig.load(write(config.to_yaml())) == config
+
+
+BAD_VALUES = [
+    # file, then fragments the message must hold
+    ("optimzer: {lr: 1}", ["run.yaml:1: optimzer: unknown key", "did you mean `optimizer`?"]),
+    ("seed: 1\noptimizer:\n  lrr: 3", ["run.yaml:3: optimizer.lrr: unknown key", "`lr`", "betas"]),
+    ("train:\n  model:\n    layer: 3", ["run.yaml:3: train.model.layer", "`layers`"]),
+    ("loss_scale: {intial: 4}\nprecision: fp16", ["run.yaml:1: loss_scale.intial", "`initial`"]),
+    ("precision: fp8", ["run.yaml:1: precision: 'fp8' is not allowed", "fp32, bf16, fp16"]),
+    ("precision: bf61", ["did you mean `bf16`?"]),
+    ("device: gpu", ["device: 'gpu' is not allowed", "auto, cuda, cpu"]),
+    ("optimizer: {type: adamww}", ["did you mean `adamw`?"]),
+    ("nvme: {backend: io_uring}", ["nvme.backend: 'io_uring' is not allowed", "threads, libaio"]),
+    ("budget: {host: 8Gib2}", ["run.yaml:1: budget.host", "not a size", "8GiB"]),
+    ("budget: {host: 8GoB}", ["budget.host: 'GoB' is not a unit of bytes", "GiB"]),
+    ("budget: {host: 110%}", ["budget.host: '110%' is over 100%"]),
+    ("budget: {host: -5}", ["budget.host", "negative"]),
+    ("budget: {host: 1.5}", ["budget.host: 1.5 is not a size"]),
+    ("budget: {host: true}", ["budget.host: True is not a size"]),
+    ("budget: {ram: 8GiB}", ["budget.ram: unknown key", "device, host, nvme"]),
+    ("budget: 8GiB", ["budget: expected keys and values, found '8GiB'"]),
+    ("seed: abc", ["run.yaml:1: seed: expected a whole number, found 'abc'"]),
+    ("seed: 1.0", ["seed: expected a whole number, found 1.0"]),
+    ("seed: true", ["seed: expected a whole number, found true"]),
+    ("seed: -1", ["seed: -1 must be at least 0"]),
+    ("seed: 0x1F\nzero: {stage: 4}", ["run.yaml:2: zero.stage: 4 must be at most 3"]),
+    ("clip_grad_norm: 0", ["clip_grad_norm: 0 must be more than 0"]),
+    ("optimizer: {lr: .nan}", ["optimizer.lr: expected a finite number"]),
+    ("optimizer: {lr: '1e-3'}", ["optimizer.lr: expected a number, found '1e-3'"]),
+    ("optimizer: {betas: 0.9}", ["optimizer.betas: expected a list, found 0.9"]),
+    ("optimizer: {betas: [0.9]}", ["optimizer.betas.1: a value is missing"]),
+    ("optimizer: {betas: [0.9, 1, 2]}", ["optimizer.betas: at most 2 values, found 3"]),
+    ("optimizer:\n  betas: [0.9, 1.0]", ["run.yaml:2: optimizer.betas: 1.0 is not in [0, 1)"]),
+    ("optimizer: {chunk: 1000}", ["optimizer.chunk: 1000 is too small"]),
+    ("optimizer: {chunk: 5000}", ["optimizer.chunk: 5000 is not a multiple of 1024", "5120"]),
+    ("optimizer:", ["optimizer: expected keys and values, found nothing"]),
+    ("nvme: {checksum: on}", ["nvme.checksum: expected true or false, found 'on'"]),
+    ("nvme: {direct: yes}", ["nvme.direct: expected true, false or auto; found 'yes'"]),
+    ("nvme: {threads: 0}", ["nvme.threads: 0 is too small; at least 1"]),
+    ("nvme: {paths: /mnt}", ["nvme.paths: expected a list, found '/mnt'"]),
+    ("nvme: {paths: ['']}", ["nvme.paths.0: expected text that is not empty"]),
+    ("prefetch: deep", ["prefetch: expected a whole number or auto; found 'deep'"]),
+    ("placement: disk", ["run.yaml:1: placement: 'disk' is not known; write auto"]),
+    ("placement: {parameters: hots}", ["'hots' is not a tier", "did you mean `host`?"]),
+    ("placement: {parameters: {ssd: 100%}}", ["'ssd' is not a tier"]),
+    ("placement: {optimizer: {host: 40%, nvme: 50%}}", ["sum to 90%", "must sum to 100%"]),
+    ("placement: {optimizer: {host: 40, nvme: 60}}", ["share of host is 40", "like 40%"]),
+    ("placement: {optimizer: 3}", ["expected a tier", "found 3"]),
+    (
+        "placement:\n  activations:\n    tier: host",
+        ["run.yaml:3: placement.activations.tier: host is not supported yet", "checkpoint: true"],
+    ),
+    (
+        "precision: fp16\noptimizer:\n  master: split",
+        ["run.yaml:3: optimizer.master: split contradicts precision: fp16", "bf16"],
+    ),
+    ("precision: bf16\noptimizer: {master: none}", ["master: none contradicts precision: bf16"]),
+    ("optimizer: {master: split}", ["master: split contradicts precision: fp32", "bf16"]),
+    (
+        "precision: bf16\nloss_scale: {initial: 8}",
+        ["run.yaml:2: loss_scale: contradicts precision: bf16", "remove loss_scale"],
+    ),
+    (
+        "precision: fp16\nskip_nonfinite: false",
+        ["run.yaml:2: skip_nonfinite: false contradicts precision: fp16"],
+    ),
+    ("train: {sequence: 4096}", ["train.sequence: 4096 is longer than model.max_sequence: 1024"]),
+    ("train: {model: {heads: 7}}", ["train.model.hidden: 384 is not a multiple of heads: 7"]),
+]
+
+BAD_YAML = [
+    ("a:\n\tb: 1", ["run.yaml:2: not valid YAML", "spaces, not tabs"]),
+    ("seed: 1\na: b: c", ["run.yaml:2: not valid YAML", "quote values"]),
+    ("seed: 1\nseed: 2", ["run.yaml:2: seed: given twice, first on line 1"]),
+    ("optimizer: {lr: 1, lr: 2}", ["optimizer.lr: given twice"]),
+    ("a: &x [1]\nb: *x", ["run.yaml:2: the alias *x is not supported"]),
+    ("a: &x {b: 1}\nc:\n  <<: *x", ["run.yaml:3: the alias *x"]),
+    ("seed: !!python/object/apply:os.system [id]", ["run.yaml:1: "]),
+    ("seed: !!python/name:os.system x", ["run.yaml:1", "is not supported"]),
+    ("seed: 1\n---\nseed: 2", ["run.yaml:2: a second document"]),
+    ("- 1\n- 2", ["run.yaml:1: expected keys and values, found [1, 2]"]),
+    ("precision", ["expected keys and values, found 'precision'"]),
+    ("budget: {host", ["run.yaml:1: not valid YAML"]),
+    ("[" * 5000, ["nested deeper than 32 levels"]),
+    ("? [1]\n: 3", ["run.yaml:1: a list or mapping cannot be a key"]),
+    ("seed: \x00", ["run.yaml:1: character 0 is not allowed"]),
+    (b"seed: \xff\xfe", ["run.yaml: not UTF-8 text (byte 6)"]),
+    ("#" * ((1 << 20) + 1), ["too large for a configuration"]),
+    ("seed: " + "9" * 5000, ["run.yaml:1"]),
+    ("seed: !!int abc", ["run.yaml:1: 'abc' with tag"]),
+]
+
+
+@pytest.mark.parametrize(("text", "fragments"), [*BAD_VALUES, *BAD_YAML])
+def test_a_mistake_is_named_with_file_line_and_key(
+    write: Any, text: str | bytes, fragments: list[str]
+) -> None:
+    said = message(write(text))
+    for fragment in fragments:
+        assert fragment in said, said
+
+
+def test_several_mistakes_are_listed_in_the_order_of_their_lines(write: Any) -> None:
+    said = message(write("seed: x\nprecision: y\nzero: {stage: 9}")).splitlines()
+    assert [line.split(": ")[0] for line in said] == ["run.yaml:1", "run.yaml:2", "run.yaml:3"]
+
+
+def test_a_flood_of_mistakes_stays_one_screen(write: Any) -> None:
+    assert "... and 32 more" in message(write("\n".join(f"key{n}: 1" for n in range(40))))
+
+
+def test_an_alias_bomb_is_refused_at_once(write: Any) -> None:
+    bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+    )
+    assert "alias" in message(write(bomb))
+
+
+@pytest.mark.parametrize(
+    ("text", "seed"), [("010", 10), ("0o10", 8), ("0x10", 16), ("+7", 7), ("!!int 5", 5)]
+)
+def test_whole_numbers_follow_yaml_1_2(write: Any, text: str, seed: int) -> None:
+    assert OffloadConfig.load(write(f"seed: {text}")).seed == seed
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", ".00001", "+1e-5"])
+def test_numbers_with_an_exponent_are_numbers(write: Any, text: str) -> None:
+    assert OffloadConfig.load(write(f"optimizer: {{lr: {text}}}")).optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize("text", ["on", "off", "yes", "no", "2024-01-01", "60:30", "1_000"])
+def test_words_stay_words(write: Any, text: str) -> None:
+    assert OffloadConfig.load(write(f"train: {{text: {text}}}")).train.text == text
+
+
+def test_unreadable_files_are_path_errors(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "nothing.yaml", "no such file"), (tmp_path, "a folder")):
+        with pytest.raises(PathError, match=reason):
+            OffloadConfig.load(path)
+    with pytest.raises(PathError, match="not a regular file"):
+        OffloadConfig.load("/dev/zero")
+
+
+def test_overrides_win_and_later_ones_win_over_earlier(write: Any) -> None:
+    path = write("optimizer: {lr: 1}\nplacement: auto")
+    overrides = [
+        "optimizer.lr=1e-5", "optimizer.betas=[0.1, 0.2]", "placement.parameters=nvme",
+        "seed=1", "seed=2", "train.text=a=b", "budget.host=1GiB",
+    ]  # fmt: skip
+    config = OffloadConfig.load(path, overrides)
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-5, (0.1, 0.2))
+    assert (config.seed, config.train.text, config.budget.host) == (2, "a=b", 1 << 30)
+    assert config.placement.parameters == TierSplit(nvme=1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("optimizer.lr=abc", ["-o optimizer.lr=abc: optimizer.lr: expected a number"]),
+        ("optimizer.lrr=1", ["-o optimizer.lrr=1: optimizer.lrr: unknown key", "`lr`"]),
+        ("seed", ["-o seed: expected key=value"]),
+        ("=3", ["-o =3: expected key=value"]),
+        ("a..b=3", ["expected key=value"]),
+        ("seed={a", ["-o seed={a", "not valid YAML"]),
+        ("seed.x=1", ["-o seed.x=1: seed: expected a whole number"]),
+        ("precision=bf16", ["-o precision=bf16: optimizer.master: none contradicts"]),
+        ("optimizer={master: split}", ["-o optimizer={master: split}: optimizer.master"]),
+    ],
+)
+def test_a_wrong_override_is_named_itself(write: Any, override: str, fragments: list[str]) -> None:
+    said = message(write("optimizer:\n  master: none"), [override])
+    for fragment in fragments:
+        assert fragment in said, said
+
+
+def test_a_mapping_from_a_program_may_hold_paths_and_tuples(tmp_path: Path) -> None:
+    config = OffloadConfig.load(
+        {"nvme": {"paths": (tmp_path,)}, "optimizer": {"betas": (0.1, 0.2)}}
+    )
+    assert config.nvme.paths == (str(tmp_path),)
+    assert message({"sed": 1}).startswith("config: sed: unknown key; did you mean `seed`?")
+
+
+def test_a_configuration_is_taken_as_it_is() -> None:
+    config = OffloadConfig(seed=3)
+    assert OffloadConfig.load(config) is config
+    assert OffloadConfig.load(config, ["seed=4"]).seed == 4
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        OffloadConfig().seed = 3  # type: ignore[misc]
+
+
+def test_anything_else_is_a_config_error() -> None:
+    assert "expected a path, a mapping" in message(3)
+
+
+def _descriptions(schema: dict[str, Any]) -> list[tuple[str, bool]]:
+    sections = {"OffloadConfig": schema, **schema["$defs"]}
+    return [
+        (f"{section}.{key}", bool(value.get("description")))
+        for section, values in sections.items()
+        for key, value in values.get("properties", {}).items()
+    ]
+
+
+def test_every_key_of_the_schema_is_described() -> None:
+    described = _descriptions(OffloadConfig.model_json_schema())
+    assert len(described) > 60
+    assert [key for key, has in described if not has] == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused_with_a_config_error(text: str) -> None:
+    from offload.config_file import parse_document
+
+    try:
+        parse_document(text, "x")
+    except ConfigError as error:
+        assert str(error).startswith("x:")  # noqa: PT017
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(sorted(OffloadConfig.model_fields)), JSON_VALUES, max_size=3)
+)
+def test_any_values_are_accepted_or_refused_with_a_config_error(values: dict[str, Any]) -> None:
+    try:
+        OffloadConfig.load(values)
+    except ConfigError as error:
+        assert str(error)  # noqa: PT017

@@ -1,0 +1,108 @@
+"""Machine reading on made-up machines: cgroup v1 and v2, quotas, mounts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload import machine
+
+GIB = 1 << 30
+
+
+def put(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
+V1_MOUNT = (
+    "31 23 0:27 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    "32 23 0:28 /docker/abc /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+)
+
+
+@pytest.fixture
+def cgroup_v2(tmp_path: Path) -> Path:
+    return put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user.slice/run.scope\n",
+            "proc/self/mountinfo": V2_MOUNT,
+            "sys/fs/cgroup/cgroup.controllers": "cpu memory",
+            "sys/fs/cgroup/user.slice/memory.max": f"{2 * GIB}\n",
+            "sys/fs/cgroup/user.slice/memory.current": f"{GIB}\n",
+            "sys/fs/cgroup/user.slice/memory.stat": f"anon 5\ninactive_file {GIB // 4}\n",
+            "sys/fs/cgroup/user.slice/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/user.slice/run.scope/memory.max": "max\n",
+            "sys/fs/cgroup/user.slice/run.scope/cpu.max": "max 100000\n",
+        },
+    )
+
+
+@pytest.fixture
+def cgroup_v1(tmp_path: Path) -> Path:
+    return put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:memory:/docker/abc/inner\n4:cpu,cpuacct:/docker/abc\n0::/\n",
+            "proc/self/mountinfo": V1_MOUNT,
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB // 2}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"cache 9\ntotal_inactive_file {GIB // 4}\n",
+            "sys/fs/cgroup/memory/inner/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+
+
+def test_the_limit_of_an_outer_v2_cgroup_binds(cgroup_v2: Path) -> None:
+    assert machine.memory_limit_nbytes(cgroup_v2) == 2 * GIB
+    assert machine.cpu_quota(cgroup_v2) == 1.5
+    assert machine.cpu_count(cgroup_v2) in (1, 2)
+
+
+def test_reclaimable_cache_counts_as_available(cgroup_v2: Path) -> None:
+    assert machine.available_memory_nbytes(cgroup_v2) <= 2 * GIB - GIB + GIB // 4
+    assert machine.memory_limits(cgroup_v2)[0].used_nbytes == GIB - GIB // 4
+
+
+def test_a_v1_limit_inside_a_container_binds(cgroup_v1: Path) -> None:
+    limits = machine.memory_limits(cgroup_v1)
+    assert [(limit.limit_nbytes, limit.used_nbytes) for limit in limits] == [(GIB, GIB // 4)]
+    assert machine.cpu_quota(cgroup_v1) == 0.5
+    assert machine.cpu_count(cgroup_v1) == 1
+
+
+def test_without_cgroups_the_ram_is_the_limit(tmp_path: Path) -> None:
+    assert machine.memory_limit_nbytes(tmp_path) == machine.total_memory_nbytes()
+    assert machine.cpu_quota(tmp_path) is None
+    assert machine.mount_of(tmp_path, tmp_path) is None
+    assert machine.cpu_features(tmp_path) == frozenset()
+    assert machine.numa_node_count(tmp_path) == 1
+
+
+def test_the_deepest_and_last_mount_holds_a_path(tmp_path: Path) -> None:
+    lines = (
+        "1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /mnt rw - xfs /dev/b rw\n"
+        "3 1 0:3 / /mnt rw - tmpfs tmpfs rw\n4 1 0:4 / /my\\040disk rw - btrfs /dev/c rw\n"
+    )
+    put(tmp_path, {"proc/self/mountinfo": lines})
+    kinds = {
+        path: mount.kind
+        for path in ("/mnt/x", "/mntx", "/my disk/y")
+        if (mount := machine.mount_of(Path(path), tmp_path))
+    }
+    assert kinds == {"/mnt/x": "tmpfs", "/mntx": "ext4", "/my disk/y": "btrfs"}
+
+
+def test_this_machine_can_be_read() -> None:
+    assert 0 < machine.available_memory_nbytes() <= machine.memory_limit_nbytes()
+    assert machine.cpu_count() >= 1
+    assert 0 < machine.rss_nbytes() <= machine.peak_rss_nbytes() * 1.01
+    assert machine.mount_of(Path("/")) is not None

@@ -1,0 +1,269 @@
+"""The loop through the public interface, with a stand-in engine over plain AdamW."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from offload.config import OffloadConfig
+from offload.errors import CheckpointError, ConfigError, PathError
+from offload.train.config import ScheduleConfig
+from offload.train.loop import RunResult, readable, run
+from offload.train.run_folder import LoopState, RunFolder, check_same_run, default_path
+from offload.train.schedule import lr_factor
+
+
+@dataclass
+class PlainTier:
+    budget_nbytes: int = 1 << 30
+    used_nbytes: int = 1 << 20
+    peak_nbytes: int = 2 << 20
+    by_class: dict[str, int] = field(default_factory=lambda: {"parameters": 1 << 20})
+
+
+@dataclass
+class PlainReport:
+    tiers: dict[str, PlainTier] = field(
+        default_factory=lambda: {name: PlainTier() for name in ("device", "host", "nvme")}
+    )
+    bytes_moved: dict[str, int] = field(default_factory=lambda: {"nvme read": 5, "nvme write": 0})
+    skipped_steps: int = 0
+    gradient_norm: float | None = 1.5
+
+
+class PlainEngine:
+    """The engine's interface over plain PyTorch, everything in RAM."""
+
+    def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
+        model.to_empty(device="cpu")
+        torch.manual_seed(config.seed)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
+        self.closed = False
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def report(self) -> PlainReport:
+        return PlainReport()
+
+    def save_checkpoint(self, path: Path) -> None:
+        path.mkdir()
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(states, path / "states.pt")
+
+    def load_checkpoint(self, path: Path) -> None:
+        states = torch.load(path / "states.pt")
+        self.model.load_state_dict(states["model"])
+        self.optimizer.load_state_dict(states["optimizer"])
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+TRAIN = {
+    "model": {"layers": 1, "hidden": 16, "heads": 2, "mlp": 32, "max_sequence": 64},
+    "steps": 6,
+    "batch": 2,
+    "sequence": 16,
+    "sample": {"length": 4},
+    "evaluate_batches": 1,
+}
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"The quick brown fox jumps over the lazy dog.\n" * 100)
+    return path
+
+
+@pytest.fixture
+def make_config(text_file: Path) -> Callable[..., OffloadConfig]:
+    def make(train: dict[str, Any] | None = None, **top: Any) -> OffloadConfig:
+        return OffloadConfig.load(
+            {"train": {**TRAIN, "text": str(text_file), **(train or {})}, **top}
+        )
+
+    return make
+
+
+def run_quietly(
+    config: OffloadConfig, path: Path, *, resume: bool = False, initialize: Any = PlainEngine
+) -> tuple[RunResult, str]:
+    folder = RunFolder.reopen(path) if resume else RunFolder.create(path)
+    console = Console(file=io.StringIO(), width=120)
+    result = run(config, folder, resume=resume, console=console, initialize=initialize)
+    return result, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def losses(path: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_folder_complete(make_config: Any, tmp_path: Path) -> None:
+    config = make_config()
+    result, output = run_quietly(config, tmp_path / "run")
+    assert result.steps == 6
+    assert len(losses(tmp_path / "run")) == 6
+    assert OffloadConfig.load(tmp_path / "run/config.resolved.yaml") == config.resolved()
+    assert (tmp_path / "run/loss_and_tiers.png").read_bytes().startswith(b"\x89PNG")
+    for fragment in ("text before", "text after", "peak RSS", "plain PyTorch", "nvme", "tokens/s"):
+        assert fragment in output
+
+
+def test_the_loss_falls(make_config: Any, tmp_path: Path) -> None:
+    config = make_config({"steps": 60}, optimizer={"lr": 1e-2})
+    result, _ = run_quietly(config, tmp_path / "run")
+    assert result.last_loss < result.first_loss - 1
+
+
+def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
+    config = make_config({"checkpoint_every": 2}, gradient_accumulation_steps=2)
+    run_quietly(config, tmp_path / "whole")
+
+    class Stopped(Exception):
+        pass
+
+    class StoppingEngine(PlainEngine):
+        steps = 0
+
+        def report(self) -> PlainReport:
+            StoppingEngine.steps += 1
+            if StoppingEngine.steps == 6:
+                raise Stopped
+            return super().report()
+
+    with pytest.raises(Stopped):
+        run_quietly(config, tmp_path / "cut", initialize=StoppingEngine)
+    assert len(losses(tmp_path / "cut")) == 5  # one past the checkpoint
+    _, output = run_quietly(config, tmp_path / "cut", resume=True)
+    assert "resumed after step 4" in output
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_accumulated_micro_steps_average_the_loss(make_config: Any, tmp_path: Path) -> None:
+    config = make_config({"steps": 1}, gradient_accumulation_steps=4)
+    result, _ = run_quietly(config, tmp_path / "run")
+    assert 4 < result.first_loss < 7  # about log(256)
+
+
+def test_the_engine_is_closed_when_the_loop_fails(make_config: Any, tmp_path: Path) -> None:
+    engines = []
+
+    def failing(model: nn.Module, config: OffloadConfig) -> PlainEngine:
+        engines.append(PlainEngine(model, config))
+        engines[0].backward = lambda loss: 1 / 0  # type: ignore[method-assign,assignment]
+        return engines[0]
+
+    with pytest.raises(ZeroDivisionError):
+        run_quietly(make_config(), tmp_path / "run", initialize=failing)
+    assert engines[0].closed
+
+
+def test_a_loss_that_is_not_finite_is_said_once(make_config: Any, tmp_path: Path) -> None:
+    def poisoned(model: nn.Module, config: OffloadConfig) -> PlainEngine:
+        engine = PlainEngine(model, config)
+        with torch.no_grad():
+            model.norm.weight.fill_(float("nan"))  # type: ignore[union-attr,operator]
+        return engine
+
+    config = make_config({"sample": {"length": 0}, "evaluate_batches": 0})
+    _, output = run_quietly(config, tmp_path / "run", initialize=poisoned)
+    assert output.count("warning: the loss of step 1 is nan") == 1
+    assert losses(tmp_path / "run") == [None] * 6
+
+
+def test_a_folder_with_a_run_is_not_overwritten(make_config: Any, tmp_path: Path) -> None:
+    run_quietly(make_config({"steps": 1}), tmp_path / "run")
+    with pytest.raises(ConfigError, match="already holds a run; add --resume"):
+        RunFolder.create(tmp_path / "run")
+
+
+def test_resume_without_a_run_or_checkpoint_says_so(make_config: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        RunFolder.reopen(tmp_path / "nothing")
+    run_quietly(make_config({"steps": 1}), tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"train\.checkpoint_every"):
+        run_quietly(make_config(), tmp_path / "run", resume=True)
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_path_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PathError, match="--run-dir: cannot create"):
+        RunFolder.create(tmp_path / "file/run")
+
+
+def test_resume_names_the_keys_that_changed(make_config: Any) -> None:
+    before = make_config().to_dict()
+    check_same_run(before, make_config({"steps": 99}))
+    with pytest.raises(ConfigError, match=r"train\.batch: 3 was 2") as caught:
+        check_same_run(before, make_config({"batch": 3}, seed=1))
+    assert "seed: 1 was 0" in str(caught.value)
+
+
+def test_an_uncommitted_checkpoint_is_ignored_and_replaced(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    for step in (2, 4, 6):
+        folder.prepare_checkpoint(step).mkdir()
+        folder.commit_checkpoint(LoopState(step, b"rng", {}))
+    killed = folder.prepare_checkpoint(8)
+    killed.mkdir()
+    (killed / "half").touch()
+    path, state = folder.latest_checkpoint()
+    assert (path.name, state) == ("step-00000006", LoopState(6, b"rng", {}))
+    assert not folder.prepare_checkpoint(8).exists()
+    assert not (folder.checkpoints / "step-00000002").exists()  # two are kept
+
+
+def test_a_damaged_loop_state_is_a_checkpoint_error(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.prepare_checkpoint(2).mkdir()
+    (folder.checkpoints / "step-00000002.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        folder.latest_checkpoint()
+
+
+def test_a_line_cut_by_a_crash_is_left_out(make_config: Any, tmp_path: Path) -> None:
+    run_quietly(make_config({"steps": 2}), tmp_path / "run")
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [row.step for row in RunFolder.reopen(tmp_path / "run").read_metrics()] == [1, 2]
+
+
+def test_default_run_folders_do_not_collide(tmp_path: Path) -> None:
+    first = default_path("demo", tmp_path)
+    first.mkdir()
+    assert default_path("demo", tmp_path) != first
+
+
+def test_the_schedule_warms_up_and_ends_where_it_should() -> None:
+    schedule = ScheduleConfig(type="cosine", warmup_steps=4, final=0.1)
+    factors = [lr_factor(schedule, step, 20) for step in range(20)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[-1] == pytest.approx(0.1)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert lr_factor(ScheduleConfig(type="constant"), 7, 20) == 1.0
+
+
+def test_what_is_not_printable_is_shown_as_a_dot() -> None:
+    assert readable(b"a\x1b[2J\xff\n") == "a·[2J·\n"

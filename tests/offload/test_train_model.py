@@ -1,0 +1,147 @@
+"""The built-in models: shapes, ties, seeds, checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from offload.config import OffloadConfig
+from offload.train.config import ModelConfig
+from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
+
+SMALL: dict[str, Any] = {
+    "layers": 2, "hidden": 24, "heads": 4, "mlp": 40, "max_sequence": 32,
+}  # fmt: skip
+SHAPES = [
+    {"shape": "llama"},
+    {"shape": "llama", "kv_heads": 2},
+    {"shape": "llama", "tied": False},
+    {"shape": "gpt"},
+    {"shape": "gpt", "tied": False, "vocab": 300},
+]
+
+
+def make(checkpoint: bool = False, **sizes: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    config = ModelConfig(**{**SMALL, **sizes})
+    return LanguageModel(config, checkpoint_activations=checkpoint)
+
+
+def tokens(batch: int = 2, length: int = 8) -> torch.Tensor:
+    return torch.arange(batch * length).reshape(batch, length) * 7 % 256
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_and_first_loss(shape: dict[str, Any]) -> None:
+    model = make(**shape)
+    output = model(tokens(), (tokens() + 101) % 256)
+    assert output.logits.shape == (2, 8, model.config.vocab)
+    assert output.loss is not None
+    assert abs(output.loss.item() - torch.tensor(model.config.vocab).log().item()) < 0.3
+    assert model(tokens()).loss is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_parameter_belongs_to_a_module_that_can_reset_it(shape: dict[str, Any]) -> None:
+    model = make(**shape)
+    assert not list(model.named_buffers())
+    for name, module in model.named_modules():
+        if list(module.parameters(recurse=False)):
+            assert callable(getattr(module, "reset_parameters", None)), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_meta_model_comes_to_life_module_by_module(shape: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig(**{**SMALL, **shape}))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert torch.isfinite(model(tokens(), tokens()).loss)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_position_sees_a_later_one(shape: dict[str, Any]) -> None:
+    model = make(**shape)
+    changed = tokens().clone()
+    changed[:, 5:] = 1
+    before, after = model(tokens()).logits, model(changed).logits
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_positions_matter(shape: dict[str, Any]) -> None:
+    # without positions, the last output would not depend on the order of what came before
+    model = make(**shape)
+    first, second = torch.tensor([[1, 2, 3, 9]]), torch.tensor([[2, 1, 3, 9]])
+    assert not torch.allclose(model(first).logits[0, -1], model(second).logits[0, -1], atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_checkpointed_gradients_are_equal(shape: dict[str, Any]) -> None:
+    plain, checkpointed = make(**shape), make(checkpoint=True, **shape)
+    for model in (plain, checkpointed):
+        model(tokens(), tokens()).loss.backward()
+    for left, right in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)  # type: ignore[arg-type]
+
+
+def test_a_tied_head_is_one_parameter() -> None:
+    tied, untied = make(tied=True), make(tied=False)
+    assert tied.head.weight is tied.embedding.weight
+    assert parameter_count(untied) - parameter_count(tied) == 256 * SMALL["hidden"]
+
+
+def test_the_loss_is_fp32_in_a_16_bit_model() -> None:
+    model = make().to(torch.bfloat16)
+    output = model(tokens(), tokens())
+    assert output.loss is not None
+    assert output.loss.dtype == torch.float32
+    assert output.logits.dtype == torch.bfloat16
+
+
+def test_too_long_a_sequence_names_both_lengths() -> None:
+    with pytest.raises(ValueError, match="33 tokens is longer than max_sequence 32"):
+        make()(tokens(1, 33))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_generated_text_depends_on_the_seed_alone(temperature: float) -> None:
+    model = make()
+    texts = [generate(model, b"ab", 40, temperature=temperature, seed=s) for s in (1, 1, 2)]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(b"ab")
+    assert len(texts[0]) == 42  # longer than max_sequence: the window slides
+    assert (texts[0] == texts[2]) == (temperature == 0)
+
+
+def test_the_sampler_only_emits_bytes_of_a_larger_vocabulary() -> None:
+    generate(make(vocab=4000, tied=False), b"a", 50, temperature=5.0, seed=0)
+
+
+def test_a_meta_model_takes_no_memory() -> None:
+    config = OffloadConfig.load({"placement": {"activations": {"checkpoint": True}}})
+    model = build_meta_model(config)
+    assert model.checkpoint_activations
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fragment"),
+    [
+        ({"hidden": 25}, "hidden: 25 is not a multiple of heads: 4"),
+        ({"hidden": 12}, "is odd"),
+        ({"kv_heads": 3}, "heads: 4 is not a multiple of kv_heads: 3"),
+        ({"shape": "gpt", "kv_heads": 2}, "kv_heads: 2 contradicts shape: gpt"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(sizes: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ValidationError, match=fragment):
+        ModelConfig(**{**SMALL, **sizes})

@@ -1,0 +1,100 @@
+"""Memory as the arenas hand it out, stores on a real disk and on tmpfs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from offload.swap.block_store import BlockStore
+from offload.swap.io_backend import IOBackend
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger
+
+
+def make_pages(nbytes: int, fill: bytes = b"") -> memoryview:
+    """Page-aligned memory of `nbytes`, starting with `fill`."""
+    view = memoryview(mmap.mmap(-1, nbytes))
+    view[: len(fill)] = fill
+    return view
+
+
+@dataclass
+class Bench:
+    """A store and all that it stands on."""
+
+    store: BlockStore
+    files: list[SwapFile]
+    tier: FileTier
+    ledger: Ledger
+    lock: threading.RLock
+
+
+@pytest.fixture
+def pages() -> Callable[..., memoryview]:
+    return make_pages
+
+
+@pytest.fixture
+def noise() -> Callable[[int], memoryview]:
+    return lambda nbytes: make_pages(nbytes, os.urandom(nbytes))
+
+
+@pytest.fixture(params=["disk", "shm"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder on the file system of the tests (ext4, say), and one on tmpfs, which accepts
+    everything."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here")
+    folder = Path("/dev/shm") / f"offload-test-{os.getpid()}-{tmp_path.name}"
+    folder.mkdir(mode=0o700)
+    yield folder
+    folder.rmdir()  # fails if anything is left behind
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., Bench]]:
+    """A factory of stores; at the end all are closed and their books must balance."""
+    made: list[Bench] = []
+
+    def make(
+        *directories: Path, backend: IOBackend | None = None, budget_nbytes: int = 256 << 20,
+        direct: bool = True, checksum: bool = True,
+    ) -> Bench:  # fmt: skip
+        files = [SwapFile(path, direct=direct) for path in directories]
+        ledger, lock = Ledger(), threading.RLock()
+        tier = FileTier(budget_nbytes, [1.0] * len(files), ledger)
+        store = BlockStore(
+            files, tier, backend or ThreadsBackend(), checksum=checksum, lock=lock,
+            growth_nbytes=1 << 20,
+        )  # fmt: skip
+        made.append(Bench(store, files, tier, ledger, lock))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.store.close()
+        bench.ledger.check_integrity()
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def no_leak() -> Iterator[None]:
+    """Threads and descriptors are the same after the test as before."""
+    fds, threads = open_fds(), threading.active_count()
+    yield
+    assert threading.active_count() == threads
+    assert open_fds() == fds

@@ -1,0 +1,557 @@
+"""One conformance class; every backend, and every kind of file, passes all of it."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload.swap.backends import BACKENDS, open_backend, probe_backends, resolve_backend
+from offload.swap.io_backend import IOBackend, Priority
+from offload.swap.io_request import MAX_RETRIES
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.transfer import Transfer, all_of
+from offload.tiers.errors import (
+    ChecksumError,
+    ConfigError,
+    NoSpaceError,
+    StateError,
+    StorageError,
+    UnsupportedError,
+)
+from offload.tiers.extent import PAGE_NBYTES
+
+Noise = Callable[[int], memoryview]
+Pages = Callable[..., memoryview]
+TIMEOUT_S = 30.0
+
+needs_libaio = pytest.mark.skipif(
+    importlib.util.find_spec("libaio") is None, reason="the libaio package is not installed"
+)
+
+
+class BackendConformance:
+    """What every backend owes. Subclasses say how to make one, and on which files."""
+
+    direct = True
+    backend_name = "threads"
+
+    def make(self, **options: Any) -> IOBackend:
+        return open_backend(self.backend_name, **options)
+
+    @pytest.fixture
+    def file(self, directory: Path) -> Iterator[SwapFile]:
+        with SwapFile(directory, direct=self.direct) as file:
+            file.reserve(64 << 20)
+            yield file
+
+    @pytest.fixture
+    def backend(self, file: SwapFile) -> Iterator[IOBackend]:
+        backend = self.make(io_block_nbytes=1 << 20)
+        yield backend
+        backend.close()
+
+    def test_what_is_written_is_read(
+        self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
+    ) -> None:
+        sent, received = noise(8 << 20), pages(8 << 20)  # eight pieces each
+        backend.submit_write(file.fd, sent, PAGE_NBYTES, path="p").wait(TIMEOUT_S)
+        backend.submit_read(file.fd, received, PAGE_NBYTES, path="p").wait(TIMEOUT_S)
+        assert received == sent
+
+    def test_read_only_memory_can_be_written_from(
+        self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
+    ) -> None:
+        sent, received = noise(PAGE_NBYTES), pages(PAGE_NBYTES)
+        backend.submit_write(file.fd, sent.toreadonly(), 0, path="p").wait(TIMEOUT_S)
+        backend.submit_read(file.fd, received, 0, path="p").wait(TIMEOUT_S)
+        assert received == sent
+        with pytest.raises(ValueError, match="read-only"):
+            backend.submit_read(file.fd, sent.toreadonly(), 0, path="p")
+
+    def test_the_end_of_the_file_is_an_error_that_says_where(
+        self, backend: IOBackend, file: SwapFile, pages: Pages
+    ) -> None:
+        beyond = file.nbytes - PAGE_NBYTES
+        with pytest.raises(StorageError, match=r"file ends 4\.0 KiB too early") as caught:
+            backend.submit_read(file.fd, pages(2 * PAGE_NBYTES), beyond, path="p").wait(TIMEOUT_S)
+        assert (caught.value.path, caught.value.offset_bytes) == ("p", beyond)
+        assert caught.value.nbytes == 2 * PAGE_NBYTES
+
+    def test_an_error_of_the_kernel_is_raised_at_wait_with_its_cause(
+        self, backend: IOBackend, pages: Pages, tmp_path: Path
+    ) -> None:
+        fd = os.open(tmp_path / "write-only", os.O_WRONLY | os.O_CREAT)
+        try:
+            transfer = backend.submit_read(fd, pages(PAGE_NBYTES), 0, path="write-only")
+            with pytest.raises(StorageError, match=r"write-only failed: EBADF") as caught:
+                transfer.wait(TIMEOUT_S)
+        finally:
+            os.close(fd)
+        assert caught.value.errno == errno.EBADF
+        assert isinstance(caught.value.__cause__, OSError)
+
+    def test_before_runs_ahead_of_the_first_byte_and_after_behind_the_last(
+        self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
+    ) -> None:
+        sent, source, received = noise(4 << 20), pages(4 << 20), pages(4 << 20)
+        seen: list[bool] = []
+
+        def fill() -> None:
+            source[:] = sent
+
+        backend.submit_write(file.fd, source, 0, path="p", before=fill).wait(TIMEOUT_S)
+        backend.submit_read(
+            file.fd, received, 0, path="p", after=lambda: seen.append(received == sent)
+        ).wait(TIMEOUT_S)
+        assert seen == [True]
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_an_error_in_before_or_after_is_raised_at_wait(
+        self, backend: IOBackend, file: SwapFile, pages: Pages, when: str
+    ) -> None:
+        def ours() -> None:
+            raise ChecksumError("not what was written")
+
+        def foreign() -> None:
+            raise SystemExit(3)  # not even this may end a worker
+
+        def submit(**hook: Callable[[], None]) -> Transfer[None]:
+            before, after = hook.get("before"), hook.get("after")
+            return backend.submit_write(
+                file.fd, pages(2 << 20), 0, path="p", before=before, after=after
+            )
+
+        with pytest.raises(ChecksumError):
+            submit(**{when: ours}).wait(TIMEOUT_S)
+        with pytest.raises(StorageError) as caught:
+            submit(**{when: foreign}).wait(TIMEOUT_S)
+        assert isinstance(caught.value.__cause__, SystemExit)
+        submit().wait(TIMEOUT_S)
+
+    def test_drain_raises_an_error_nobody_waited_for(
+        self, backend: IOBackend, file: SwapFile, pages: Pages
+    ) -> None:
+        backend.submit_read(file.fd, pages(PAGE_NBYTES), file.nbytes, path="p")
+        with pytest.raises(StorageError, match="too early"):
+            backend.drain(TIMEOUT_S)
+        backend.drain(TIMEOUT_S)
+
+    def test_close_finishes_what_is_in_flight_and_raises_what_nobody_has_seen(
+        self, directory: Path, noise: Noise, pages: Pages, no_leak: None
+    ) -> None:
+        with SwapFile(directory, direct=self.direct) as file:
+            file.reserve(8 << 20)
+            backend = self.make()
+            transfer = backend.submit_write(file.fd, noise(8 << 20), 0, path="p")
+            backend.submit_read(file.fd, pages(PAGE_NBYTES), file.nbytes, path="p")
+            with pytest.raises(StorageError, match="too early"):
+                backend.close()
+            assert transfer.done()
+            backend.close()
+            with pytest.raises(StateError, match="closed"):
+                backend.submit_read(file.fd, pages(PAGE_NBYTES), 0, path="p")
+
+    def test_the_statistics_add_up(
+        self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
+    ) -> None:
+        moves = [
+            backend.submit_write(file.fd, noise(2 << 20), index * (2 << 20), path="p")
+            for index in range(4)
+        ]
+        all_of(moves).wait(TIMEOUT_S)
+        backend.submit_read(file.fd, pages(3 << 20), 0, path="p").wait(TIMEOUT_S)
+        backend.drain(TIMEOUT_S)
+        counts = backend.statistics()
+        assert (counts.write_requests, counts.write_nbytes) == (4, 8 << 20)
+        assert (counts.read_requests, counts.read_nbytes) == (1, 3 << 20)
+        assert (counts.in_flight_requests, counts.in_flight_nbytes) == (0, 0)
+        assert counts.peak_in_flight_nbytes >= 2 << 20
+        assert counts.read_busy_s > 0
+        assert counts.write_busy_s > 0
+
+    @settings(
+        max_examples=8, deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )  # fmt: skip
+    @given(sizes=st.lists(st.integers(1, 600), min_size=1, max_size=24), seed=st.randoms())
+    def test_many_concurrent_requests_of_any_size_do_not_mix(
+        self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages,
+        sizes: list[int], seed: Any,
+    ) -> None:  # fmt: skip
+        sent = [noise(size * PAGE_NBYTES) for size in sizes]
+        offsets = [sum(sizes[:index]) * PAGE_NBYTES for index in range(len(sizes))]
+        priorities = [seed.choice(list(Priority)) for _ in sizes]
+        writes = [
+            backend.submit_write(file.fd, source, offset, path="p", priority=priority)
+            for source, offset, priority in zip(sent, offsets, priorities, strict=True)
+        ]
+        all_of(writes).wait(TIMEOUT_S)
+        received = [pages(source.nbytes) for source in sent]
+        order = list(range(len(sizes)))
+        seed.shuffle(order)
+        reads = [backend.submit_read(file.fd, received[i], offsets[i], path="p") for i in order]
+        all_of(reads).wait(TIMEOUT_S)
+        assert received == sent
+
+    def test_requests_of_several_threads_all_end(
+        self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
+    ) -> None:
+        bad: list[int] = []
+
+        def use(index: int) -> None:
+            sent, received, offset = noise(1 << 20), pages(1 << 20), index << 20
+            for _ in range(10):
+                backend.submit_write(file.fd, sent, offset, path="p").wait(TIMEOUT_S)
+                backend.submit_read(file.fd, received, offset, path="p").wait(TIMEOUT_S)
+                if received != sent:
+                    bad.append(index)
+
+        threads = [threading.Thread(target=use, args=(index,)) for index in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert not bad
+        assert not any(thread.is_alive() for thread in threads)
+
+    def test_urgent_requests_are_served_first_and_equals_in_order(
+        self, file: SwapFile, pages: Pages
+    ) -> None:
+        options = {"workers": 1} if self.backend_name == "threads" else {"depth": 1}
+        served: list[str] = []
+        gate, entered = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            entered.set()
+            gate.wait(TIMEOUT_S)
+
+        def submit(backend: IOBackend, name: str, priority: Priority) -> Any:
+            return backend.submit_write(
+                file.fd, pages(PAGE_NBYTES), 0, path="p", priority=priority,
+                before=lambda: served.append(name),
+            )  # fmt: skip
+
+        with self.make(**options) as backend:
+            held = backend.submit_write(file.fd, pages(PAGE_NBYTES), 0, path="p", before=hold)
+            assert entered.wait(TIMEOUT_S)
+            moves = [
+                submit(backend, "background", Priority.BACKGROUND),
+                submit(backend, "normal 1", Priority.NORMAL),
+                submit(backend, "normal 2", Priority.NORMAL),
+                submit(backend, "urgent", Priority.URGENT),
+            ]
+            gate.set()
+            all_of([held, *moves]).wait(TIMEOUT_S)
+        assert served == ["urgent", "normal 1", "normal 2", "background"]
+
+    def test_a_forked_child_is_refused_instead_of_hanging(
+        self, backend: IOBackend, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(backend, "_pid", -1)
+        with pytest.raises(StateError, match="after fork"):
+            backend.submit_read(0, pages(PAGE_NBYTES), 0, path="p")
+        monkeypatch.undo()
+
+
+class TestThreads(BackendConformance):
+    pass
+
+
+class TestThreadsBuffered(BackendConformance):
+    direct = False
+
+    def test_any_length_at_any_offset_will_do(
+        self, backend: IOBackend, file: SwapFile, noise: Noise
+    ) -> None:
+        sent, received = noise(1 << 20)[3:70003], memoryview(bytearray(70000))
+        backend.submit_write(file.fd, sent, 17, path="p").wait(TIMEOUT_S)
+        backend.submit_read(file.fd, received, 17, path="p").wait(TIMEOUT_S)
+        assert received == sent
+
+
+@needs_libaio
+class TestLibaio(BackendConformance):
+    backend_name = "libaio"
+
+    def test_a_short_transfer_is_completed(
+        self, backend: Any, file: SwapFile, noise: Noise, pages: Pages,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        """The kernel is made to move only a part, by cutting what is handed to it."""
+        hand_over = backend._libaio.AIOBlock
+
+        def short(mode: Any, fd: int, buffers: list[memoryview], offset: int) -> Any:
+            (buffer,) = buffers
+            return hand_over(mode, fd, [buffer[: max(buffer.nbytes // 2, PAGE_NBYTES)]], offset)
+
+        sent, received = noise(2 << 20), pages(2 << 20)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend._libaio, "AIOBlock", short)
+            backend.submit_write(file.fd, sent, 0, path="p").wait(TIMEOUT_S)
+            backend.submit_read(file.fd, received, 0, path="p").wait(TIMEOUT_S)
+        assert received == sent
+        backend.drain()
+        assert backend.statistics().continued_transfers > 0
+
+    def test_an_interrupted_wait_is_retried(
+        self, backend: Any, file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, interrupts = backend._context.getEvents, iter([1, 1, 1])
+
+        def interrupted(*arguments: Any) -> Any:
+            if next(interrupts, None):
+                raise OSError(errno.EINTR, "io_getevents")
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend._context, "getEvents", interrupted)
+            backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
+
+    def test_a_kernel_without_room_is_retried(
+        self, backend: Any, file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, refusals = backend._context.submit, iter([1, 1, 1])
+
+        def refusing(blocks: Any) -> Any:
+            if next(refusals, None):
+                raise OSError(errno.EAGAIN, "io_submit")
+            return real(blocks)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend._context, "submit", refusing)
+            backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
+
+    def test_a_dead_thread_fails_its_waiters(
+        self, file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:  # fmt: skip
+        backend: Any = self.make()
+
+        def broken() -> Any:
+            raise MemoryError("no room for events")
+
+        monkeypatch.setattr(backend, "_events", broken)
+        with caplog.at_level(logging.CRITICAL), pytest.raises(StorageError) as caught:
+            backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
+        assert isinstance(caught.value.__cause__, MemoryError)
+        with pytest.raises(StorageError, match="have died"):
+            backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
+        backend.close()
+
+
+@needs_libaio
+class TestLibaioBuffered(BackendConformance):
+    backend_name = "libaio"
+    direct = False
+
+
+# ---- what only threads can be made to do: their system calls are passed in
+
+Call = Callable[[int, Sequence[memoryview], int], int]
+
+
+def short_by(share: float, call: Call) -> Call:
+    """Move only a part of what is asked, whole pages of it."""
+
+    def shortened(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        (buffer,) = buffers
+        part = max(int(buffer.nbytes * share) // PAGE_NBYTES, 1) * PAGE_NBYTES
+        return call(fd, [buffer[:part]], offset)
+
+    return shortened
+
+
+def raising(numbers: list[int], call: Call) -> Call:
+    """Raise these errors first, then work."""
+
+    def faulty(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if numbers:
+            number = numbers.pop(0)
+            raise OSError(number, os.strerror(number))
+        return call(fd, buffers, offset)
+
+    return faulty
+
+
+@pytest.fixture
+def disk_file(tmp_path: Path) -> Iterator[SwapFile]:
+    with SwapFile(tmp_path) as file:
+        file.reserve(16 << 20)
+        yield file
+
+
+def test_short_reads_and_writes_are_completed(
+    disk_file: SwapFile, noise: Noise, pages: Pages
+) -> None:
+    sent, received = noise(4 << 20), pages(4 << 20)
+    backend = ThreadsBackend(preadv=short_by(0.3, os.preadv), pwritev=short_by(0.6, os.pwritev))
+    with backend:
+        backend.submit_write(disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
+        backend.submit_read(disk_file.fd, received, 0, path="p").wait(TIMEOUT_S)
+        backend.drain()
+        assert backend.statistics().continued_transfers > 2
+    assert received == sent
+
+
+def test_a_ragged_short_read_goes_on_from_a_page_boundary(
+    disk_file: SwapFile, noise: Noise, pages: Pages
+) -> None:
+    """O_DIRECT would refuse to go on from the middle of a page."""
+
+    def ragged(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        assert offset % PAGE_NBYTES == 0
+        count = os.preadv(fd, buffers, offset)
+        return count - 100 if count > PAGE_NBYTES else count
+
+    sent, received = noise(1 << 20), pages(1 << 20)
+    with ThreadsBackend(preadv=ragged) as backend:
+        backend.submit_write(disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
+        backend.submit_read(disk_file.fd, received, 0, path="p").wait(TIMEOUT_S)
+    assert received == sent
+
+
+def test_calls_that_move_nothing_end_in_an_error(disk_file: SwapFile, noise: Noise) -> None:
+    with ThreadsBackend(pwritev=lambda fd, buffers, offset: 0) as backend:
+        write = backend.submit_write(disk_file.fd, noise(PAGE_NBYTES), 0, path="p")
+        with pytest.raises(StorageError, match="in a row"):
+            write.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
+def test_interrupted_and_refused_calls_are_retried(
+    disk_file: SwapFile, noise: Noise, number: int
+) -> None:
+    with ThreadsBackend(pwritev=raising([number] * 4, os.pwritev)) as backend:
+        backend.submit_write(disk_file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
+
+
+def test_retries_are_bounded(disk_file: SwapFile, noise: Noise) -> None:
+    faults = [errno.EAGAIN] * (MAX_RETRIES + 1)
+    with ThreadsBackend(pwritev=raising(faults, os.pwritev)) as backend:
+        write = backend.submit_write(disk_file.fd, noise(PAGE_NBYTES), 0, path="p")
+        with pytest.raises(StorageError, match="EAGAIN") as caught:
+            write.wait(TIMEOUT_S)
+    assert caught.value.errno == errno.EAGAIN
+
+
+def test_eio_names_path_offset_operation_and_size(disk_file: SwapFile, pages: Pages) -> None:
+    with ThreadsBackend(preadv=raising([errno.EIO], os.preadv)) as backend:
+        transfer = backend.submit_read(disk_file.fd, pages(8192), 4096, path=disk_file.path)
+        with pytest.raises(StorageError, match=r"read of 8\.0 KiB at offset 4096.*EIO") as caught:
+            transfer.wait(TIMEOUT_S)
+    error = caught.value
+    assert (error.path, error.offset_bytes, error.nbytes) == (disk_file.path, 4096, 8192)
+    assert error.errno == errno.EIO
+    assert isinstance(error.__cause__, OSError)
+
+
+def test_a_full_device_is_a_no_space_error(pages: Pages) -> None:
+    with ThreadsBackend() as backend, open("/dev/full", "r+b", buffering=0) as full:
+        write = backend.submit_write(full.fileno(), pages(PAGE_NBYTES), 0, path="p")
+        with pytest.raises(NoSpaceError, match=r"budget\.nvme") as caught:
+            write.wait(TIMEOUT_S)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_after_an_error_the_other_pieces_are_skipped_and_none_moves_later(
+    disk_file: SwapFile, noise: Noise
+) -> None:
+    calls: list[int] = []
+
+    def counting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(offset)
+        raise OSError(errno.EIO, "gone")
+
+    with ThreadsBackend(workers=1, io_block_nbytes=1 << 20, pwritev=counting) as backend:
+        with pytest.raises(StorageError):
+            backend.submit_write(disk_file.fd, noise(8 << 20), 0, path="p").wait(TIMEOUT_S)
+        assert calls == [0]
+
+
+def test_several_workers_share_one_large_request(disk_file: SwapFile, noise: Noise) -> None:
+    together = threading.Barrier(4)
+
+    def meeting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        together.wait(TIMEOUT_S)  # breaks unless four calls are made at once
+        return os.pwritev(fd, buffers, offset)
+
+    with ThreadsBackend(workers=4, io_block_nbytes=1 << 20, pwritev=meeting) as backend:
+        backend.submit_write(disk_file.fd, noise(8 << 20), 0, path="p").wait(TIMEOUT_S)
+
+
+def test_a_call_is_never_asked_for_more_than_linux_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        sizes.append(buffers[0].nbytes)
+        return buffers[0].nbytes
+
+    nbytes = 0x80000000  # 2 GiB of address space, of which no page is touched
+    memory = memoryview(mmap.mmap(-1, nbytes))
+    with ThreadsBackend(io_block_nbytes=nbytes, preadv=counting) as backend:
+        backend.submit_read(0, memory, 0, path="p").wait(TIMEOUT_S)
+    assert sizes == [0x7FFFF000, nbytes - 0x7FFFF000]
+
+
+def test_dead_workers_fail_their_waiters_and_those_to_come(
+    disk_file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, no_leak: None,
+) -> None:  # fmt: skip
+    def dying(self: Any, index: int, piece: Any) -> None:
+        raise SystemExit("killed")
+
+    monkeypatch.setattr(ThreadsBackend, "_serve", dying)
+    backend = ThreadsBackend(workers=2)
+    with caplog.at_level(logging.CRITICAL):
+        moves = [
+            backend.submit_write(disk_file.fd, noise(PAGE_NBYTES), 0, path="p") for _ in range(6)
+        ]
+        for move in moves:
+            with pytest.raises(StorageError):
+                move.wait(TIMEOUT_S)
+    with pytest.raises(StorageError, match="died"):
+        backend.submit_write(disk_file.fd, noise(PAGE_NBYTES), 0, path="p").wait(TIMEOUT_S)
+    backend.close()
+
+
+# ---- the registry
+
+
+def test_auto_is_the_first_backend_and_a_typo_gets_a_suggestion() -> None:
+    assert resolve_backend("auto") == next(iter(BACKENDS))
+    with pytest.raises(ConfigError, match="did you mean libaio"):
+        open_backend("libiao")
+
+
+def test_an_option_of_another_backend_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="threads has no option depth; it has workers"):
+        open_backend("threads", depth=3)
+
+
+def test_probing_tells_of_each_backend_whether_it_works(directory: Path, no_leak: None) -> None:
+    reports = {report.name: report for report in probe_backends(directory)}
+    assert list(reports) == list(BACKENDS)
+    assert reports["threads"].available
+
+
+def test_a_missing_package_is_a_reason_and_not_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "libaio", None)  # import raises ImportError
+    reports = {report.name: report for report in probe_backends(tmp_path)}
+    assert not reports["libaio"].available
+    assert "offload[aio]" in reports["libaio"].reason
+    with pytest.raises(UnsupportedError, match="threads"):
+        open_backend("libaio")

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload.swap import block_store
+from offload.swap.block_store import StoredBlock
+from offload.swap.io_backend import Priority
+from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.transfer import all_of
+from offload.tiers.errors import ChecksumError, StateError, StorageError, TierFullError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.ledger import StateClass
+
+Noise = Callable[[int], memoryview]
+Pages = Callable[..., memoryview]
+MIB = 1 << 20
+TIMEOUT_S = 30.0
+REPOSITORY = Path(block_store.__file__).parents[2]
+OPTIMIZER = StateClass.OPTIMIZER
+
+
+def put(bench: Any, source: memoryview, **more: Any) -> StoredBlock:
+    block = bench.store.write(source, owner="layer.3", state_class=OPTIMIZER, **more)
+    return block.wait(TIMEOUT_S)  # type: ignore[no-any-return]
+
+
+def test_a_block_is_read_back_as_it_was_written(
+    make_bench: Any, directory: Path, noise: Noise, pages: Pages
+) -> None:
+    bench, sent, received = make_bench(directory), noise(2 * MIB), pages(2 * MIB)
+    block = put(bench, sent)
+    assert block.checksum is not None
+    bench.store.read(block, received, priority=Priority.URGENT).wait(TIMEOUT_S)
+    assert received == sent
+    bench.store.free(block)
+    assert bench.tier.account.used_nbytes == 0
+
+
+def test_extents_are_spread_over_three_paths(
+    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
+) -> None:
+    bench = make_bench(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    sent = [noise(MIB) for _ in range(9)]
+    blocks = [put(bench, source) for source in sent]
+    assert bench.store.statistics().nbytes_per_path == (3 * MIB,) * 3
+    received = [pages(MIB) for _ in sent]
+    reads = [bench.store.read(*pair) for pair in zip(blocks, received, strict=True)]
+    all_of(reads).wait(TIMEOUT_S)
+    assert received == sent
+
+
+def test_a_write_never_touches_what_it_replaces_and_frees_it_afterwards(
+    make_bench: Any, directory: Path, noise: Noise, pages: Pages
+) -> None:
+    bench = make_bench(directory)
+    old = put(bench, noise(MIB))
+    new = put(bench, noise(MIB), replaces=old)
+    assert new.extent != old.extent
+    assert bench.tier.account.used_nbytes == MIB
+    with pytest.raises(StateError, match="after it was freed"):
+        bench.store.read(old, pages(MIB))
+    with pytest.raises(StateError, match="after it was freed"):
+        bench.store.free(old)
+
+
+def test_a_failed_write_leaves_the_old_block_valid_and_frees_the_new_extent(
+    make_bench: Any, directory: Path, noise: Noise, pages: Pages
+) -> None:
+    failing: list[int] = []
+
+    def faulty(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if failing:
+            raise OSError(failing.pop(), "Input/output error")
+        return os.pwritev(fd, buffers, offset)
+
+    bench = make_bench(directory, backend=ThreadsBackend(pwritev=faulty))
+    sent, received = noise(MIB), pages(MIB)
+    old = put(bench, sent)
+    failing.append(5)
+    with pytest.raises(StorageError, match="EIO"):
+        put(bench, noise(MIB), replaces=old)
+    assert bench.tier.account.used_nbytes == MIB
+    bench.store.read(old, received).wait(TIMEOUT_S)
+    assert received == sent
+    put(bench, noise(MIB), replaces=old)  # trying again is allowed
+
+
+def test_a_corrupted_block_is_found_and_names_path_offset_bytes_and_owner(
+    make_bench: Any, directory: Path, noise: Noise, pages: Pages
+) -> None:
+    bench = make_bench(directory)
+    block = put(bench, noise(MIB))
+    file = bench.files[0]
+    os.pwritev(file.fd, [pages(PAGE_NBYTES)], block.extent.offset_bytes + 64 * 1024)
+    with pytest.raises(ChecksumError, match=r"layer\.3: 1\.0 MiB at offset") as caught:
+        bench.store.read(block, pages(MIB)).wait(TIMEOUT_S)
+    error = caught.value
+    assert (error.path, error.offset_bytes) == (file.path, block.extent.offset_bytes)
+    assert error.nbytes == MIB
+    assert bench.store.statistics().checksum_failures == 1
+
+
+def test_without_checksums_none_are_computed(
+    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
+) -> None:
+    bench = make_bench(tmp_path, checksum=False)
+    block = put(bench, noise(MIB))
+    assert block.checksum is None
+    bench.store.read(block, pages(MIB)).wait(TIMEOUT_S)
+
+
+def test_an_extent_is_kept_while_somebody_reads_it(
+    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
+) -> None:
+    gate, reading = threading.Event(), threading.Event()
+
+    def held(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        reading.set()
+        gate.wait(TIMEOUT_S)
+        return os.preadv(fd, buffers, offset)
+
+    bench = make_bench(tmp_path, backend=ThreadsBackend(preadv=held))
+    sent, received = noise(MIB), pages(MIB)
+    old = put(bench, sent)
+    read = bench.store.read(old, received)
+    assert reading.wait(TIMEOUT_S)
+    new = put(bench, noise(MIB), replaces=old)
+    third = put(bench, noise(MIB))
+    assert old.extent not in (new.extent, third.extent)
+    assert bench.tier.account.used_nbytes == 3 * MIB
+    gate.set()
+    read.wait(TIMEOUT_S)
+    assert received == sent
+    assert bench.tier.account.used_nbytes == 2 * MIB
+
+
+def test_a_block_that_is_being_replaced_cannot_be_freed_or_replaced_again(
+    make_bench: Any, tmp_path: Path, noise: Noise
+) -> None:
+    gate = threading.Event()
+    held: list[bool] = []
+
+    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if held:
+            gate.wait(TIMEOUT_S)
+        return os.pwritev(fd, buffers, offset)
+
+    bench = make_bench(tmp_path, backend=ThreadsBackend(pwritev=slow))
+    old = put(bench, noise(MIB))
+    held.append(True)
+    first = bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER, replaces=old)
+    with pytest.raises(StateError, match="two writes"):
+        bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER, replaces=old)
+    with pytest.raises(StateError, match="replaces it"):
+        bench.store.free(old)
+    gate.set()
+    first.wait(TIMEOUT_S)
+
+
+def test_a_full_tier_is_an_error_at_once_and_harms_nothing(
+    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
+) -> None:
+    bench = make_bench(tmp_path, budget_nbytes=MIB)
+    block = put(bench, noise(MIB))
+    with pytest.raises(TierFullError, match=r"budget\.nvme"):
+        put(bench, noise(PAGE_NBYTES), replaces=block)
+    bench.store.read(block, pages(MIB)).wait(TIMEOUT_S)
+    bench.store.free(block)
+
+
+def test_direct_files_ask_for_aligned_whole_pages(
+    make_bench: Any, tmp_path: Path, noise: Noise
+) -> None:
+    bench = make_bench(tmp_path)
+    if bench.files[0].memory_alignment == 1:
+        pytest.skip("this file system takes any alignment")
+    memory = noise(MIB)
+    for buffer in (memory[1 : 1 + PAGE_NBYTES], memory[: PAGE_NBYTES + 1]):
+        with pytest.raises(ValueError, match="whole pages"):
+            put(bench, buffer)
+    assert bench.tier.account.used_nbytes == 0
+
+
+def test_buffered_files_take_any_length(
+    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
+) -> None:
+    bench, sent, received = make_bench(tmp_path, direct=False), noise(MIB)[1:777], pages(776)
+    bench.store.read(put(bench, sent), received).wait(TIMEOUT_S)
+    assert received == sent
+
+
+def test_a_destination_of_another_size_is_refused(
+    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
+) -> None:
+    bench = make_bench(tmp_path)
+    block = put(bench, noise(MIB))
+    with pytest.raises(ValueError, match=r"layer\.3"):
+        bench.store.read(block, pages(2 * MIB))
+
+
+def test_closing_raises_an_error_nobody_waited_for_and_closes_all(
+    make_bench: Any, tmp_path: Path, noise: Noise, no_leak: None
+) -> None:
+    def faulty(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    bench = make_bench(tmp_path, backend=ThreadsBackend(pwritev=faulty))
+    bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER)
+    with pytest.raises(StorageError, match="EIO"):
+        bench.store.close()
+    assert bench.tier.account.used_nbytes == 0
+    with pytest.raises(StateError):
+        bench.store.write(noise(PAGE_NBYTES), owner="a", state_class=OPTIMIZER)
+    assert bench.tier.account.used_nbytes == 0
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sizes=st.lists(st.integers(1, 256), min_size=2, max_size=8),
+    writes=st.lists(st.integers(0, 7), max_size=40),
+)
+def test_blocks_replaced_at_random_keep_their_contents_and_the_books_balance(
+    make_bench: Any, directory: Path, noise: Noise, pages: Pages,
+    sizes: list[int], writes: list[int],
+) -> None:  # fmt: skip
+    bench = make_bench(directory, directory)
+    contents = [noise(size * PAGE_NBYTES) for size in sizes]
+    blocks = [put(bench, content) for content in contents]
+    for start in range(0, len(writes), 3):  # three at a time
+        chosen = {index % len(sizes) for index in writes[start : start + 3]}
+        moves = {}
+        for index in chosen:
+            contents[index] = noise(sizes[index] * PAGE_NBYTES)
+            moves[index] = bench.store.write(
+                contents[index], owner=f"block {index}", state_class=OPTIMIZER,
+                replaces=blocks[index],
+            )  # fmt: skip
+        for index, move in moves.items():
+            blocks[index] = move.wait(TIMEOUT_S)
+    for block, content in zip(blocks, contents, strict=True):
+        received = pages(content.nbytes)
+        bench.store.read(block, received).wait(TIMEOUT_S)
+        assert received == content
+        bench.store.free(block)
+    assert bench.tier.account.used_nbytes == 0
+    bench.ledger.check_integrity()
+    assert bench.store.statistics().live_blocks == 0
+
+
+# ---- faults in the kernel, made by strace in a process of its own
+
+_SCENARIO = """
+import mmap, sys
+from offload.swap.backends import open_backend
+from offload.swap.block_store import BlockStore
+from offload.swap.swap_file import SwapFile
+from offload.tiers.errors import OffloadError
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+
+files = [SwapFile(sys.argv[1])]
+store = BlockStore(files, FileTier(1 << 28, [1.0], Ledger()), open_backend(sys.argv[2]))
+buffer = memoryview(mmap.mmap(-1, 1 << 20))
+print("ready", flush=True)
+for value in range(80):
+    buffer[:] = bytes([value + 1]) * buffer.nbytes
+    try:
+        block = store.write(buffer, owner="x", state_class=StateClass.OPTIMIZER).wait(20)
+        buffer[:] = bytes(buffer.nbytes)
+        store.read(block, buffer).wait(20)
+        print("same" if buffer == bytes([value + 1]) * buffer.nbytes else "DIFFERENT")
+    except OffloadError as error:
+        print(type(error).__name__, error.errno)
+store.close()
+print("closed")
+"""
+
+
+def run_with_fault(directory: Path, backend: str, calls: str, fault: str) -> list[str]:
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    if backend == "libaio":
+        pytest.importorskip("libaio")
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}"]
+    command += ["-e", f"inject={calls}:{fault}", sys.executable, "-c", _SCENARIO]
+    command += [str(directory), backend]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
+    )
+    if "ready" not in result.stdout:
+        pytest.skip(f"strace cannot trace here: {result.stderr[-300:]}")
+    assert result.returncode == 0, result.stderr
+    _, *outcomes, last = result.stdout.splitlines()
+    assert last == "closed"
+    assert "DIFFERENT" not in outcomes
+    return outcomes
+
+
+# `when` counts per thread and leaves the probes of the main thread alone; `?` is for names that
+# this kernel may not know
+READS, WRITES = "?preadv,?preadv2", "?pwritev,?pwritev2"
+
+
+@pytest.mark.parametrize("calls", [READS, WRITES])
+def test_eio_from_the_kernel_is_a_typed_error_and_the_next_request_works(
+    tmp_path: Path, calls: str
+) -> None:
+    outcomes = run_with_fault(tmp_path, "threads", calls, "error=EIO:when=12+6")
+    assert "StorageError 5" in outcomes
+    assert "same" in outcomes
+
+
+def test_a_write_that_the_kernel_only_claims_to_have_made_is_found(tmp_path: Path) -> None:
+    outcomes = run_with_fault(tmp_path, "threads", WRITES, "retval=1048576:when=12+6")
+    assert "ChecksumError None" in outcomes
+    assert "same" in outcomes
+
+
+@pytest.mark.parametrize("error", ["EAGAIN", "EINTR"])
+@pytest.mark.parametrize("call", ["io_submit", "io_getevents"])
+def test_libaio_survives_interrupted_and_refused_calls(
+    tmp_path: Path, call: str, error: str
+) -> None:
+    if call == "io_getevents" and error == "EAGAIN":
+        pytest.skip("io_getevents does not know EAGAIN")
+    outcomes = run_with_fault(tmp_path, "libaio", call, f"error={error}:when=3+3")
+    assert set(outcomes) == {"same"}
+
+
+def test_libaio_turns_a_refused_submission_into_a_typed_error(tmp_path: Path) -> None:
+    outcomes = run_with_fault(tmp_path, "libaio", "io_submit", "error=EIO:when=3+3")
+    assert "StorageError 5" in outcomes
+    assert "same" in outcomes

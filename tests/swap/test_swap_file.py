@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.swap import swap_file
+from offload.swap.block_store import BlockStore
+from offload.swap.measure import measure_bandwidth
+from offload.swap.swap_file import SwapFile, check_directory, file_system_of
+from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.errors import NoSpaceError, PathError, StateError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+
+REPOSITORY = Path(swap_file.__file__).parents[2]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, function: str, number: int) -> None:
+    def refusing(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(swap_file, function, refusing)
+
+
+# ---- directories
+
+
+def test_the_last_component_is_created_private(tmp_path: Path) -> None:
+    report = check_directory(tmp_path / "new")
+    assert report.created
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    assert report.free_nbytes > 0
+    assert not check_directory(tmp_path / "new").created
+
+
+def test_a_missing_parent_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PathError, match="is the drive mounted"):
+        check_directory(tmp_path / "missing" / "new")
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PathError, match="not a directory"):
+        check_directory(tmp_path / "file")
+
+
+def test_a_directory_open_to_all_needs_the_sticky_bit(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(PathError, match="sticky bit"):
+        check_directory(tmp_path)
+    tmp_path.chmod(0o1777)
+    check_directory(tmp_path)
+
+
+def test_a_directory_that_is_not_writable_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(PathError, match="not writable"):
+        check_directory(tmp_path)
+
+
+def test_a_directory_without_space_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PathError, match="free"):
+        check_directory(tmp_path, needed_nbytes=1 << 60)
+
+
+def test_the_file_system_is_that_of_the_longest_mount_point() -> None:
+    assert file_system_of(Path("/proc/self")) == "proc"
+    if Path("/dev/shm").is_mount():
+        assert file_system_of(Path("/dev/shm/x")) == "tmpfs"
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_file_has_no_name_and_is_private(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool, no_leak: None
+) -> None:
+    if not unnamed:  # a flag that makes open fail where O_TMPFILE is not known
+        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
+    with SwapFile(directory) as file:
+        assert list(directory.iterdir()) == []
+        status = os.fstat(file.fd)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_nlink == 0
+        file.reserve(PAGE_NBYTES)
+
+
+def test_reserved_bytes_are_on_the_device_and_never_shrink(directory: Path) -> None:
+    with SwapFile(directory) as file:
+        file.reserve(3 << 20)
+        file.reserve(1 << 20)
+        assert file.nbytes == os.fstat(file.fd).st_size == 3 << 20
+        assert os.fstat(file.fd).st_blocks * 512 >= 3 << 20
+
+
+def test_the_probed_alignments_are_really_enough(directory: Path) -> None:
+    with SwapFile(directory) as file:
+        assert file.o_direct
+        file.reserve(1 << 20)
+        memory = memoryview(mmap.mmap(-1, 1 << 20))
+        buffer = memory[file.memory_alignment :][: max(file.offset_alignment, 512)]
+        assert os.pwritev(file.fd, [buffer], file.offset_alignment) == buffer.nbytes
+
+
+def test_a_file_system_without_o_direct_falls_back_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse(monkeypatch, "_write_and_read", errno.EINVAL)
+    with SwapFile(tmp_path) as file:
+        assert (file.o_direct, file.memory_alignment, file.offset_alignment) == (False, 1, 1)
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert str(tmp_path) in record.getMessage()
+        assert "Invalid argument" in record.getMessage()
+        file.reserve(PAGE_NBYTES)
+        assert os.pwrite(file.fd, b"odd", 7) == 3  # the flag is off again
+
+
+def test_a_file_system_that_cannot_reserve_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse(monkeypatch, "_fallocate", errno.EOPNOTSUPP)
+    with SwapFile(tmp_path) as file:
+        file.reserve(1 << 20)
+        file.reserve(2 << 20)
+        assert os.fstat(file.fd).st_size == 2 << 20
+        assert len(caplog.records) == 1
+        with pytest.raises(NoSpaceError):
+            file.reserve(1 << 60)
+
+
+def test_a_full_device_names_path_bytes_and_key_and_leaves_the_file_as_it_was(
+    tiny: Path,
+) -> None:
+    with SwapFile(tiny) as file:
+        file.reserve(1 << 20)
+        with pytest.raises(NoSpaceError, match=r"needs 7\.0 MiB more, 3\.0 MiB free") as caught:
+            file.reserve(8 << 20)
+        assert "budget.nvme" in str(caught.value)
+        assert str(tiny) in caught.value.path
+        assert file.nbytes == os.fstat(file.fd).st_size == 1 << 20
+        file.reserve(3 << 20)  # what fits still fits
+
+
+@pytest.mark.parametrize("backend_name", ["threads", "libaio"])
+def test_a_device_that_fills_up_under_a_sparse_file_fails_the_write_and_keeps_the_old_block(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], memoryview],
+    pages: Callable[..., memoryview], backend_name: str, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    from offload.swap.backends import open_backend
+
+    if backend_name == "libaio":
+        pytest.importorskip("libaio")
+    refuse(monkeypatch, "_fallocate", errno.EOPNOTSUPP)
+    ledger = Ledger()
+    tier = FileTier(16 << 20, [1.0], ledger)
+    file = SwapFile(tiny)
+    with BlockStore([file], tier, open_backend(backend_name), growth_nbytes=PAGE_NBYTES) as store:
+        sent, received = noise(1 << 20), pages(1 << 20)
+        old = store.write(sent, owner="a", state_class=StateClass.OPTIMIZER).wait(30)
+        file.reserve(3 << 20)  # sparse: takes nothing
+        (tiny / "somebody else's").write_bytes(bytes((5 << 20) // 2))
+        write = store.write(
+            noise(1 << 20), owner="a", state_class=StateClass.OPTIMIZER, replaces=old
+        )
+        with pytest.raises(NoSpaceError, match="No space left"):
+            write.wait(30)
+        store.read(old, received).wait(30)
+        assert received == sent
+        assert tier.account.used_nbytes == 1 << 20
+    ledger.check_integrity()
+    (tiny / "somebody else's").unlink()
+
+
+def test_a_closed_file_cannot_grow(tmp_path: Path) -> None:
+    file = SwapFile(tmp_path)
+    file.close()
+    file.close()
+    with pytest.raises(StateError):
+        file.reserve(1)
+
+
+def test_nothing_is_left_after_kill_9(directory: Path) -> None:
+    code = (
+        "import sys, time; from offload.swap.swap_file import SwapFile\n"
+        "file = SwapFile(sys.argv[1]); file.reserve(64 << 20); print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    free_before = os.statvfs(directory).f_bfree
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, cwd=REPOSITORY
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        child.send_signal(signal.SIGKILL)
+        assert child.wait(30) == -signal.SIGKILL
+    assert list(directory.iterdir()) == []
+    if file_system_of(directory) == "tmpfs":  # nobody else writes 64 MiB of it meanwhile
+        assert os.statvfs(directory).f_bfree > free_before - (32 << 20) // PAGE_NBYTES
+
+
+def test_a_bandwidth_is_measured(directory: Path, no_leak: None) -> None:
+    bandwidth = measure_bandwidth(directory, 16 << 20)
+    assert bandwidth.read_bytes_per_s > 1e6
+    assert bandwidth.write_bytes_per_s > 1e6
+    with ThreadsBackend() as backend:
+        measure_bandwidth(directory, 8 << 20, backend=backend)
+        assert backend.statistics().write_nbytes > 0

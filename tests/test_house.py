@@ -1,0 +1,123 @@
+"""The house: imports run down only, links resolve, importing `offload` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+ALLOWED: dict[str, set[str]] = {
+    "kernels": set(),
+    "tiers": set(),
+    "swap": {"tiers"},
+    "zero": {"tiers", "swap", "kernels"},
+    "offload": {"tiers", "swap", "kernels", "zero"},
+    "tools": {"tiers", "zero", "offload", "kernels"},
+}
+LINKED = [name for name in ALLOWED if name != "offload"]
+
+
+def sources(layer: str) -> Iterator[Path]:
+    for path in sorted((ROOT / layer).glob("**/*.py")):
+        inner = path.relative_to(ROOT / layer).parts[0]
+        if not (layer == "offload" and inner in LINKED):
+            yield path
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Absolute names of everything imported, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] != "offload" or len(parts) < 2:
+        return None
+    return parts[1] if parts[1] in LINKED else "offload"
+
+
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_imports_run_down_only(layer: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources(layer)
+        for module in imported_modules(path)
+        if layer_of(module) not in (None, layer, *ALLOWED[layer])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("layer", [*ALLOWED, "tests", "benchmarks"])
+def test_no_folder_is_imported_bare(layer: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources(layer)
+        for module in imported_modules(path)
+        if module.split(".")[0] in LINKED
+    ]
+    assert wrong == []
+
+
+def test_only_the_package_has_init_files() -> None:
+    assert [name for name in LINKED if (ROOT / name / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_relative_and_resolve(name: str) -> None:
+    link = ROOT / "offload" / name
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../{name}"
+    assert link.resolve() == ROOT / name
+
+
+def test_a_module_is_importable_through_its_link() -> None:
+    from offload.tiers.units import parse_bytes
+
+    assert parse_bytes("1KiB") == 1024
+
+
+def test_importing_offload_is_light() -> None:
+    program = (
+        "import sys, offload\nassert offload.__version__\n"
+        "heavy = {'torch', 'numba', 'numpy', 'pydantic', 'rich', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_public_names_resolve() -> None:
+    import offload
+    from offload.tiers import errors
+
+    tree = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.OffloadError)
+    }
+    assert tree <= set(offload.__all__)
+    for name in tree | {"OffloadConfig", "__version__"}:
+        assert getattr(offload, name) is not None
+    assert set(offload.__all__) <= set(dir(offload))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = offload.nonsense
+
+
+def test_every_listed_package_is_a_folder_with_code() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for package in project["tool"]["setuptools"]["packages"]:
+        assert (ROOT / package.replace(".", "/")).is_dir(), package
+    assert project["project"]["version"] == __import__("offload").__version__

@@ -1,0 +1,93 @@
+"""The error tree. Every error a user can meet is an `OffloadError`:
+
+    OffloadError
+    ├── ConfigError             a key, value or combination of the configuration (exit code 2)
+    │   └── PathError           a path that is missing, not writable, full or unsafe
+    ├── BudgetError             a byte budget that cannot work
+    │   └── TierFullError       ... found out while running
+    ├── StorageError            a read or write that failed: path, offset, bytes, errno
+    │   ├── NoSpaceError        ... because the device is full
+    │   └── ChecksumError       ... because what was read is not what was written
+    ├── CheckpointError         a checkpoint that is missing, torn or of another model
+    ├── UnsupportedError        something that works elsewhere and not (yet) here
+    ├── StateError              calls in an order that cannot work
+    └── IntegrityError          our own books do not balance: a bug, please report it
+
+Each message says what, which, how much and what to do.
+"""
+
+from __future__ import annotations
+
+from offload.tiers.units import format_bytes
+
+
+class OffloadError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(OffloadError):
+    """A key, value or combination of the configuration cannot be used."""
+
+
+class PathError(ConfigError):
+    """A path is missing, not writable, full, or open to other users."""
+
+
+class BudgetError(OffloadError):
+    """A byte budget cannot hold what has to be in it."""
+
+
+class TierFullError(BudgetError):
+    """A tier has no room left for a lease or an extent."""
+
+    def __init__(
+        self, tier: str, owner: str, needed_nbytes: int, free_nbytes: int, budget_nbytes: int,
+        remedy: str,
+    ) -> None:  # fmt: skip
+        self.tier = tier
+        self.owner = owner
+        self.needed_nbytes = needed_nbytes
+        self.free_nbytes = free_nbytes
+        self.budget_nbytes = budget_nbytes
+        super().__init__(
+            f"{tier} tier full: {owner} needs {format_bytes(needed_nbytes)}, "
+            f"{format_bytes(free_nbytes)} of {format_bytes(budget_nbytes)} free; {remedy}"
+        )
+
+
+class StorageError(OffloadError):
+    """A read or write of a swap file or checkpoint failed."""
+
+    def __init__(
+        self, message: str, *, path: str = "", offset_bytes: int = 0, nbytes: int = 0,
+        errno: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.offset_bytes = offset_bytes
+        self.nbytes = nbytes
+        self.errno = errno
+        super().__init__(message)
+
+
+class NoSpaceError(StorageError):
+    """The file system has no room left (ENOSPC, EDQUOT)."""
+
+
+class ChecksumError(StorageError):
+    """A block read back differs from the block that was written."""
+
+
+class CheckpointError(OffloadError):
+    """A checkpoint is missing, incomplete, damaged or made for another model."""
+
+
+class UnsupportedError(OffloadError):
+    """A combination that is not supported; the message names it and the way round."""
+
+
+class StateError(OffloadError):
+    """A call at a moment when it cannot work (closed engine, missing backward, ...)."""
+
+
+class IntegrityError(OffloadError):
+    """The ledger does not balance. Never the user's fault."""

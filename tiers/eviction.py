@@ -1,0 +1,35 @@
+"""Which cached piece to give up first: the one whose next use is furthest away (Belady, 1966).
+
+A training step uses groups in an order learnt from the previous one, so the next use is known and
+the optimal policy can be had; recency would give up exactly what a cyclic scan needs next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+
+T = TypeVar("T", bound="Evictable")
+
+
+class Evictable(Protocol):
+    """A piece of state with a copy in memory and a valid home elsewhere."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that dropping the copy would free."""
+        ...
+
+    def can_drop(self) -> bool:
+        """True if the copy is clean and nobody looks at it."""
+        ...
+
+
+def furthest_first(pieces: Iterable[T], next_use: Callable[[T], float]) -> list[T]:
+    """Pieces that can be dropped, the one needed last first; ties by size, larger first."""
+    droppable = [piece for piece in pieces if piece.can_drop()]
+    return sorted(droppable, key=lambda piece: (-next_use(piece), -piece.held_nbytes, piece.name))

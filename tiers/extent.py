@@ -1,0 +1,29 @@
+"""Where some bytes lie: `(tier, offset_bytes, nbytes)`, for files also which path."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+PAGE_NBYTES = 4096  # alignment of every extent: O_DIRECT and huge pages are content with it
+
+
+class TierName(enum.StrEnum):
+    """A place with a byte budget, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of one tier. `offset_bytes` and `nbytes` are multiples of `PAGE_NBYTES`.
+
+    `path_index` says which of a file tier's paths holds it (0 for memory tiers).
+    """
+
+    tier: TierName
+    offset_bytes: int
+    nbytes: int
+    path_index: int = 0

@@ -1,0 +1,97 @@
+"""Who holds how many bytes where: the books behind every budget.
+
+Every lease and extent enters here when it is taken and leaves when it is freed. Peaks are kept per
+tier and per (tier, class), because a peak is what a machine has to have.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from offload.tiers.errors import IntegrityError
+from offload.tiers.extent import TierName
+from offload.tiers.units import format_bytes
+
+
+class StateClass(enum.StrEnum):
+    """What the bytes are."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    STAGING = "staging"  # in transit: belongs to no class for longer than one move
+
+
+@dataclass(slots=True)
+class TierAccount:
+    """One tier's balance. All figures in bytes, rounded to pages as the arena rounds them."""
+
+    budget_nbytes: int
+    used_nbytes: int = 0
+    peak_nbytes: int = 0
+    by_class: dict[StateClass, int] = field(default_factory=lambda: defaultdict(int))
+    peak_by_class: dict[StateClass, int] = field(default_factory=lambda: defaultdict(int))
+
+    def move(self, state_class: StateClass, nbytes: int) -> None:
+        """Add `nbytes` (negative when freed)."""
+        self.used_nbytes += nbytes
+        self.by_class[state_class] += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        peak = self.peak_by_class
+        peak[state_class] = max(peak[state_class], self.by_class[state_class])
+
+
+class Auditable(Protocol):
+    """What the ledger asks of an arena."""
+
+    @property
+    def used_nbytes(self) -> int: ...
+
+    def check(self) -> None: ...
+
+
+class Ledger:
+    """The accounts of all tiers. Not thread-safe: whoever moves bytes holds one lock around it."""
+
+    def __init__(self) -> None:
+        self.accounts: dict[TierName, TierAccount] = {}
+        self._arenas_used: dict[TierName, list[Auditable]] = defaultdict(list)
+
+    def open_account(self, tier: TierName, budget_nbytes: int) -> TierAccount:
+        if tier in self.accounts:
+            raise IntegrityError(f"ledger: the {tier} tier has an account already")
+        account = TierAccount(budget_nbytes)
+        self.accounts[tier] = account
+        return account
+
+    def audit(self, tier: TierName, arena: Auditable) -> None:
+        """Name an arena whose used bytes must add up to the tier's account."""
+        self._arenas_used[tier].append(arena)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError, printing the balance, unless every account adds up."""
+        for tier, account in self.accounts.items():
+            by_class = sum(account.by_class.values())
+            arenas = sum(arena.used_nbytes for arena in self._arenas_used[tier])
+            balanced = by_class == account.used_nbytes == arenas
+            if not balanced or account.used_nbytes > account.budget_nbytes:
+                raise IntegrityError(_balance(tier, account, arenas))
+            if any(nbytes < 0 for nbytes in account.by_class.values()):
+                raise IntegrityError(_balance(tier, account, arenas))
+            for arena in self._arenas_used[tier]:
+                arena.check()
+
+
+def _balance(tier: TierName, account: TierAccount, arenas: int) -> str:
+    classes: Mapping[StateClass, int] = account.by_class
+    terms = " + ".join(f"{name} {nbytes}" for name, nbytes in sorted(classes.items()))
+    return (
+        f"ledger of the {tier} tier does not balance: {terms or '0'} = "
+        f"{sum(classes.values())} by class, {account.used_nbytes} by account, {arenas} in arenas, "
+        f"budget {account.budget_nbytes} ({format_bytes(account.budget_nbytes)})"
+    )

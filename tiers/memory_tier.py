@@ -1,0 +1,118 @@
+"""A tier of addressable memory: `device` or `host`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from offload.tiers.arena import Arena
+from offload.tiers.errors import StateError, TierFullError
+from offload.tiers.extent import PAGE_NBYTES, Extent, TierName
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import Memory
+from offload.tiers.units import round_up
+
+_REMEDY = {
+    TierName.DEVICE: "raise budget.device or move {what} to host or nvme",
+    TierName.HOST: "raise budget.host or move {what} to nvme",
+}
+
+
+class MemoryTier:
+    """Leases of one memory, within a hard byte budget. Synchronous, not thread-safe."""
+
+    def __init__(self, name: TierName, budget_nbytes: int, memory: Memory, ledger: Ledger) -> None:
+        self.name = name
+        self.arena = Arena(budget_nbytes)
+        self.account = ledger.open_account(name, budget_nbytes)
+        ledger.audit(name, self.arena)
+        self._memory = memory
+
+    def lease(self, nbytes: int, *, owner: str, state_class: StateClass) -> Lease:
+        """The right to `nbytes` of this tier until freed. Raises TierFullError.
+
+        The content is undefined: whatever the range held before.
+        """
+        offset = self.arena.allocate(nbytes)
+        if offset is None:
+            raise self.full(nbytes, owner, state_class)
+        extent = Extent(self.name, offset, self.arena.size_of(offset))
+        self.account.move(state_class, extent.nbytes)
+        return Lease(self, extent, nbytes, owner, state_class)
+
+    def fits(self, nbytes: int) -> bool:
+        """True if a lease of `nbytes` can be had right now."""
+        return round_up(max(nbytes, 1), PAGE_NBYTES) <= self.arena.largest_free_nbytes
+
+    def full(self, nbytes: int, owner: str, state_class: StateClass) -> TierFullError:
+        """The error that says why `nbytes` do not fit."""
+        what = "optimizer states" if state_class is StateClass.STAGING else str(state_class)
+        remedy = _REMEDY[self.name].format(what=what)
+        arena = self.arena
+        fitting = round_up(max(nbytes, 1), PAGE_NBYTES)
+        if arena.free_nbytes >= fitting > arena.largest_free_nbytes:
+            remedy += f" (free in pieces of at most {arena.largest_free_nbytes} bytes)"
+        return TierFullError(
+            self.name, owner, nbytes, arena.free_nbytes, self.account.budget_nbytes, remedy
+        )
+
+    def _free(self, lease: Lease) -> None:
+        self.arena.free(lease.extent.offset_bytes)
+        self.account.move(lease.state_class, -lease.extent.nbytes)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class Lease:
+    """The right to a range of a memory tier. A context manager; frees once.
+
+    Whoever starts a transfer keeps the lease until the transfer is done: a lease outlives every
+    move into or out of it.
+    """
+
+    __slots__ = ("_tier", "extent", "freed", "nbytes", "owner", "state_class", "tensor")
+
+    def __init__(
+        self, tier: MemoryTier, extent: Extent, nbytes: int, owner: str, state_class: StateClass
+    ) -> None:
+        self._tier = tier
+        self.extent = extent
+        self.nbytes = nbytes
+        self.owner = owner
+        self.state_class = state_class
+        self.freed = False
+        # 1D uint8, whole pages (direct I/O reads and writes whole pages), one storage of its own
+        self.tensor: torch.Tensor = tier._memory.tensor(extent.offset_bytes, extent.nbytes)
+
+    @property
+    def tier(self) -> TierName:
+        return self.extent.tier
+
+    def pages(self, start: int, stop: int) -> memoryview:
+        """Bytes `[start, stop)` of the range, for a file transfer; not counted by `in_use`."""
+        offset = self.extent.offset_bytes
+        return self._tier._memory.view(offset + start, stop - start)
+
+    def in_use(self) -> bool:
+        """True while any tensor besides the lease's own is a view of this range."""
+        storage = self.tensor.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # ours and `storage`
+
+    def free(self) -> None:
+        """Give the range back. StateError when freed twice."""
+        if self.freed:
+            raise StateError(f"lease of {self.owner} freed twice")
+        self.freed = True
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._tier._free(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.free()

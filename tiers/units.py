@@ -1,0 +1,60 @@
+"""Bytes in words: `8GiB`, `512 MB`, `80%`."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 1000, "kb": 1000, "kib": 1 << 10,
+    "m": 1000**2, "mb": 1000**2, "mib": 1 << 20,
+    "g": 1000**3, "gb": 1000**3, "gib": 1 << 30,
+    "t": 1000**4, "tb": 1000**4, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of `8GiB` (binary), `8GB` (decimal) or a plain number. ValueError if it is none."""
+    if isinstance(text, bool):
+        raise ValueError(f"{text!r} is not a size; write for example 8GiB")
+    if isinstance(text, int):
+        value, unit = str(text), ""
+    else:
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a size; write for example 8GiB, 512MiB or 1.5TB")
+        value, unit = match.groups()
+    if unit.lower() not in _FACTORS:
+        raise ValueError(f"{unit!r} is not a unit of bytes; use KiB, MiB, GiB, TiB (or KB, MB, ...)")
+    if value.startswith("-"):
+        raise ValueError(f"{text!r} is negative")
+    factor = _FACTORS[unit.lower()]
+    return int(value) * factor if value.isdigit() else int(float(value) * factor)
+
+
+def parse_percent(text: str) -> float:
+    """The fraction (0..1) of `40%`. ValueError if it is no percentage or over 100."""
+    match = _PERCENT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a percentage; write for example 40%")
+    fraction = float(match.group(1)) / 100
+    if fraction > 1:
+        raise ValueError(f"{text!r} is over 100%")
+    return fraction
+
+
+def format_bytes(nbytes: int) -> str:
+    """`96.0 MiB`: one decimal, binary units, exact below 1 KiB."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple

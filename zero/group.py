@@ -1,0 +1,99 @@
+"""A group of parameters: one flat buffer, gathered before use and released after it.
+
+Who owns the memory of `param.data`:
+
+    RELEASED   a one-element placeholder (NaN) of the parameter's full shape; the state owns
+               the bytes, wherever they are
+    GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
+
+A group whose home is the memory it is used in stays GATHERED for good.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+
+from offload.swap.state import State
+from offload.swap.transfer import Transfer
+from offload.zero.layout import Layout
+
+
+class GroupState(enum.Enum):
+    RELEASED = "released"
+    GATHERED = "gathered"
+
+
+class ParamGroup:
+    """Parameters that move together. `gather` and `release` are for the thread of the model."""
+
+    def __init__(
+        self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
+        dtype: torch.dtype, state: State, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self.name = name
+        self.layout = layout
+        self.params = list(params)  # in the layout's order
+        self.dtype = dtype
+        self.state = state
+        self.device = device
+        self.version = 0  # counts updates; a saved handle of an older version is stale
+        self.residing = GroupState.RELEASED
+        self.pending: Transfer[None] | None = None  # an update that readers have to wait for
+        self._users = 0
+        self._written: list[int] = []  # version counters when gathered
+        nan = float("nan") if dtype.is_floating_point else 0
+        self._placeholder = torch.full((), nan, dtype=dtype, device=device)
+
+    def wait_for_update(self) -> None:
+        """Block until a pending update of this group is visible."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def flat(self) -> torch.Tensor:
+        """The whole buffer, 1D, valid: waits for a pending update and for its arrival."""
+        self.wait_for_update()
+        return self.state.tensor().view(self.dtype)
+
+    def gather(self) -> None:
+        """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
+        if self.residing is GroupState.GATHERED:
+            if self.state.in_place:
+                self.wait_for_update()
+            return
+        flat = self.flat()
+        for param, spec in zip(self.params, self.layout.params, strict=True):
+            param.data = flat[spec.offset : spec.stop].view(spec.shape)
+        self.residing = GroupState.GATHERED
+
+    def release(self) -> None:
+        """Let go of the buffer (unless it is at home in place): it may be dropped now."""
+        if self.residing is GroupState.RELEASED or self.state.in_place:
+            return
+        for param, spec in zip(self.params, self.layout.params, strict=True):
+            param.data = self._placeholder.expand(spec.shape)
+        self.residing = GroupState.RELEASED
+
+    def enter(self) -> None:
+        """A user (a module's forward, `gathered`) needs the parameters."""
+        self.gather()
+        self._users += 1
+
+    def leave(self) -> None:
+        """That user is done; the last one to leave releases."""
+        self._users -= 1
+        if self._users == 0:
+            self.release()
+
+    def adopt(self) -> None:
+        """Make the parameters ours: full precision values are in the state, data follows it."""
+        self.residing = GroupState.GATHERED
+        if self.state.in_place:
+            self.residing = GroupState.RELEASED
+            self.gather()
+        else:
+            self.release()

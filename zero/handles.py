@@ -1,0 +1,98 @@
+"""Saved tensors as handles: what autograd keeps of a gathered parameter is a name, not a view.
+
+`aten::linear` saves `weight.t()`, a view that would keep the whole gathered buffer alive until
+backward. A handle `(group, shape, stride, offset)` is unpacked against the buffer that the group
+has by then. Tensors that are no views of a gathered buffer pass through, to the hooks that were
+active before ours if there are any (`save_on_cpu`, a checkpoint around the whole model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.tiers.errors import StateError
+from offload.zero.group import ParamGroup
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A view of a group's flat buffer: sizes, strides and offset in elements of `dtype`."""
+
+    group: ParamGroup
+    version: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outer:
+    """What the hooks around ours made of a tensor."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    packed: Any
+
+
+class HandleTable:
+    """Knows gathered buffers by address and makes handles of views of them."""
+
+    def __init__(self, use: Callable[[ParamGroup], None]) -> None:
+        self._use = use  # told before a group is needed again, so that it can fetch ahead
+        self._buffers: dict[int, ParamGroup] = {}  # storage address -> group
+
+    def note(self, group: ParamGroup) -> None:
+        """`group` was gathered: views of its buffer are ours from now on."""
+        for param in group.params:
+            if param.numel():
+                self._buffers[param.untyped_storage().data_ptr()] = group
+                return
+
+    def group_of(self, tensor: torch.Tensor) -> ParamGroup | None:
+        """The group whose buffer `tensor` is a view of."""
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        return self._buffers.get(tensor.untyped_storage().data_ptr())
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context that packs views of buffers as handles, outside of any hooks set within it."""
+        outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            group = self.group_of(tensor)
+            if group is not None:
+                return _handle(group, tensor)
+            return tensor if outer is None else _Outer(outer[1], outer[0](tensor))
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Handle):
+            return self._view(packed)
+        if isinstance(packed, _Outer):
+            return packed.unpack(packed.packed)
+        tensor: torch.Tensor = packed
+        return tensor
+
+    def _view(self, handle: Handle) -> torch.Tensor:
+        group = handle.group
+        if group.version != handle.version:
+            raise StateError(
+                f"backward needs the parameters of {group.name} as they were in the forward, but "
+                "an optimizer step has changed them since; run backward before optimizer.step()"
+            )
+        self._use(group)
+        flat = group.flat().view(handle.dtype)
+        return flat.as_strided(handle.shape, handle.stride, handle.offset)
+
+
+def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
+    return Handle(
+        group, group.version, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+    )

@@ -1,0 +1,71 @@
+"""Where each parameter lies in its group's flat buffer.
+
+    elements  0                          numel_trainable              numel
+              ├─ p0 ─┤├─── p1 ───┤├ p2 ┤ │ ├─ frozen q0 ─┤├─ q1 ─┤ │
+
+Trainable parameters come first: gradients and optimizer states cover `[0, numel_trainable)` on the
+same grid of elements, so that piece `i` of each class belongs to piece `i` of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.tiers.units import round_up
+
+ALIGN_NUMEL = 64  # a parameter starts on a cache line and full vector in every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter in a flat buffer. Offsets and sizes in elements."""
+
+    names: tuple[str, ...]  # every qualified name it has in the model (tied weights: several)
+    shape: torch.Size
+    offset: int
+    trainable: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The flat buffer of a group: 1D, padded."""
+
+    params: tuple[ParamSpec, ...]
+    numel_trainable: int
+    numel: int
+
+    def chunks(self, chunk_numel: int) -> list[range]:
+        """The trainable part in pieces of `chunk_numel` elements."""
+        end = self.numel_trainable
+        starts = range(0, end, chunk_numel)
+        return [range(start, min(start + chunk_numel, end)) for start in starts]
+
+
+def lay_out(params: Sequence[tuple[tuple[str, ...], torch.nn.Parameter]]) -> Layout:
+    """The layout of `(names, parameter)` pairs, which may have any order and sizes (also 0)."""
+    specs = []
+    offset = 0
+    numel_trainable = 0
+    for trainable in (True, False):
+        for names, param in params:
+            if param.requires_grad is trainable:
+                specs.append(ParamSpec(names, param.shape, offset, trainable))
+                offset = round_up(offset + param.numel(), ALIGN_NUMEL)
+        if trainable:
+            numel_trainable = offset
+    return Layout(tuple(specs), numel_trainable, offset)

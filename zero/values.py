@@ -1,0 +1,212 @@
+"""Reading and writing whole values of parameters and their optimizer states, from outside a step.
+
+Everything here waits for the pending updates it needs, and works through the same states that the
+step works through: at most one group's weights and one record are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from offload.kernels.convert import decode, encode, join_master, split_master
+from offload.kernels.floats import Array, Float
+from offload.swap.state import State
+from offload.tiers.errors import StateError
+from offload.zero.bits import array_of, flat_array
+from offload.zero.group import ParamGroup
+from offload.zero.layout import ParamSpec
+from offload.zero.runtime import Runtime
+from offload.zero.update import OptimizerState
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class ParameterValues:
+    """Access to the values behind a runtime's parameters, fp32 where there is a master."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._format = runtime.options.record_format
+        self._own: Float = runtime.own
+
+    # ---------------------------------------------------------------- one parameter's arrays
+    def read(self, param: nn.Parameter, field: str) -> torch.Tensor:
+        """A copy of `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` or `master` (fp32, the shape of
+        the parameter)."""
+        group, index = self._find(param)
+        spec = group.layout.params[index]
+        out = np.zeros(spec.numel, dtype=np.float32)
+        for arrays, weights, here, there in self._chunks(group, spec, write=False):
+            out[there] = (
+                self._master(weights[here], arrays, here) if field == "master"
+                else arrays[field][here]
+            )  # fmt: skip
+        return torch.from_numpy(out).view(spec.shape)
+
+    def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
+        """Overwrite one of the arrays that `read` names; `master` sets the weight as well."""
+        group, index = self._find(param)
+        spec = group.layout.params[index]
+        if value.shape != spec.shape:
+            raise StateError(
+                f"{field} of {spec.name} has shape {tuple(value.shape)}, expected "
+                f"{tuple(spec.shape)}"
+            )
+        flat = flat_array(value.detach().to("cpu", torch.float32).contiguous())
+        for arrays, weights, here, there in self._chunks(group, spec, write=True):
+            if field == "master":
+                self._set_master(flat[there], weights[here], arrays, here)
+            else:
+                arrays[field][here] = flat[there]
+        if field == "master":
+            if not spec.trainable:
+                weights = array_of(group.state.tensor(), self._own)
+                encode(flat, weights[spec.offset : spec.stop], self._own)
+                del weights
+            group.state.wrote()
+
+    def _master(self, weights: Array, arrays: dict[str, Array], here: slice) -> Array:
+        if "master" in arrays:
+            return arrays["master"][here].copy()
+        full = np.empty(len(weights), dtype=np.float32)
+        if "low" in arrays:
+            join_master(weights, np.ascontiguousarray(arrays["low"][here]), full)
+        else:
+            decode(weights, full, self._own)
+        return full
+
+    def _set_master(
+        self, full: Array, weights: Array, arrays: dict[str, Array], here: slice
+    ) -> None:
+        full = np.ascontiguousarray(full)
+        if "low" in arrays:
+            split_master(full, weights, arrays["low"][here])
+            return
+        encode(full, weights, self._own)
+        if "master" in arrays:
+            arrays["master"][here] = full
+
+    def _chunks(
+        self, group: ParamGroup, spec: ParamSpec, *, write: bool
+    ) -> Iterator[tuple[dict[str, Array], Array, slice, slice]]:
+        """Record arrays and weights of each chunk that `spec` lies in, with the element ranges
+        within the chunk and within the parameter."""
+        state = self._state_of(group)
+        group.wait_for_update()
+        weights = array_of(group.state.tensor(), self._own)
+        for elements, record in zip(state.chunks, state.records, strict=True):
+            lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
+            if lo >= hi:
+                continue
+            chunk = weights[elements.start : elements.stop]
+            here = slice(lo - elements.start, hi - elements.start)
+            there = slice(lo - spec.offset, hi - spec.offset)
+            with _record(record, write=write) as buffer:
+                yield self._format.arrays(buffer, len(elements)), chunk, here, there
+
+    # ---------------------------------------------------------------- optimizer state of torch
+    def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """`step`, the moments and, where there is one, `master`; empty before the first update."""
+        group, index = self._find(param)
+        spec = group.layout.params[index]
+        if not spec.trainable or not self._runtime.steps[group.index][index]:
+            return {}
+        step = float(self._runtime.steps[group.index][index])
+        found = {"step": torch.tensor(step)}
+        for name, _ in self._format.fields:
+            if name in _MOMENTS:
+                found[name] = self.read(param, name)
+        if any(name in ("low", "master") for name, _ in self._format.fields):
+            found["master"] = self.read(param, "master")
+        return found
+
+    def write_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
+        """The reverse of `read_state`."""
+        group, index = self._find(param)
+        self._runtime.steps[group.index][index] = int(state["step"])
+        for name in (*_MOMENTS, "master"):
+            if name in state:
+                self.write(param, name, state[name])
+
+    # ---------------------------------------------------------------- gathered
+    @contextmanager
+    def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Full parameters for reading and writing. A parameter that was written keeps exactly what
+        was written: its master becomes that value."""
+        groups = {self._find(param)[0].index: self._find(param)[0] for param in params}
+        for group in groups.values():
+            group.enter()
+            group.state.settle()  # writes going home must not see half of what the caller writes
+        before = {index: _digests(group) for index, group in groups.items()}
+        try:
+            yield
+        finally:
+            for index, group in groups.items():
+                after = _digests(group)
+                changed = [i for i, digest in enumerate(after) if digest != before[index][i]]
+                if changed:
+                    self.accept(group, changed)
+                group.leave()
+
+    def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        """Parameters of a gathered group were written: their masters follow."""
+        for index in indices:
+            spec = group.layout.params[index]
+            for arrays, weights, here, _ in self._chunks(group, spec, write=True):
+                if "low" in arrays:
+                    arrays["low"][here] = 0
+                elif "master" in arrays:
+                    full = np.empty(here.stop - here.start, dtype=np.float32)
+                    decode(weights[here], full, self._own)
+                    arrays["master"][here] = full
+        group.version += 1
+        group.state.wrote()
+
+    def full(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter in its own precision."""
+        group, index = self._find(param)
+        spec = group.layout.params[index]
+        return group.flat()[spec.offset : spec.stop].view(spec.shape).clone()
+
+    def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A copy of the accumulated gradient, or None."""
+        group, index = self._find(param)
+        if not group.layout.params[index].trainable:
+            return None
+        return self._state_of(group).gradients.read(index)
+
+    def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
+        found = self._runtime.group_of(param)
+        if found is None:
+            raise StateError(
+                f"a parameter of shape {tuple(param.shape)} is not managed by this engine"
+            )
+        return found
+
+    def _state_of(self, group: ParamGroup) -> OptimizerState:
+        return self._runtime.optimizer_states[group.index]
+
+
+@contextmanager
+def _record(record: State, *, write: bool) -> Iterator[torch.Tensor]:
+    if write:
+        record.settle()
+    yield record.tensor()
+    if write:
+        record.wrote()
+
+
+def _digests(group: ParamGroup) -> list[int]:
+    return [
+        xxhash.xxh3_64_intdigest(param.detach().view(torch.uint8).numpy())
+        if param.dim()
+        else hash(param.detach().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+        for param in group.params
+    ]
