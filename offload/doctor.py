@@ -217,15 +217,13 @@ def _backends(path: Path) -> list[Check]:
     try:
         reports = probe_backends(path)
     except (OSError, OffloadError) as error:
-        advice = "name another folder in nvme.paths"
-        return [Check(f"{path} backends", "warn", f"cannot be tried: {error}", advice)]
+        found, _, remedy = str(error).partition("; ")
+        advice = remedy or "name another folder in nvme.paths"
+        return [Check(f"{path} backends", "warn", f"cannot be tried: {found}", advice)]
     checks = []
     for report in reports:
-        found = "O_DIRECT" if report.o_direct else "through the page cache"
-        if not report.available:
-            checks.append(Check(f"{path} {report.name}", "off", report.reason))
-        else:
-            checks.append(Check(f"{path} {report.name}", "ok", found, report.reason))
+        status: Status = "ok" if report.available else "off"
+        checks.append(Check(f"{path} {report.name}", status, report.reason))
     if not any(report.o_direct for report in reports if report.available):
         advice = "slower and takes RAM: name a folder on ext4 or xfs in nvme.paths"
         checks.append(Check(f"{path} O_DIRECT", "warn", "refused here", advice))

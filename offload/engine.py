@@ -86,7 +86,7 @@ class Engine:
             self.values = ParameterValues(self._runtime)
             self.optimizer = self._make_optimizer(optimized, translate)
             self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
-            self._runtime.start()
+            self._runtime.start(model)
         except BaseException:
             self.close()
             raise

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.plan import Plan, needed_nbytes, read_hardware
-from offload.swap.backends import open_backend
+from offload.swap.backends import open_backend, resolve_backend
 from offload.swap.block_store import BlockStore
+from offload.swap.device_state import DeviceHomeState, Links, MirroredState
 from offload.swap.file_state import FileState
 from offload.swap.measure import measure_bandwidth
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
+from offload.swap.streams import CopyStream
 from offload.swap.swap_file import SwapFile, check_directory
+from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.extent import TierName
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
@@ -41,6 +44,7 @@ class TieredHomes:
         self, plan: Plan, nvme: NvmeConfig, device: torch.device, itemsize: int
     ) -> None:  # fmt: skip
         self.plan = plan
+        self._links = Links(CopyStream(device), CopyStream(device))
         self.ledger = Ledger()
         self.lock = threading.RLock()
         self._itemsize = itemsize
@@ -49,6 +53,7 @@ class TieredHomes:
             TierName.DEVICE: self._open_device(device),
         }
         self.pool = SlotPool(self._memory[TierName.HOST], self.lock)
+        self._device_pool = SlotPool(self._memory[TierName.DEVICE], self.lock)
         self.store = self._open_store(nvme) if plan.uses_nvme else None
         self._staging: list[Lease] = []
 
@@ -71,8 +76,8 @@ class TieredHomes:
             shares = [math.sqrt(b.read_bytes_per_s * b.write_bytes_per_s) for b in measured]
         tier = FileTier(self.plan.budgets[TierName.NVME], shares, self.ledger)
         files = [SwapFile(path, direct=nvme.direct is not False) for path in paths]
-        options = {} if nvme.threads == "auto" else {"workers": nvme.threads}
-        backend = open_backend(nvme.backend, **options)
+        _check_direct(files, nvme)
+        backend = open_backend(nvme.backend, **_backend_options(nvme))
         store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
         needed = needed_nbytes(self.plan, TierName.NVME)
         for file, share in zip(files, tier.shares, strict=True):
@@ -83,7 +88,14 @@ class TieredHomes:
     def parameters(self, index: int, name: str, layout: Layout, next_use: NextUse) -> State:
         tier = self.plan.parameters[index]
         size, piece = layout.numel * self._itemsize, self.plan.chunk_numel * self._itemsize
-        return self._state(tier, f"{name} parameters", size, piece, StateClass.PARAMETERS, next_use)
+        label, kind = f"{name} parameters", StateClass.PARAMETERS
+        if not self.plan.gpu:  # used where they are
+            return self._state(tier, label, size, piece, kind, next_use)
+        if tier is TierName.DEVICE:
+            lease = self._device_pool.demand(size, label, kind)
+            return DeviceHomeState(label, size, piece, lease, self._links)
+        home = self._state(tier, label, size, piece, kind, next_use)
+        return MirroredState(home, self._device_pool, self._links, next_use)
 
     def gradients(
         self, index: int, name: str, layout: Layout, itemsize: int, next_use: NextUse
@@ -132,6 +144,8 @@ class TieredHomes:
         return {
             "nvme read": io.read_nbytes if io is not None else 0,
             "nvme write": io.write_nbytes if io is not None else 0,
+            "host to device": self._links.to_device.moved_nbytes,
+            "device to host": self._links.to_host.moved_nbytes,
         }
 
     def close(self) -> None:
@@ -142,6 +156,28 @@ class TieredHomes:
         finally:
             for tier in self._memory.values():
                 tier.close()
+
+
+def _backend_options(nvme: NvmeConfig) -> dict[str, int]:
+    if nvme.threads == "auto":
+        return {}
+    if resolve_backend(nvme.backend) != "threads":
+        raise ConfigError(
+            f"nvme.threads: {nvme.threads} contradicts nvme.backend: {nvme.backend}, which has no "
+            "worker threads; remove nvme.threads, or set nvme.backend: threads"
+        )
+    return {"workers": nvme.threads}
+
+
+def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
+    refused = [str(file.directory) for file in files if not file.o_direct]
+    if nvme.direct is True and refused:
+        for file in files:
+            file.close()
+        raise PathError(
+            f"nvme.direct: true, but O_DIRECT is refused in {', '.join(refused)}; name a folder on "
+            "another file system, or set nvme.direct: auto"
+        )
 
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:

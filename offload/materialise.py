@@ -28,16 +28,19 @@ class MetaInitialiser:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = model
         self._seed = seed
-        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._owner: dict[int, nn.Module] = {}  # the first module that has a parameter
+        self._meta: dict[int, dict[str, nn.Parameter]] = {}  # a module's own, before `make_real`
         for module in model.modules():
-            for name, param in module.named_parameters(recurse=False):
-                self._owners.setdefault(id(param), []).append((module, name))
+            own = dict(module.named_parameters(recurse=False))
+            self._meta[id(module)] = own
+            for param in own.values():
+                self._owner.setdefault(id(param), module)
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def values(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Real values for `params` (name -> meta parameter, all of one group), in RAM."""
-        modules = {id(m): m for p in params.values() for m, _ in self._owners[id(p)][:1]}
-        values = {}
+        modules = {id(m): m for m in (self._owner[id(p)] for p in params.values())}
+        values: dict[int, torch.Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             for module in modules.values():
                 values.update(self._initialise(module))
@@ -46,12 +49,13 @@ class MetaInitialiser:
     def _initialise(self, module: nn.Module) -> dict[int, torch.Tensor]:
         """The values of a module's own parameters, by id of the meta parameter."""
         own = dict(module.named_parameters(recurse=False))
+        meta = self._meta[id(module)]
         buffers = dict(module.named_buffers(recurse=False))
-        module._parameters.update({k: _empty_like(p) for k, p in own.items()})
+        module._parameters.update({k: _empty_like(meta[k]) for k in own})
         module._buffers.update({k: _real(b) for k, b in buffers.items()})
         try:
             self._reset(module)
-            return {id(p): module._parameters[k].detach() for k, p in own.items()}  # type: ignore[union-attr]
+            return {id(meta[k]): module._parameters[k].detach() for k in own}  # type: ignore[union-attr]
         finally:
             module._parameters.update(own)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from offload import machine
 from offload.config_fields import Percent, TierSplit
-from offload.tiers.errors import BudgetError
+from offload.tiers.errors import BudgetError, UnsupportedError
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
@@ -67,6 +67,8 @@ class Plan:
     chunk_numel: int
     staging_buffers: int
     staging_nbytes: int  # of one buffer
+    gpu: bool  # the device tier is GPU memory: parameters are copied there
+    unit_nbytes: int  # largest parameters that are gathered at the same time
     window_nbytes: int  # least memory for copies of what lives on nvme
     expected: Mapping[TierName, Mapping[StateClass, int]]  # at home, staging included
 
@@ -164,7 +166,9 @@ def make_plan(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -
     for state_class in _CLASSES:
         if state_class not in placements:
             placements[state_class] = _place(state_class, groups, budgets, placements, window)
-    plan = _build(placements, groups, budgets, sizes, window)
+    gpu = hardware.device_nbytes > 0
+    _check_supported(placements, gpu)
+    plan = _build(placements, groups, budgets, sizes, window, gpu, _largest_unit(discovery, groups))
     _check(plan, hardware)
     return plan
 
@@ -234,19 +238,33 @@ def _order(state_class: StateClass, budgets: Mapping[TierName, int]) -> list[Tie
 
 
 def _window(discovery: Discovery, groups: Sequence[GroupBytes]) -> int:
-    """Memory that copies of nvme state need at least: one unit's parameters, one group's
-    gradients, and the parameters of an enclosing module that stays gathered meanwhile."""
-    units = [sum(groups[index].parameters for index in unit.groups) for unit in discovery.units]
-    root = sum(
-        groups[index].parameters
-        for unit in discovery.units if not unit.name for index in unit.groups
-    )  # fmt: skip
-    return max(units, default=0) + root + max((group.gradients for group in groups), default=0)
+    """Memory that copies of nvme state need at least: one unit's parameters, those of an enclosing
+    module that stay gathered meanwhile, and one group's gradients or one record.
+
+    They lie where earlier copies left room: with `n` copies in use, the space between them may be
+    in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
+    """
+    root = [groups[index].parameters for u in discovery.units if not u.name for index in u.groups]
+    other = max((max(group.gradients, *group.records, 0) for group in groups), default=0)
+    window = 0
+    for unit in discovery.units:
+        pieces = [groups[index].parameters for index in unit.groups]
+        pieces += [*(root if unit.name else ()), other]
+        window = max(window, sum(pieces) + (len(pieces) - 1) * max(pieces))
+    return window
+
+
+def _largest_unit(discovery: Discovery, groups: Sequence[GroupBytes]) -> int:
+    """Parameters that are gathered at the same time: a unit's and an enclosing root's."""
+    root = sum(groups[i].parameters for u in discovery.units if not u.name for i in u.groups)
+    units = [sum(groups[i].parameters for i in u.groups) for u in discovery.units if u.name]
+    return root + max(units, default=0)
 
 
 def _build(
     placements: Mapping[StateClass, Placement], groups: tuple[GroupBytes, ...],
-    budgets: Mapping[TierName, int], sizes: _Sizes, window: int,
+    budgets: Mapping[TierName, int], sizes: _Sizes, window: int, gpu: bool,
+    unit_nbytes: int,
 ) -> Plan:  # fmt: skip
     parameters = placements[StateClass.PARAMETERS].assign([g.parameters for g in groups])
     gradients = placements[StateClass.GRADIENTS].assign([g.gradients for g in groups])
@@ -265,18 +283,19 @@ def _build(
         expected[gradient][StateClass.GRADIENTS] += group.gradients
         for tier, nbytes in zip(chunks, group.records, strict=True):
             expected[tier][StateClass.OPTIMIZER] += nbytes
-    staging = _staging_nbytes(placements, groups, sizes)
+    staging = _staging_nbytes(placements, groups, sizes, gpu)
     buffers = STAGING_BUFFERS if staging else 0
     expected[TierName.HOST][StateClass.STAGING] += staging * buffers
     return Plan(
         dict(budgets), dict(placements), groups, tuple(parameters), tuple(gradients),
-        tuple(records), sizes.chunk_numel, buffers, staging, window, expected,
+        tuple(records), sizes.chunk_numel, buffers, staging, gpu, unit_nbytes, window, expected,
     )  # fmt: skip
 
 
 def _staging_nbytes(
-    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: _Sizes
-) -> int:
+    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: _Sizes,
+    gpu: bool,
+) -> int:  # fmt: skip
     """One buffer: the largest chunk of every class that may have to be staged."""
     longest = max((g.layout.numel for g in groups), default=0)
     numel = min(sizes.chunk_numel, longest)
@@ -285,13 +304,23 @@ def _staging_nbytes(
         StateClass.GRADIENTS: _pages(numel * sizes.gradient_itemsize),
         StateClass.OPTIMIZER: _pages(sizes.record_format.nbytes(numel)),
     }
+    away = {TierName.NVME, TierName.DEVICE} if gpu else {TierName.NVME}
     return sum(
         nbytes for state_class, nbytes in per_class.items()
-        if TierName.NVME in placements[state_class].tiers
+        if away.intersection(placements[state_class].tiers)
     )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------- checks
+def _check_supported(placements: Mapping[StateClass, Placement], gpu: bool) -> None:
+    for state_class in (StateClass.GRADIENTS, StateClass.OPTIMIZER):
+        if gpu and TierName.DEVICE in placements[state_class].tiers:
+            raise UnsupportedError(
+                f"placement.{state_class}: device needs the optimizer to run on the GPU, which "
+                "it does not do yet; use host or nvme"
+            )
+
+
 def _check(plan: Plan, hardware: Hardware) -> None:
     """BudgetError, naming the missing bytes and the key, if a tier cannot hold its part."""
     for tier in (TierName.DEVICE, TierName.HOST, TierName.NVME):
@@ -331,6 +360,8 @@ def needed_nbytes(plan: Plan, tier: TierName) -> int:
         needed += host_window(plan)
     if tier is TierName.NVME and needed:
         needed += nvme_slack(plan)
+    if tier is TierName.DEVICE and plan.gpu and set(plan.parameters) != {TierName.DEVICE}:
+        needed += plan.unit_nbytes
     return needed
 
 

@@ -81,6 +81,20 @@ class State(abc.ABC):
     @abc.abstractmethod
     def residency(self) -> Residency: ...
 
+    # the whole buffer in host memory (for loading and reading out; the same where the model
+    # computes in host memory)
+    def host_tensor(self) -> torch.Tensor:
+        """1D uint8 in host memory, valid. Changes count after `host_wrote`."""
+        return self.tensor()
+
+    def host_blank(self) -> torch.Tensor:
+        """Like `host_tensor`, for overwriting all of it."""
+        return self.blank()
+
+    def host_wrote(self) -> None:
+        """The buffer of `host_tensor` or `host_blank` was changed: start taking it home."""
+        self.wrote()
+
     # update side --------------------------------------------------------------------------
     @abc.abstractmethod
     def host_piece(self, piece: int) -> HostPiece | None:

@@ -48,6 +48,11 @@ class ParamGroup:
         nan = float("nan") if dtype.is_floating_point else 0
         self._placeholder = torch.full((), nan, dtype=dtype, device=device)
 
+    @property
+    def in_use(self) -> bool:
+        """True while a module's forward or `gathered` has entered and not left."""
+        return self._users > 0
+
     def wait_for_update(self) -> None:
         """Block until a pending update of this group is visible."""
         if self.pending is not None:

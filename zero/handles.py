@@ -9,10 +9,12 @@ active before ours if there are any (`save_on_cpu`, a checkpoint around the whol
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from offload.tiers.errors import StateError
 from offload.zero.group import ParamGroup
@@ -60,9 +62,15 @@ class HandleTable:
             return None
         return self._buffers.get(tensor.untyped_storage().data_ptr())
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context that packs views of buffers as handles, outside of any hooks set within it."""
+    def hooks(self) -> AbstractContextManager[Any]:
+        """A context that packs views of buffers as handles, outside of any hooks set within it.
+
+        Inside a checkpoint it does nothing: what is saved there is recomputed, not kept, and the
+        checkpoint compares what it sees in both passes.
+        """
         outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and outer[0].__module__ == torch.utils.checkpoint.__name__:
+            return nullcontext()
 
         def pack(tensor: torch.Tensor) -> Any:
             group = self.group_of(tensor)

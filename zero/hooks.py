@@ -38,7 +38,7 @@ class UnitHooks:
     """The hooks of all units of one model. Not for use by several threads at once."""
 
     def __init__(
-        self, units: Sequence[Unit], groups: Sequence[ParamGroup], handles: HandleTable,
+        self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup], handles: HandleTable,
         use: Callable[[ParamGroup], None],
     ) -> None:  # fmt: skip
         self._groups = groups
@@ -50,6 +50,8 @@ class UnitHooks:
             if not group.state.in_place
         }  # fmt: skip
         self._removable: list[RemovableHandle] = []
+        if all(unit.module is not model for unit in units):
+            self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
 

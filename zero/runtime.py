@@ -106,6 +106,8 @@ class Runtime:
         self._run_blocks = run_blocks
         self._homes = homes
         self.steps_taken = self.steps_skipped = 0
+        self.unusable: str | None = None  # why nothing may be read or trained (a torn load)
+        self.has_unstepped_gradients = False  # ... that arrived since the last step or zero_grad
         self._lock = threading.RLock()
         self._read_by_update: set[int] = set()
         self._clear_after_update: set[int] = set()
@@ -167,9 +169,9 @@ class Runtime:
         self.optimizer_states.append(OptimizerState(group, gradients, chunks, records))
         self.steps.append(np.zeros(trainable, dtype=np.int64))
 
-    def start(self) -> None:
-        """Install the hooks: from here on the model trains through this runtime."""
-        self._hooks = UnitHooks(self._units, self.groups, self._handles, self.use)
+    def start(self, model: nn.Module) -> None:
+        """Install the hooks: from here on `model` trains through this runtime."""
+        self._hooks = UnitHooks(model, self._units, self.groups, self._handles, self.use)
         for group in self.groups:
             for param, spec in zip(group.params, group.layout.params, strict=True):
                 if spec.trainable:
@@ -179,6 +181,7 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def use(self, group: ParamGroup) -> None:
         """`group` is needed now: note it, hurry its update, fetch what comes next."""
+        self.check_usable()
         self.trace.use(group.index)
         if self.updates.is_pending(group):
             self.updates.promote(group)
@@ -208,6 +211,7 @@ class Runtime:
                 "loss.backward()"
             )
         group, index = self._where[id(param)]
+        self.has_unstepped_gradients = True
         self.optimizer_states[group.index].gradients.add(index, gradient)
 
     @contextmanager
@@ -225,7 +229,9 @@ class Runtime:
 
         Returns as soon as that is decided; parameters are read only after their own update.
         """
+        self.check_usable()
         self._check_frozen()
+        self.has_unstepped_gradients = False
         for state in self.optimizer_states:
             state.gradients.close()
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -308,6 +314,7 @@ class Runtime:
 
     def zero_grad(self) -> None:
         """Forget all gradients, each as soon as a pending update has read it."""
+        self.has_unstepped_gradients = False
         for index, state in enumerate(self.optimizer_states):
             with self._lock:
                 if index in self._read_by_update:
@@ -331,7 +338,7 @@ class Runtime:
     ) -> None:
         """Set a group's parameters (any float dtype), with fresh optimizer states."""
         state = self.optimizer_states[group.index]
-        weights = array_of(group.state.blank(), self.own)
+        weights = array_of(group.state.host_blank(), self.own)
         cached = {spec: values(spec) for spec in group.layout.params}
         for elements, record in zip(state.chunks, state.records, strict=True):
             full = _assemble(elements, cached)
@@ -343,7 +350,12 @@ class Runtime:
         frozen = range(group.layout.numel_trainable, group.layout.numel)
         encode(_assemble(frozen, cached), weights[frozen.start : frozen.stop], self.own)
         del weights
-        group.state.wrote()
+        group.state.host_wrote()
+
+    def check_usable(self) -> None:
+        """StateError if the states are a mixture (a load that failed half-way)."""
+        if self.unusable is not None:
+            raise StateError(self.unusable)
 
     def group_of(self, param: nn.Parameter) -> tuple[ParamGroup, int] | None:
         """A parameter's group and its index there; None if it is not managed."""

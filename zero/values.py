@@ -67,10 +67,10 @@ class ParameterValues:
                 arrays[field][here] = flat[there]
         if field == "master":
             if not spec.trainable:
-                weights = array_of(group.state.tensor(), self._own)
+                weights = array_of(group.state.host_tensor(), self._own)
                 encode(flat, weights[spec.offset : spec.stop], self._own)
                 del weights
-            group.state.wrote()
+            group.state.host_wrote()
 
     def _master(self, weights: Array, arrays: dict[str, Array], here: slice) -> Array:
         if "master" in arrays:
@@ -100,7 +100,7 @@ class ParameterValues:
         within the chunk and within the parameter."""
         state = self._state_of(group)
         group.wait_for_update()
-        weights = array_of(group.state.tensor(), self._own)
+        weights = array_of(group.state.host_tensor(), self._own)
         for elements, record in zip(state.chunks, state.records, strict=True):
             lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
             if lo >= hi:
@@ -109,7 +109,10 @@ class ParameterValues:
             here = slice(lo - elements.start, hi - elements.start)
             there = slice(lo - spec.offset, hi - spec.offset)
             with _record(record, write=write) as buffer:
-                yield self._format.arrays(buffer, len(elements)), chunk, here, there
+                arrays = self._format.arrays(buffer, len(elements))
+                yield arrays, chunk, here, there
+                arrays.clear()  # the caller's name for them must not keep the record in memory
+                del buffer
 
     # ---------------------------------------------------------------- optimizer state of torch
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -157,6 +160,7 @@ class ParameterValues:
 
     def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
         """Parameters of a gathered group were written: their masters follow."""
+        group.state.wrote()
         for index in indices:
             spec = group.layout.params[index]
             for arrays, weights, here, _ in self._chunks(group, spec, write=True):
@@ -167,7 +171,6 @@ class ParameterValues:
                     decode(weights[here], full, self._own)
                     arrays["master"][here] = full
         group.version += 1
-        group.state.wrote()
 
     def full(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter in its own precision."""
@@ -183,6 +186,7 @@ class ParameterValues:
         return self._state_of(group).gradients.read(index)
 
     def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
+        self._runtime.check_usable()
         found = self._runtime.group_of(param)
         if found is None:
             raise StateError(

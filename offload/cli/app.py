@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from offload import __version__
+from offload.cli.checkpoint import checkpoint_app
 from offload.cli.errors import GuardedGroup
 
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="The configuration's format.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML configuration.")]
 Overrides = Annotated[

@@ -13,7 +13,7 @@ from offload.config import OffloadConfig
 def print_plan(file: Path, overrides: Sequence[str]) -> None:
     """Describe the run of `file` without starting it."""
     config = OffloadConfig.load(file, overrides)
-    from offload.plan import describe
+    from offload.plan_text import describe
     from offload.train.model import build_meta_model
 
     Console().print(describe(config, build_meta_model(config)))

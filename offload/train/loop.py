@@ -15,6 +15,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from offload.config import OffloadConfig
+from offload.config_fields import TIERS
 from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.tiers.units import format_bytes
 from offload.train.display import make_display
@@ -69,9 +70,10 @@ def run(
     baseline = rss_nbytes()
     torch.manual_seed(config.seed)
     model = build_meta_model(config)
-    _announce(console, config, model, batches, folder)
+    parameters = parameter_count(model)
+    _announce(console, config, parameters, batches, folder)
     with (initialize or _default_initialize())(model, config) as engine:
-        trainer = Trainer(config, folder, console, model, engine, batches, baseline)
+        trainer = Trainer(config, folder, console, model, engine, batches, baseline, parameters)
         if checkpoint is not None:
             trainer.restore(*checkpoint)
         return trainer.train()
@@ -110,13 +112,14 @@ class Trainer:
 
     def __init__(
         self, config: OffloadConfig, folder: RunFolder, console: Console, model: LanguageModel,
-        engine: Engine, batches: _Batches, baseline_nbytes: int,
+        engine: Engine, batches: _Batches, baseline_nbytes: int, parameters: int,
     ) -> None:  # fmt: skip
         self._config = config
         self._train = config.train
         self._folder = folder
         self._console = console
         self._model = model
+        self._parameters = parameters
         self._engine = engine
         self._batches = batches
         self._baseline_nbytes = baseline_nbytes
@@ -181,7 +184,7 @@ class Trainer:
             gradient_norm=report.gradient_norm,
             skipped_steps=report.skipped_steps,
             rss_nbytes=rss_nbytes(),
-            tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
+            tiers={name: report.tiers[name].used_nbytes for name in TIERS},
             moved=dict(report.bytes_moved),
             validation_loss=self._validation_loss_if_due(),
         )
@@ -237,8 +240,7 @@ class Trainer:
         memory = MemoryUse(self._baseline_nbytes, peak_rss_nbytes())
         rows = self._folder.read_metrics()
         self._plot(rows)
-        parameters = parameter_count(self._model)
-        self._console.print(summary_table(self._config, report, parameters, memory))
+        self._console.print(summary_table(self._config, report, self._parameters, memory))
         self._console.print(moved_line(report.bytes_moved), soft_wrap=True)
         if report.skipped_steps:
             self._console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
@@ -268,13 +270,12 @@ def _loss_line(rows: list[StepMetrics]) -> str:
 
 
 def _announce(
-    console: Console, config: OffloadConfig, model: LanguageModel, batches: _Batches,
+    console: Console, config: OffloadConfig, parameters: int, batches: _Batches,
     folder: RunFolder,
 ) -> None:  # fmt: skip
-    count = parameter_count(model)
-    states = format_bytes(plain_state_nbytes(config, count))
+    states = format_bytes(plain_state_nbytes(config, parameters))
     console.print(
-        f"model: {config.train.model.shape}, {count:,} parameters, {config.precision}; "
+        f"model: {config.train.model.shape}, {parameters:,} parameters, {config.precision}; "
         f"states under plain PyTorch: {states}",
         soft_wrap=True,
     )

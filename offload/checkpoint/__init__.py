@@ -1,0 +1,55 @@
+"""Checkpoints: a folder of safetensors files and a manifest, complete or absent.
+
+    step-000100/
+        manifest.json                   names, shapes, steps, numbers, XXH3 of every file's sections
+        parameters/000.safetensors      one file per group: true names and shapes, model precision
+        optimizer/000.safetensors       NAME.exp_avg, NAME.exp_avg_sq, NAME.low or NAME.master, ...
+        buffers.safetensors             persistent buffers (others are the model's code to rebuild)
+
+Nothing in it says where a state lived or how it was cut into chunks: it loads under any placement,
+budget, chunk size and grouping. Nothing is pickled. There is no file that names the latest
+checkpoint: a folder without a suffix is complete, so there is nothing that could disagree with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.checkpoint.steps import latest, prune, step_path
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+__all__ = ["latest", "load", "prune", "save", "step_path"]
+
+
+def save(engine: Engine, path: Path) -> None:
+    """Write the engine's state to the folder `path`, replacing a checkpoint that is there.
+
+    Waits for pending updates first and changes nothing in the engine. Streams: beyond the engine's
+    budgets it holds one chunk. Whenever the process dies, `path` holds the old checkpoint or the
+    new one, complete. Gradients are not part of a checkpoint.
+
+    StateError while gradients wait for a step, inside `engine.gathered`, or after a load that
+    failed half-way. PathError where `path` cannot be written or holds something else,
+    NoSpaceError and StorageError as the disk says; the old checkpoint is intact then.
+    """
+    from offload.checkpoint.saving import save_engine
+
+    save_engine(engine, path)
+
+
+def load(engine: Engine, path: Path, *, verify: bool = True) -> None:
+    """Take over the checkpoint `path`, saved under any placement, budget or chunk size.
+
+    Sets parameters, optimizer states, step counts, the param groups' numbers, the loss scale and
+    persistent buffers; forgets gradients. Training then goes on bit for bit as it would have.
+
+    The checkpoint is checked first (with `verify`, every byte of it): CheckpointError leaves the
+    engine as it was. An error after that leaves a mixture, so the engine then refuses to train,
+    read or save (StateError) until a load succeeds.
+    """
+    from offload.checkpoint.loading import load_engine
+
+    load_engine(engine, path, verify=verify)

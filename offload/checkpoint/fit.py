@@ -1,0 +1,153 @@
+"""Does a checkpoint belong to this engine? Decided before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.checkpoint import model
+from offload.checkpoint.manifest import Manifest, OptimizerRecord, ParameterRecord
+from offload.tiers.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+_SHOWN = 5
+_WEIGHTS = (
+    "to start from its weights alone: `offload checkpoint export` and "
+    "offload.initialize(..., weights=)"
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A checkpoint's record for each of the engine's parameters, by the engine's first name."""
+
+    path: Path
+    parameters: dict[str, ParameterRecord]
+
+
+def match(engine: Engine, manifest: Manifest, path: Path) -> Match:
+    """CheckpointError, saying what differs, unless the engine can take the checkpoint over."""
+    _check_numbers_format(engine, manifest, path)
+    parameters = _match_parameters(model.parameter_records(engine), manifest.parameters, path)
+    _check_buffers(engine, manifest, path)
+    aliases = {record.names[0]: name for name, record in parameters.items()}
+    _check_param_groups(model.optimizer_record(engine), manifest.optimizer, aliases, path)
+    return Match(path, parameters)
+
+
+def _check_numbers_format(engine: Engine, manifest: Manifest, path: Path) -> None:
+    mine, saved = model.optimizer_record(engine), manifest.optimizer
+    pairs = [
+        ("precision", engine.config.precision, manifest.precision),
+        # rounding differs between the two, so a conversion could change weights by a bit
+        ("optimizer.master", mine.master, saved.master),
+        ("optimizer.type", mine.type, saved.type),
+        ("optimizer.amsgrad", _amsgrad(mine), _amsgrad(saved)),
+    ]
+    for key, here, there in pairs:
+        if here != there:
+            raise CheckpointError(
+                f"{path} was saved with {key}: {there}, this engine has {key}: {here}; set "
+                f"{key}: {there} to go on training, or {_WEIGHTS}"
+            )
+
+
+def _amsgrad(record: OptimizerRecord) -> str:
+    return str("max_exp_avg_sq" in record.fields).lower()
+
+
+def _match_parameters(
+    mine: Sequence[ParameterRecord], saved: Sequence[ParameterRecord], path: Path
+) -> dict[str, ParameterRecord]:
+    by_name = {name: record for record in saved for name in record.names}
+    known = {name for record in mine for name in record.names}
+    missing = [r.names[0] for r in mine if not any(name in by_name for name in r.names)]
+    extra = [r.names[0] for r in saved if not any(name in known for name in r.names)]
+    _refuse(path, _difference("missing in the checkpoint", missing),
+            _difference("not in the model", extra))  # fmt: skip
+    found = {
+        record.names[0]: next(by_name[name] for name in record.names if name in by_name)
+        for record in mine
+    }
+    pairs = [(record, found[record.names[0]]) for record in mine]
+    _refuse(
+        path,
+        _difference("of another shape", [_shapes(a, b) for a, b in pairs if a.shape != b.shape]),
+        _difference("tied otherwise", [_ties(a, b) for a, b in pairs if _tie(a) != _tie(b)]),
+        _difference(
+            "trainable in one and frozen in the other",
+            [a.names[0] for a, b in pairs if a.trainable != b.trainable],
+        ),
+    )
+    return found
+
+
+def _tie(record: ParameterRecord) -> frozenset[str]:
+    return frozenset(record.names)
+
+
+def _shapes(mine: ParameterRecord, saved: ParameterRecord) -> str:
+    return f"{mine.names[0]} {tuple(saved.shape)}, here {tuple(mine.shape)}"
+
+
+def _ties(mine: ParameterRecord, saved: ParameterRecord) -> str:
+    return f"{' = '.join(saved.names)}, here {' = '.join(mine.names)}"
+
+
+def _check_buffers(engine: Engine, manifest: Manifest, path: Path) -> None:
+    mine = {r.name: r for r in model.buffer_records(model.other_tensors(engine))}
+    saved = {r.name: r for r in manifest.buffers}
+    changed = [
+        f"{name} {saved[name].dtype} {tuple(saved[name].shape)}, here {mine[name].dtype} "
+        f"{tuple(mine[name].shape)}"
+        for name in mine.keys() & saved.keys()
+        if mine[name] != saved[name]
+    ]
+    _refuse(
+        path,
+        _difference("buffers missing in the checkpoint", sorted(mine.keys() - saved.keys())),
+        _difference("buffers not in the model", sorted(saved.keys() - mine.keys())),
+        _difference("buffers of another kind", sorted(changed)),
+    )
+
+
+def _check_param_groups(
+    mine: OptimizerRecord, saved: OptimizerRecord, aliases: Mapping[str, str], path: Path
+) -> None:
+    """`aliases`: the engine's first name of a parameter by the checkpoint's."""
+    groups = [
+        [frozenset(group.params) for group in mine.param_groups],
+        [frozenset(aliases[name] for name in group.params) for group in saved.param_groups],
+    ]
+    if groups[0] == groups[1]:
+        return
+    if len(groups[0]) != len(groups[1]):
+        what = f"{len(groups[1])} param groups, this optimizer has {len(groups[0])}"
+    else:
+        number = next(i for i, (a, b) in enumerate(zip(*groups, strict=True)) if a != b)
+        names = sorted(groups[0][number] ^ groups[1][number])
+        what = f"other parameters in param group {number} ({_listing(names)})"
+    raise CheckpointError(
+        f"{path} has {what}; pass `parameters=` to offload.initialize as when it was saved"
+    )
+
+
+def _difference(what: str, names: Sequence[str]) -> str | None:
+    return f"{len(names)} {what} ({_listing(names)})" if names else None
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return "; ".join(names[:_SHOWN]) + more
+
+
+def _refuse(path: Path, *differences: str | None) -> None:
+    found = [difference for difference in differences if difference is not None]
+    if found:
+        raise CheckpointError(
+            f"{path} is of another model: {', '.join(found)}; build the model as it was saved"
+        )

@@ -1,0 +1,163 @@
+"""A checkpoint into an engine: checked whole, then read one piece at a time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from offload.checkpoint import model
+from offload.checkpoint.fit import Match, match
+from offload.checkpoint.folder import recover
+from offload.checkpoint.manifest import ParameterRecord
+from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
+from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo
+from offload.zero.group import ParamGroup
+from offload.zero.layout import ParamSpec
+from offload.zero.update import OptimizerState
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+
+def load_engine(engine: Engine, path: Path, *, verify: bool = True) -> None:
+    """See `offload.checkpoint.load`."""
+    engine.settle()
+    model.check_at_rest(engine, "a checkpoint cannot be loaded")
+    _adopt(path)
+    with CheckpointReader(path) as reader:
+        reader.check(contents=False)
+        loader = _Loader(engine, reader, match(engine, reader.manifest, path))
+        if verify:
+            reader.check(contents=True)
+        engine.runtime.unusable = (
+            f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
+            "load a checkpoint again, or make a new engine"
+        )
+        loader.apply()
+        engine.runtime.unusable = None
+
+
+def _adopt(path: Path) -> None:
+    """Take in what a killed writer had finished under another name."""
+    real = Path(os.path.realpath(path))
+    if not real.exists() and real.parent.is_dir():
+        try:
+            recover(real.parent)
+        except OSError:  # not ours to write to: the load says that there is no checkpoint
+            return
+
+
+class _Loader:
+    """Overwrites an engine's state. Every tensor has been found before `apply` changes any."""
+
+    def __init__(self, engine: Engine, reader: CheckpointReader, matched: Match) -> None:
+        self._engine = engine
+        self._runtime = engine.runtime
+        self._reader = reader
+        self._manifest = reader.manifest
+        self._records = matched.parameters
+        self._weights = {name: self._find(r) for name, r in self._records.items()}
+        fields = self._manifest.optimizer.fields
+        self._states = {
+            (name, field): self._find_field(record, field, dtype)
+            for name, record in self._records.items() if record.trainable
+            for field, dtype in fields.items() if 0 not in record.shape
+        }  # fmt: skip
+        self._others = {
+            r.name: reader.tensor(
+                self._manifest.buffers_file, TensorInfo(r.name, r.dtype, tuple(r.shape))
+            )
+            for r in self._manifest.buffers
+        }
+        states = [group.state for group in self._runtime.groups]
+        records = [r for state in self._runtime.optimizer_states for r in state.records]
+        self._access = PieceAccess([*states, *records])
+
+    def _find(self, record: ParameterRecord) -> tuple[str, StoredTensor]:
+        file = self._manifest.groups[record.group].parameters
+        info = TensorInfo(record.names[0], record.dtype, tuple(record.shape))
+        return file, self._reader.tensor(file, info)
+
+    def _find_field(
+        self, record: ParameterRecord, field: str, dtype: str
+    ) -> tuple[str, StoredTensor]:
+        file = self._manifest.groups[record.group].optimizer or ""
+        info = TensorInfo(f"{record.names[0]}.{field}", dtype, tuple(record.shape))
+        return file, self._reader.tensor(file, info)
+
+    # ---------------------------------------------------------------- applying
+    def apply(self) -> None:
+        """Everything, group by group; returns when every byte is home."""
+        self._runtime.zero_grad()
+        for group, state in zip(self._runtime.groups, self._runtime.optimizer_states, strict=True):
+            self._read_parameters(group)
+            self._read_optimizer(state)
+            self._read_steps(group)
+            group.version += 1  # handles of activations saved before are stale
+            group.state.settle()
+            for record in state.records:
+                record.settle()
+        self._read_others()
+        self._read_numbers()
+
+    def _read_parameters(self, group: ParamGroup) -> None:
+        itemsize = group.dtype.itemsize
+        for piece in range(group.state.pieces):
+            elements = elements_of(group.state, piece, itemsize)
+            if not elements:
+                continue
+            with self._access.overwriting(group.state, piece) as raw:
+                raw.zero_()  # padding between parameters
+                for spec, here, there in overlaps(group.layout.params, elements):
+                    part = raw[here.start * itemsize : here.stop * itemsize]
+                    file, tensor = self._weights[spec.name]
+                    view = part.numpy().data
+                    self._reader.read_into(file, tensor, there.start * itemsize, view)
+                    del part, view
+                del raw
+
+    def _read_optimizer(self, state: OptimizerState) -> None:
+        specs = [spec for spec in state.group.layout.params if spec.trainable]
+        for elements, record in zip(state.chunks, state.records, strict=True):
+            with self._access.overwriting(record, 0) as raw:
+                self._read_record(raw, elements, specs)
+                del raw
+
+    def _read_record(self, raw: torch.Tensor, elements: range, specs: list[ParamSpec]) -> None:
+        arrays = self._runtime.options.record_format.arrays(raw, len(elements))
+        for field, array in arrays.items():
+            array[:] = 0  # padding between parameters
+            for spec, here, there in overlaps(specs, elements):
+                file, tensor = self._states[spec.name, field]
+                view = array[here].view(np.uint8).data
+                self._reader.read_into(file, tensor, there.start * array.itemsize, view)
+
+    def _read_steps(self, group: ParamGroup) -> None:
+        for index, spec in enumerate(group.layout.params):
+            if spec.trainable:
+                self._runtime.steps[group.index][index] = self._records[spec.name].steps
+
+    def _read_others(self) -> None:
+        for name, tensor in model.other_tensors(self._engine).items():
+            stored = self._others[name]
+            value = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if value.numel():
+                view = value.reshape(-1).view(torch.uint8).numpy().data
+                self._reader.read_into(self._manifest.buffers_file, stored, 0, view)
+            tensor.copy_(value)
+
+    def _read_numbers(self) -> None:
+        manifest, runtime = self._manifest, self._runtime
+        runtime.steps_taken = manifest.steps_taken
+        runtime.steps_skipped = manifest.steps_skipped
+        if runtime.loss_scale is not None and manifest.loss_scale is not None:
+            runtime.loss_scale.scale = manifest.loss_scale.scale
+            runtime.loss_scale.good_steps = manifest.loss_scale.good_steps
+        saved = manifest.optimizer.param_groups
+        for group, record in zip(self._engine.optimizer.param_groups, saved, strict=True):
+            model.restore_numbers(group, record.numbers)

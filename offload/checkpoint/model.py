@@ -1,0 +1,160 @@
+"""What a checkpoint needs to know of an engine, apart from the bytes in its tiers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.manifest import (
+    BufferRecord,
+    LossScaleRecord,
+    OptimizerRecord,
+    ParameterRecord,
+    ParamGroupRecord,
+)
+from offload.tiers.errors import StateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+_log = logging.getLogger("offload")
+DTYPE_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}  # fmt: skip
+_FIELD_DTYPES = {"float32": "F32", "int16": "I16"}
+
+
+def check_at_rest(engine: Engine, doing: str) -> None:
+    """StateError where parameters are in somebody's hands, who might be changing them."""
+    for group in engine.runtime.groups:
+        if group.in_use:
+            raise StateError(
+                f"{doing} while {group.name or 'the model'} is in use; leave engine.gathered (or "
+                "the forward) first"
+            )
+
+
+def check_stepped(engine: Engine) -> None:
+    """StateError if a save would lose gradients."""
+    if engine.runtime.has_unstepped_gradients:
+        raise StateError(
+            "gradients wait for optimizer.step() and are no part of a checkpoint: what is resumed "
+            "from it would differ; save after the step, or drop them with optimizer.zero_grad()"
+        )
+
+
+# --------------------------------------------------------------------------- tensors
+def parameter_records(engine: Engine) -> list[ParameterRecord]:
+    """Every managed parameter, in the order of groups and layouts."""
+    runtime = engine.runtime
+    dtype = DTYPE_NAMES[runtime.options.dtype]
+    return [
+        ParameterRecord(
+            names=list(spec.names), dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
+            # trainable parameters come first in a layout, so both indices agree
+            steps=int(runtime.steps[group.index][index]) if spec.trainable else 0,
+            group=group.index,
+        )
+        for group in runtime.groups
+        for index, spec in enumerate(group.layout.params)
+    ]  # fmt: skip
+
+
+def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+    """Persistent buffers, and parameters that the engine leaves in the model (integers)."""
+    model = engine.module
+    found = {
+        name: param.detach()
+        for name, param in model.named_parameters()
+        if engine.runtime.group_of(param) is None
+    }
+    found.update(_persistent_buffers(model))
+    for name, tensor in found.items():
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"buffer {name} ({tensor.dtype}, {tensor.layout}) cannot be in a safetensors file; "
+                "register it with persistent=False and rebuild it in the model's code"
+            )
+    return found
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            _log.warning("%s has extra state of its own, which a checkpoint leaves out", prefix)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def buffer_records(tensors: dict[str, torch.Tensor]) -> list[BufferRecord]:
+    return [
+        BufferRecord(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=list(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+
+
+# --------------------------------------------------------------------------- numbers
+def optimizer_record(engine: Engine) -> OptimizerRecord:
+    """The optimizer's kind and the numbers of its param groups."""
+    record_format = engine.runtime.options.record_format
+    return OptimizerRecord(
+        type=engine.config.optimizer.type,
+        master=str(record_format.master),
+        fields={name: _FIELD_DTYPES[dtype.name] for name, dtype in record_format.fields},
+        param_groups=[
+            ParamGroupRecord(
+                numbers={
+                    key: _plain(key, value) for key, value in group.items() if key != "params"
+                },
+                params=[_name_of(engine, param) for param in group["params"]],
+            )
+            for group in engine.optimizer.param_groups
+        ],
+    )
+
+
+def _name_of(engine: Engine, param: nn.Parameter) -> str:
+    found = engine.runtime.group_of(param)
+    assert found is not None, "the optimizer takes managed parameters only"
+    group, index = found
+    return group.layout.params[index].name
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A param group's number as JSON has it, exactly."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(key, item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnsupportedError(
+        f"param_groups[...]['{key}'] is a {type(value).__name__}, which a checkpoint cannot hold; "
+        "keep numbers, strings or lists of them there"
+    )
+
+
+def restore_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> None:
+    """The reverse of `_plain`, into a param group; a learning rate in a tensor stays in it."""
+    for key, value in numbers.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor):
+            present.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def loss_scale_record(engine: Engine) -> LossScaleRecord | None:
+    scale = engine.runtime.loss_scale
+    if scale is None:
+        return None
+    return LossScaleRecord(scale=scale.scale, good_steps=scale.good_steps)

@@ -1,0 +1,194 @@
+"""An existing checkpoint folder: its manifest, its tensors by range, and whether it is whole."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from offload.checkpoint.disk import read_all, storage_errors
+from offload.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo, parse_header
+from offload.tiers.errors import CheckpointError
+from offload.tiers.units import format_bytes
+
+_READ_NBYTES = 4 << 20
+_REMEDY = "load another checkpoint, or restore this one from a copy"
+
+
+class CheckpointReader:
+    """Reads one checkpoint folder. A context manager.
+
+    Keeps looking at the same folder when another one takes its name: a load that runs while a save
+    replaces the checkpoint reads the old one or fails, and never mixes the two.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """CheckpointError if there is no checkpoint or its manifest cannot be used."""
+        self.path = path
+        self._folder = _open_folder(path)
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
+        try:
+            self.manifest = self._read_manifest()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_manifest(self) -> Manifest:
+        path = self.path / MANIFEST
+        try:
+            with self._open(MANIFEST) as fd:
+                raw = bytearray(os.fstat(fd).st_size)
+                read_all(fd, memoryview(raw), 0, path)
+        except FileNotFoundError:
+            raise CheckpointError(_foreign(self.path)) from None
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is damaged: {error}; {_REMEDY}") from None
+        return Manifest.from_json(text, str(path))
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    # ---------------------------------------------------------------- tensors
+    def tensor(self, file: str, expected: TensorInfo) -> StoredTensor:
+        """Where a tensor lies. CheckpointError unless the file has it with that dtype and shape."""
+        found = self._header(file).get(expected.name)
+        if found is None or found.info != expected:
+            has = "no such tensor" if found is None else f"{found.info.dtype} {found.info.shape}"
+            raise CheckpointError(
+                f"{self.path / file}: {expected.name} should be {expected.dtype} {expected.shape}, "
+                f"the file has {has}; {_REMEDY}"
+            )
+        return found
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        if file not in self._headers:
+            path = self.path / file
+            with storage_errors("reading", path), self._open(file) as fd:
+
+                def read(offset: int, nbytes: int) -> bytes:
+                    buffer = bytearray(nbytes)
+                    read_all(fd, memoryview(buffer), offset, path)
+                    return bytes(buffer)
+
+                self._headers[file] = parse_header(read, os.fstat(fd).st_size, str(path))
+        return self._headers[file]
+
+    def read_into(
+        self, file: str, tensor: StoredTensor, start_bytes: int, buffer: memoryview
+    ) -> None:
+        """Fill `buffer` with the tensor's bytes from `start_bytes` on."""
+        path = self.path / file
+        with storage_errors("reading", path), self._open(file) as fd:
+            read_all(fd, buffer, tensor.offset_bytes + start_bytes, path)
+
+    # ---------------------------------------------------------------- checks
+    def check(self, *, contents: bool) -> None:
+        """CheckpointError at the first problem."""
+        for problem in self.problems(contents=contents):
+            raise CheckpointError(f"{problem}; {_REMEDY}")
+
+    def problems(self, *, contents: bool) -> Iterator[str]:
+        """What is wrong with the files: missing, of another size or, with `contents`, changed."""
+        sound = []
+        for name, record in self.manifest.files.items():
+            problem = self._size_problem(name, record)
+            if problem is None:
+                sound.append((name, record))
+            else:
+                yield problem
+        if contents:
+            buffer = memoryview(bytearray(_READ_NBYTES))
+            for name, record in sound:
+                yield from self._changed_sections(name, record, buffer)
+
+    def _size_problem(self, name: str, record: FileRecord) -> str | None:
+        path = self.path / name
+        try:
+            found = os.stat(name, dir_fd=self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{path} is missing ({format_bytes(record.nbytes)})"
+        if found.st_size != record.nbytes or not stat.S_ISREG(found.st_mode):
+            return f"{path} has {found.st_size} bytes instead of {record.nbytes}"
+        return None
+
+    def _changed_sections(self, name: str, record: FileRecord, buffer: memoryview) -> Iterator[str]:
+        path, offset = self.path / name, 0
+        with storage_errors("reading", path), self._open(name) as fd:
+            for section in record.sections:
+                digest = xxhash.xxh3_64()
+                for start in range(0, section.nbytes, len(buffer)):
+                    part = buffer[: min(len(buffer), section.nbytes - start)]
+                    read_all(fd, part, offset + start, path)
+                    digest.update(part)
+                if digest.hexdigest() != section.xxh3:
+                    yield (
+                        f"{path} is damaged: {section.name} ({format_bytes(section.nbytes)} at "
+                        f"byte {offset}) has XXH3 {digest.hexdigest()} instead of {section.xxh3}"
+                    )
+                offset += section.nbytes
+
+    def close(self) -> None:
+        os.close(self._folder)
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a checkpoint with all its files in full length (contents not looked at)."""
+    try:
+        with CheckpointReader(path) as reader:
+            reader.check(contents=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _open_folder(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint at {path}: there is no such folder") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path} is {_kind(path)}, a checkpoint is a folder") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None
+
+
+def _kind(path: Path) -> str:
+    """What a file seems to be, so that the message can say why it is not read."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"PK\x03\x04" or start[:1] == b"\x80":
+        return "a pickle (torch.save), which offload never opens"
+    return "a file"
+
+
+def _foreign(path: Path) -> str:
+    found = sorted(entry.name for entry in path.iterdir())
+    listing = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+    advice = "name a folder that engine.save_checkpoint wrote"
+    if any(name.endswith((".pt", ".pth", ".bin", ".pkl")) for name in found):
+        advice = "it seems to hold pickles (torch.save), which offload never opens; " + advice
+    elif any(name.endswith(".safetensors") for name in found):
+        advice = "to start from its weights: offload.initialize(model, config, weights=PATH)"
+    return f"{path} is no checkpoint: no {MANIFEST} in it (found {listing or 'nothing'}); {advice}"

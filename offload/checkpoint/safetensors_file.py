@@ -1,0 +1,176 @@
+"""One safetensors file, written range by range without ever holding a tensor.
+
+    8 bytes      length N of the header, little-endian
+    N bytes      JSON: name -> dtype, shape, data_offsets; padded with spaces
+    the rest     tensor after tensor, without gaps
+
+A writer's data is cut into *sections*, runs of whole tensors that grow side by side, each from its
+front to its end:
+
+    ├ header ┤├── every exp_avg ──►      ┤├── every exp_avg_sq ──►      ┤├── every low ──► ┤
+
+so that a chunk of all fields can be written at once and each section's XXH3 needs no second look.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from offload.checkpoint.disk import storage_errors, write_all
+from offload.checkpoint.manifest import FileRecord, SectionRecord
+from offload.tiers.errors import CheckpointError, IntegrityError
+from offload.tiers.units import round_up
+
+ITEMSIZE = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
+    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_HEADER_LIMIT_NBYTES = 100_000_000  # as the safetensors library has it
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor as a header describes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and where it begins in its file."""
+
+    info: TensorInfo
+    offset_bytes: int
+
+
+@dataclass(slots=True)
+class _Section:
+    name: str
+    start: int
+    nbytes: int
+    filled: int = 0
+    digest: Any = field(default_factory=xxhash.xxh3_64)
+
+
+def file_nbytes(sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str, str]) -> int:
+    """Bytes of the file that a writer of these tensors makes."""
+    data = sum(tensor.nbytes for tensors in sections.values() for tensor in tensors)
+    return len(_header(sections, metadata)) + data
+
+
+def _header(sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for tensors in sections.values():
+        for tensor in tensors:
+            end = offset + tensor.nbytes
+            entries[tensor.name] = {
+                "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end],
+            }  # fmt: skip
+            offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded = text.ljust(round_up(len(text) + 8, 64) - 8)  # data starts on a cache line
+    return len(padded).to_bytes(8, "little") + padded
+
+
+class SafetensorsWriter:
+    """Creates `path` and fills its sections. A context manager; `finish` makes it durable."""
+
+    def __init__(
+        self, path: Path, sections: Mapping[str, Sequence[TensorInfo]],
+        metadata: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self.path = path
+        header = _header(sections, metadata)
+        self._sections = {"header": _Section("header", 0, len(header))}
+        end = len(header)
+        for name, tensors in sections.items():
+            section = _Section(name, end, sum(tensor.nbytes for tensor in tensors))
+            self._sections[name] = section
+            end += section.nbytes
+        self.nbytes = end
+        with storage_errors("creating", path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            self.append("header", memoryview(header))
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def append(self, section: str, data: memoryview) -> None:
+        """The next bytes of a section. Blocks until the operating system has them."""
+        into = self._sections[section]
+        if into.filled + data.nbytes > into.nbytes:
+            raise IntegrityError(f"{self.path}: {data.nbytes} bytes too many for {section}")
+        into.digest.update(data)
+        write_all(self._fd, data, into.start + into.filled, self.path)
+        into.filled += data.nbytes
+
+    def finish(self) -> FileRecord:
+        """Wait until the file is on the device; its bytes and hashes."""
+        for section in self._sections.values():
+            if section.filled != section.nbytes:
+                raise IntegrityError(
+                    f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
+                )
+        with storage_errors("writing", self.path):
+            os.fsync(self._fd)
+            # written once and not read soon: leave the page cache to the training data
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        records = [
+            SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.digest.hexdigest())
+            for section in self._sections.values()
+        ]
+        return FileRecord(nbytes=self.nbytes, sections=records)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        os.close(self._fd)
+
+
+def parse_header(
+    read: Callable[[int, int], bytes], nbytes: int, what: str
+) -> dict[str, StoredTensor]:
+    """The tensors of a file of `nbytes`; `read(offset, nbytes)` gives its bytes.
+
+    CheckpointError, naming the file as `what`, unless every tensor lies within the file.
+    """
+    length = int.from_bytes(read(0, 8), "little") if nbytes >= 8 else nbytes
+    if length > min(nbytes - 8, _HEADER_LIMIT_NBYTES):
+        raise CheckpointError(f"{what} is no safetensors file: its header would be {length} bytes")
+    try:
+        entries = json.loads(read(8, length))
+        entries.pop("__metadata__", None)
+        return {name: _stored(name, entry, 8 + length, nbytes) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{what} has a damaged header ({error}); load another checkpoint"
+        ) from None
+
+
+def _stored(name: str, entry: Any, data_start: int, nbytes: int) -> StoredTensor:
+    info = TensorInfo(name, entry["dtype"], tuple(int(size) for size in entry["shape"]))
+    start, stop = entry["data_offsets"]
+    if stop - start != info.nbytes or start < 0 or data_start + stop > nbytes:
+        raise ValueError(f"{name} lies at {start}..{stop}")
+    return StoredTensor(info, data_start + start)

@@ -1,0 +1,189 @@
+"""An engine's state into a checkpoint folder, one piece at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from offload import __version__
+from offload.checkpoint import model
+from offload.checkpoint.disk import check_room, storage_errors
+from offload.checkpoint.folder import BUFFERS, OPTIMIZER, PARAMETERS, PendingFolder
+from offload.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    GroupRecord,
+    Manifest,
+    ParameterRecord,
+)
+from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
+from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.zero.group import ParamGroup
+from offload.zero.update import OptimizerState
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+Sections = Mapping[str, Sequence[TensorInfo]]
+
+
+def save_engine(engine: Engine, path: Path) -> None:
+    """See `offload.checkpoint.save`."""
+    engine.runtime.check_usable()
+    model.check_stepped(engine)
+    engine.settle()
+    model.check_at_rest(engine, "a checkpoint cannot be saved")
+    saver = _Saver(engine)
+    with PendingFolder(path) as folder:
+        saver.write(folder.path)
+        folder.commit()
+
+
+def optimizer_sections(
+    parameters: Sequence[ParameterRecord], fields: Mapping[str, str]
+) -> dict[str, list[TensorInfo]]:
+    """A group's optimizer tensors: one section per field, wide fields first (for alignment)."""
+    trainable = [record for record in parameters if record.trainable]
+    ordered = sorted(fields.items(), key=lambda item: item[1] == "I16")
+    return {
+        field: [
+            TensorInfo(f"{record.names[0]}.{field}", dtype, tuple(record.shape))
+            for record in trainable
+        ]
+        for field, dtype in ordered
+    }  # fmt: skip
+
+
+class _Saver:
+    """Writes one checkpoint. Everything that can be refused is refused when it is made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._runtime = engine.runtime
+        self._others = model.other_tensors(engine)
+        self._parameters = model.parameter_records(engine)
+        self._optimizer = model.optimizer_record(engine)
+        self._files: dict[str, FileRecord] = {}
+        self._groups = [self._group_record(group) for group in self._runtime.groups]
+        self._manifest = Manifest(
+            offload=__version__,
+            precision=engine.config.precision,
+            steps_taken=self._runtime.steps_taken,
+            steps_skipped=self._runtime.steps_skipped,
+            loss_scale=model.loss_scale_record(engine),
+            optimizer=self._optimizer,
+            groups=self._groups,
+            parameters=self._parameters,
+            buffers=model.buffer_records(self._others),
+            buffers_file=BUFFERS,
+            files={},
+        )
+        states = [group.state for group in self._runtime.groups]
+        records = [r for state in self._runtime.optimizer_states for r in state.records]
+        self._access = PieceAccess([*states, *records])
+
+    def _group_record(self, group: ParamGroup) -> GroupRecord:
+        file = f"{group.index:03d}.safetensors"
+        return GroupRecord(
+            name=group.name,
+            parameters=f"{PARAMETERS}/{file}",
+            optimizer=f"{OPTIMIZER}/{file}" if group.layout.numel_trainable else None,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Every file, the manifest last."""
+        check_room(folder, self._nbytes())
+        with storage_errors("creating", folder):
+            (folder / PARAMETERS).mkdir()
+            (folder / OPTIMIZER).mkdir()
+        for group, record in zip(self._runtime.groups, self._groups, strict=True):
+            self._write_parameters(folder, group, record)
+            if record.optimizer is not None:
+                state = self._runtime.optimizer_states[group.index]
+                self._write_optimizer(folder, state, record.optimizer)
+        self._write_others(folder)
+        manifest = self._manifest.model_copy(update={"files": self._files})
+        _write_text(folder / MANIFEST, manifest.to_json())
+
+    # ---------------------------------------------------------------- what each file holds
+    def _nbytes(self) -> int:
+        total = file_nbytes(self._other_sections(), {})
+        for group, record in zip(self._runtime.groups, self._groups, strict=True):
+            total += file_nbytes(self._parameter_sections(group), self._metadata(group))
+            if record.optimizer is not None:
+                total += file_nbytes(self._optimizer_sections(group), {})
+        return total
+
+    def _of(self, group: ParamGroup) -> list[ParameterRecord]:
+        return [record for record in self._parameters if record.group == group.index]
+
+    def _parameter_sections(self, group: ParamGroup) -> Sections:
+        return {
+            "tensors": [
+                TensorInfo(record.names[0], record.dtype, tuple(record.shape))
+                for record in self._of(group)
+            ]
+        }
+
+    def _optimizer_sections(self, group: ParamGroup) -> Sections:
+        return optimizer_sections(self._of(group), self._optimizer.fields)
+
+    def _other_sections(self) -> Sections:
+        records = self._manifest.buffers
+        return {"tensors": [TensorInfo(r.name, r.dtype, tuple(r.shape)) for r in records]}
+
+    def _metadata(self, group: ParamGroup) -> dict[str, str]:
+        tied = {alias: r.names[0] for r in self._of(group) for alias in r.names[1:]}
+        metadata = {"format": "pt", "group": group.name}
+        return {**metadata, "tied": json.dumps(tied)} if tied else metadata
+
+    # ---------------------------------------------------------------- writing
+    def _write_parameters(self, folder: Path, group: ParamGroup, record: GroupRecord) -> None:
+        itemsize = group.dtype.itemsize
+        sections, metadata = self._parameter_sections(group), self._metadata(group)
+        with SafetensorsWriter(folder / record.parameters, sections, metadata) as file:
+            for piece in range(group.state.pieces):
+                elements = elements_of(group.state, piece, itemsize)
+                if not elements:
+                    continue
+                with self._access.reading(group.state, piece) as raw:
+                    for _, here, _ in overlaps(group.layout.params, elements):
+                        part = raw[here.start * itemsize : here.stop * itemsize]
+                        file.append("tensors", part.numpy().data)
+                    del raw
+            self._files[record.parameters] = file.finish()
+
+    def _write_optimizer(self, folder: Path, state: OptimizerState, name: str) -> None:
+        record_format = self._runtime.options.record_format
+        specs = [spec for spec in state.group.layout.params if spec.trainable]
+        sections = self._optimizer_sections(state.group)
+        with SafetensorsWriter(folder / name, sections, {"group": state.group.name}) as file:
+            for elements, record in zip(state.chunks, state.records, strict=True):
+                with self._access.reading(record, 0) as raw:
+                    arrays = record_format.arrays(raw, len(elements))
+                    for _, here, _ in overlaps(specs, elements):
+                        for field in sections:
+                            part = arrays[field][here].view(np.uint8)
+                            file.append(field, part.data)
+                    del raw, arrays
+            self._files[name] = file.finish()
+
+    def _write_others(self, folder: Path) -> None:
+        with SafetensorsWriter(folder / BUFFERS, self._other_sections(), {"format": "pt"}) as file:
+            for tensor in self._others.values():
+                if tensor.numel():
+                    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    file.append("tensors", flat.numpy().data)
+            self._files[BUFFERS] = file.finish()
+
+
+def _write_text(path: Path, text: str) -> None:
+    with storage_errors("writing", path), path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

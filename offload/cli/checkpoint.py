@@ -1,0 +1,139 @@
+"""`offload checkpoint`: look into, check and export the folders that a run has saved."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.errors import EXIT_FAILED, GuardedGroup, print_error
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload.checkpoint.manifest import Manifest
+
+checkpoint_app = typer.Typer(
+    cls=GuardedGroup, help="Look into, check and export checkpoints.", no_args_is_help=True
+)
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="PATH", exists=True, help="The folder of a checkpoint.")
+]
+
+
+class Dtype(enum.StrEnum):
+    """Formats of exported weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@checkpoint_app.command()
+def inspect(path: Folder) -> None:
+    """Print what is in PATH: groups, parameters, bytes, steps. Reads the manifest alone."""
+    from rich.console import Console
+
+    from offload.checkpoint.reader import CheckpointReader
+
+    with CheckpointReader(path) as reader:
+        manifest = reader.manifest
+    console = Console(highlight=False)
+    for line in _summary(manifest):
+        console.print(line, soft_wrap=True)
+    console.print(_table(manifest))
+
+
+@checkpoint_app.command()
+def verify(path: Folder) -> None:
+    """Compare every byte of PATH with its hash. Exit code 1, naming what, if any is damaged."""
+    from offload.checkpoint.reader import CheckpointReader
+    from offload.tiers.units import format_bytes
+
+    with CheckpointReader(path) as reader:
+        problems = list(reader.problems(contents=True))
+        files, nbytes = len(reader.manifest.files), reader.manifest.nbytes
+    for problem in problems:
+        print_error(problem)
+    if problems:
+        raise typer.Exit(EXIT_FAILED)
+    typer.echo(f"{path} is whole: {files} files, {format_bytes(nbytes)}")
+
+
+@checkpoint_app.command()
+def export(
+    path: Folder,
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="A new OUT.safetensors, or a new folder of them."),
+    ],
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="fp32: master weights. Default: as the model computed with them."),
+    ] = None,
+) -> None:
+    """Write the model of PATH to OUT, in safetensors files that any program reads."""
+    from offload.checkpoint.exporting import export as run
+    from offload.tiers.units import format_bytes
+
+    files = run(path, out, None if dtype is None else str(dtype))
+    nbytes = sum(file.stat().st_size for file in files)
+    typer.echo(f"wrote {out} ({format_bytes(nbytes)})")
+
+
+def _summary(manifest: Manifest) -> list[str]:
+    """A few lines about the whole."""
+    from offload.tiers.units import format_bytes
+
+    optimizer = manifest.optimizer
+    skipped = f", {manifest.steps_skipped} skipped" if manifest.steps_skipped else ""
+    lines = [
+        f"step {manifest.steps_taken}{skipped}; precision {manifest.precision}, "
+        f"optimizer {optimizer.type}, master {optimizer.master}",
+        f"format {manifest.version}, written by offload {manifest.offload}, "
+        f"{len(manifest.files)} files, {format_bytes(manifest.nbytes)}",
+    ]
+    for number, group in enumerate(optimizer.param_groups):
+        numbers = ", ".join(f"{key} {value}" for key, value in group.numbers.items())
+        lines.append(f"param group {number}: {len(group.params)} parameters, {numbers}")
+    if manifest.loss_scale is not None:
+        lines.append(f"loss scale {manifest.loss_scale.scale:g}")
+    return lines
+
+
+def _table(manifest: Manifest) -> Table:
+    import math
+
+    from rich.table import Table
+
+    from offload.tiers.units import format_bytes
+
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("group", overflow="fold")
+    for name in ("tensors", "parameters", "trainable", "weights", "optimizer", "updates"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, group in enumerate(manifest.groups):
+        records = [record for record in manifest.parameters if record.group == index]
+        steps = [record.steps for record in records if record.trainable]
+        sizes = [
+            format_bytes(manifest.files[name].nbytes) if name is not None else "-"
+            for name in (group.parameters, group.optimizer)
+        ]
+        table.add_row(
+            group.name or "(root)",
+            str(len(records)),
+            f"{sum(math.prod(r.shape) for r in records):,}",
+            f"{sum(math.prod(r.shape) for r in records if r.trainable):,}",
+            *sizes,
+            _spread(steps),
+        )
+    return table
+
+
+def _spread(steps: list[int]) -> str:
+    if not steps:
+        return "-"
+    return str(steps[0]) if min(steps) == max(steps) else f"{min(steps)}-{max(steps)}"

@@ -1,0 +1,130 @@
+"""What the engine's tests share: a small language model, configurations, and runs to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import offload
+
+VOCABULARY, WIDTH, LENGTH, BATCH = 37, 32, 6, 2
+NVME: dict[str, Any] = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
+HOST: dict[str, Any] = {"parameters": "host", "gradients": "host", "optimizer": "host"}
+DEVICE: dict[str, Any] = {"parameters": "device", "gradients": "host", "optimizer": "host"}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP. Its two gains are frozen."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, bias=False, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.gain = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0] * self.gain
+        y: Tensor = self.mlp(x)
+        return x + y * self.gain
+
+
+class TinyLM(nn.Module):
+    """Embedding, blocks, norm, and a head tied to the embedding."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self(tokens[:, :-1]).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Any:
+    """A model whose values depend on `seed` alone."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def batches(count: int, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, LENGTH + 1)
+    return [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(count)]
+
+
+def config(
+    folder: Path, placement: Mapping[str, Any] = NVME, **keys: Any
+) -> dict[str, Any]:
+    """A configuration with budgets of megabytes, swap files under `folder`."""
+    return {
+        "device": "cpu",
+        "budget": {"host": "16MiB", "nvme": "64MiB"},
+        "nvme": {"paths": [str(folder)], "backend": "threads"},
+        "placement": dict(placement),
+        **keys,
+    }
+
+
+def parameters_of(engine: offload.Engine) -> dict[str, Tensor]:
+    """Copies of all parameters, by name."""
+    with engine.gathered():
+        named = engine.module.named_parameters()
+        return {name: param.detach().clone() for name, param in named}
+
+
+def states_of(engine: offload.Engine) -> dict[str, Tensor]:
+    """Parameters, masters, moments and step counts, by name."""
+    found = parameters_of(engine)
+    for name, param in engine.module.named_parameters():
+        if engine.runtime.group_of(param) is not None:
+            state = engine.values.read_state(param)
+            found.update({f"{name} {key}": value for key, value in state.items()})
+    return found
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """Names whose tensors are not equal bit for bit, and names that only one side has."""
+    return sorted(k for k in a.keys() | b.keys() if k not in a or k not in b or bits(a[k]) != bits(b[k]))
+
+
+def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    names = differing(a, b)
+    assert not names, f"{len(names)} of {len(a)} differ: {names[:6]}"
+
+
+def losses_of(
+    engine: offload.Engine, data: Sequence[Tensor], accumulate: int = 1,
+    loss_of: Callable[[nn.Module, Tensor], Tensor] | None = None,
+) -> list[float]:
+    """Train on `data`, a step after every `accumulate` batches; the loss of each batch."""
+    losses = []
+    for number, tokens in enumerate(data, 1):
+        loss = loss_of(engine.module, tokens) if loss_of else engine.module.loss(tokens)  # type: ignore[operator]
+        engine.backward(loss / accumulate)
+        losses.append(loss.item())
+        if number % accumulate == 0:
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return losses

@@ -1,0 +1,291 @@
+"""Saving and loading change nothing: training goes on bit for bit, wherever states live."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import offload
+from offload.errors import StateError, StorageError
+from tests.offload.engine_cases import (
+    DEVICE,
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+
+MIXED: dict[str, Any] = {
+    "parameters": {"host": "50%", "nvme": "50%"},
+    "gradients": {"host": "30%", "nvme": "70%"},
+    "optimizer": {"host": "40%", "nvme": "60%"},
+}
+
+
+def keys_of(
+    folder: Path, placement: dict[str, Any], precision: str = "bf16", chunk: int = 2048, **keys: Any
+) -> dict[str, Any]:
+    optimizer = {"lr": 3e-3, "weight_decay": 0.1, "chunk": chunk, **keys.pop("optimizer", {})}
+    return config(
+        folder, placement, precision=precision, optimizer=optimizer, clip_grad_norm=0.5, **keys
+    )
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.2},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0, "lr": 5e-3},
+    ]
+
+
+# ------------------------------------------------------------------------- resume
+@pytest.mark.parametrize(
+    ("before", "after", "precision", "accumulate"),
+    [
+        pytest.param(NVME, HOST, "bf16", 1, id="nvme-host-bf16"),
+        pytest.param(HOST, NVME, "bf16", 3, id="host-nvme-bf16-accumulated"),
+        pytest.param(DEVICE, MIXED, "bf16", 1, id="device-mixed-bf16"),
+        pytest.param(NVME, NVME, "fp32", 3, id="nvme-nvme-fp32-accumulated"),
+        pytest.param(MIXED, DEVICE, "fp32", 1, id="mixed-device-fp32"),
+        pytest.param(HOST, NVME, "fp16", 1, id="host-nvme-fp16"),
+        pytest.param(MIXED, HOST, "fp16", 3, id="mixed-host-fp16-accumulated"),
+    ],
+)
+def test_training_goes_on_bit_for_bit_under_another_placement_and_chunk_size(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], precision: str, accumulate: int
+) -> None:
+    keys: dict[str, Any] = {"gradient_accumulation_steps": accumulate}
+    if precision == "fp16":
+        keys["loss_scale"] = {"growth_interval": 2}  # the scale changes after the resume
+    first, second = batches(2 * accumulate), batches(3 * accumulate, seed=2)
+    with offload.initialize(
+        seeded(TinyLM), keys_of(tmp_path, before, precision, 2048, **keys)
+    ) as engine:
+        losses_of(engine, first, accumulate)
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = states_of(engine)
+        expected = losses_of(engine, second, accumulate)
+        expected_states = states_of(engine)
+        expected_report = engine.report()
+
+    keys = keys_of(tmp_path, after, precision, 4096, **keys)
+    with offload.initialize(seeded(TinyLM, 9), keys) as engine:
+        losses_of(engine, batches(accumulate, seed=3), accumulate)  # states to overwrite
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same_bits(states_of(engine), saved)
+        assert losses_of(engine, second, accumulate) == expected
+        assert_same_bits(states_of(engine), expected_states)
+        report = engine.report()
+        assert (report.steps, report.loss_scale) == (
+            expected_report.steps, expected_report.loss_scale
+        )  # fmt: skip
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"master": "fp32"}, {"amsgrad": True}, {"type": "adam"}],
+    ids=lambda keys: str(keys),
+)
+def test_every_kind_of_optimizer_state_survives(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    keys = keys_of(tmp_path, NVME, optimizer=optimizer)
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        losses_of(engine, batches(3))
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = states_of(engine)
+    with offload.initialize(seeded(TinyLM, 1), keys_of(tmp_path, HOST, optimizer=optimizer)) as new:
+        new.load_checkpoint(tmp_path / "saved")
+        assert_same_bits(states_of(new), saved)
+
+
+def test_another_grouping_loads_it(tmp_path: Path) -> None:
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path, NVME)) as engine:
+        losses_of(engine, batches(2))
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = states_of(engine)
+    keys = keys_of(tmp_path, NVME, groups={"blocks": ["TinyLM"]})
+    with offload.initialize(seeded(TinyLM, 1), keys) as engine:
+        assert len(engine.runtime.groups) == 1
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same_bits(states_of(engine), saved)
+
+
+def test_param_groups_keep_their_numbers_exactly(tmp_path: Path) -> None:
+    def started() -> tuple[offload.Engine, Any]:
+        model = seeded(TinyLM)
+        engine = offload.initialize(model, keys_of(tmp_path, HOST), parameters=decay_groups(model))
+        optimizer = engine.optimizer
+        return engine, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+    engine, schedule = started()
+    with engine:
+        for tokens in batches(3):
+            losses_of(engine, [tokens])
+            schedule.step()
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = engine.optimizer.param_groups
+    engine, _ = started()
+    with engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        for mine, other in zip(engine.optimizer.param_groups, expected, strict=True):
+            assert {k: v for k, v in mine.items() if k != "params"} == {
+                k: v for k, v in other.items() if k != "params"
+            }
+            assert isinstance(mine["betas"], tuple)
+
+
+def test_a_learning_rate_in_a_tensor_stays_in_it(tmp_path: Path) -> None:
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path, HOST)) as engine:
+        group = engine.optimizer.param_groups[0]
+        group["lr"] = lr = torch.tensor(0.1)
+        engine.save_checkpoint(tmp_path / "saved")
+        lr.fill_(0.7)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert group["lr"] is lr
+        assert lr.equal(torch.tensor(0.1))
+
+
+class WithBuffers(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("empty", torch.zeros(0, 2, dtype=torch.bfloat16))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.table = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+
+
+def test_persistent_buffers_and_integer_parameters_are_saved_and_others_are_not(
+    tmp_path: Path,
+) -> None:
+    model = seeded(WithBuffers)
+    with offload.initialize(model, keys_of(tmp_path, NVME)) as engine:
+        model.count.fill_(7)
+        model.mask[1] = True
+        model.scratch.fill_(5)
+        model.table.data.fill_(3)
+        engine.save_checkpoint(tmp_path / "saved")
+    model = seeded(WithBuffers)
+    count = model.count
+    with offload.initialize(model, keys_of(tmp_path, NVME)) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+    assert model.count is count
+    assert model.count.item() == 7
+    assert model.mask.tolist() == [False, True, False]
+    assert model.scratch.tolist() == [1, 1]
+    assert model.table.tolist() == [3, 3, 3, 3]
+
+
+# ------------------------------------------------------------------------- saving
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_saving_changes_nothing(tmp_path: Path, placement: dict[str, Any]) -> None:
+    def run(save: bool) -> tuple[list[float], dict[str, Tensor]]:
+        with offload.initialize(seeded(TinyLM), keys_of(tmp_path, placement)) as engine:
+            losses = []
+            for number, tokens in enumerate(batches(5)):
+                losses += losses_of(engine, [tokens])
+                if save:
+                    engine.save_checkpoint(tmp_path / f"saved-{number % 2}")
+            return losses, states_of(engine)
+
+    (losses, states), (expected, expected_states) = run(True), run(False)
+    assert losses == expected
+    assert_same_bits(states, expected_states)
+
+
+def test_any_safetensors_reader_loads_the_model(tmp_path: Path) -> None:
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path, NVME)) as engine:
+        losses_of(engine, batches(2))
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = engine.module.state_dict()
+    found: dict[str, Tensor] = {}
+    for file in (tmp_path / "saved" / "parameters").iterdir():
+        found |= load_file(file)
+    found["head.weight"] = found["embed.weight"]  # tied: recorded once
+    assert_same_bits(found, expected)
+    weights = tmp_path / "saved" / "parameters"
+    with offload.initialize(seeded(TinyLM, 3), keys_of(tmp_path, HOST), weights=weights) as engine:
+        assert_same_bits(engine.module.state_dict(), expected)
+
+
+def test_gradients_that_wait_for_a_step_refuse_a_save(tmp_path: Path) -> None:
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path, NVME)) as engine:
+        engine.backward(engine.module.loss(batches(1)[0]))  # type: ignore[operator]
+        with pytest.raises(StateError, match=r"optimizer\.step"):
+            engine.save_checkpoint(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+        engine.optimizer.step()
+        engine.save_checkpoint(tmp_path / "saved")  # before zero_grad: nothing would be lost
+        engine.optimizer.zero_grad()
+
+
+def test_loading_forgets_gradients(tmp_path: Path) -> None:
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path, NVME)) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.backward(engine.module.loss(batches(1)[0]))  # type: ignore[operator]
+        engine.load_checkpoint(tmp_path / "saved")
+        assert engine.gradient(engine.module.norm.weight) is None  # type: ignore[arg-type]
+        engine.save_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_inside_gathered_neither_saving_nor_loading_works(
+    tmp_path: Path, placement: dict[str, Any]
+) -> None:
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path, placement)) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        with engine.gathered():
+            with pytest.raises(StateError, match="gathered"):
+                engine.save_checkpoint(tmp_path / "saved")
+            with pytest.raises(StateError, match="gathered"):
+                engine.load_checkpoint(tmp_path / "saved")
+
+
+# ------------------------------------------------------------------------- half-way
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_after_a_load_that_failed_half_way_nothing_trains_until_one_succeeds(
+    tmp_path: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.checkpoint.reader import CheckpointReader
+
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path, placement)) as engine:
+        losses_of(engine, batches(2))
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = losses_of(engine, batches(2, seed=2))
+
+        calls = itertools.count()
+        intact = CheckpointReader.read_into
+
+        def failing(*args: Any) -> None:
+            if next(calls) == 20:
+                raise StorageError("reading failed: EIO")
+            intact(*args)
+
+        monkeypatch.setattr(CheckpointReader, "read_into", failing)
+        with pytest.raises(StorageError, match="EIO"):
+            engine.load_checkpoint(tmp_path / "saved")
+        for use in (
+            lambda: engine.module(batches(1)[0][:, :-1]),
+            engine.optimizer.step,
+            lambda: engine.save_checkpoint(tmp_path / "other"),
+            engine.module.state_dict,
+            lambda: engine.gathered().__enter__(),
+        ):
+            with pytest.raises(StateError, match=r"half-way.*load a checkpoint again"):
+                use()
+
+        monkeypatch.undo()
+        engine.load_checkpoint(tmp_path / "saved")
+        assert losses_of(engine, batches(2, seed=2)) == expected

@@ -1,0 +1,257 @@
+"""What cannot be loaded is refused in one line, before the engine is touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import checkpoint
+from offload.checkpoint import manifest
+from offload.errors import CheckpointError, UnsupportedError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+
+FILES = ["manifest.json", "buffers.safetensors", "parameters/002.safetensors",
+         "optimizer/002.safetensors"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    with offload.initialize(seeded(TinyLM), config(folder, HOST, precision="bf16")) as engine:
+        losses_of(engine, batches(1))
+        engine.save_checkpoint(folder / "saved")
+    return folder / "saved"
+
+
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "saved"))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]:
+    keys = config(tmp_path_factory.mktemp("swap"), NVME, precision="bf16")
+    with offload.initialize(seeded(TinyLM, 5), keys) as engine:
+        yield engine
+
+
+def refusal(engine: offload.Engine, path: Path) -> str:
+    """The message of the error, which left the engine as it was."""
+    before = states_of(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(path)
+    assert_same_bits(states_of(engine), before)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ------------------------------------------------------------------------- files
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 0x10
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("where", [0.0, 0.003, 0.3, 0.6, 0.999])
+def test_every_flipped_bit_is_found(
+    engine: offload.Engine, saved: Path, name: str, where: float
+) -> None:
+    path = saved / name
+    flip(path, int(path.stat().st_size * where))
+    message = refusal(engine, saved)
+    assert str(path) in message
+
+
+def test_damage_says_which_bytes_and_what_to_do(engine: offload.Engine, saved: Path) -> None:
+    path = saved / "optimizer/002.safetensors"
+    flip(path, path.stat().st_size - 1)
+    message = refusal(engine, saved)
+    assert "low (16.3 KiB at byte" in message
+    assert "load another checkpoint" in message
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_found_without_reading_it(
+    engine: offload.Engine, saved: Path, name: str
+) -> None:
+    path = saved / name
+    path.write_bytes(path.read_bytes()[:-1])
+    message = refusal(engine, saved)
+    assert str(path) in message
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_missing_file_is_named_with_its_size(
+    engine: offload.Engine, saved: Path, name: str
+) -> None:
+    (saved / name).unlink()
+    assert f"{saved / name} is missing (" in refusal(engine, saved)
+
+
+def test_without_verification_contents_are_not_looked_at(
+    engine: offload.Engine, saved: Path
+) -> None:
+    path = saved / "optimizer/002.safetensors"
+    flip(path, path.stat().st_size - 1)
+    checkpoint.load(engine, saved, verify=False)
+
+
+# ------------------------------------------------------------------------- manifests
+def edited(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest and sign it anew."""
+    path = saved / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["xxh3"]
+    change(content)
+    content["xxh3"] = manifest._digest(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_newer_format_says_which_version_wrote_it(engine: offload.Engine, saved: Path) -> None:
+    edited(saved, lambda m: m.update(version=2, offload="3.1", novelty={}))
+    message = refusal(engine, saved)
+    assert "format version 2 (written by offload 3.1)" in message
+    assert "reads up to 1; install a newer offload" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (lambda m: m.pop("groups"), "groups: Field required"),
+        (lambda m: m["parameters"][0].update(steps="many"), "parameters.0.steps"),
+        (lambda m: m["parameters"][0].update(group=77), "in group 77"),
+        (lambda m: m["groups"][2].update(parameters="other"), "no file other"),
+        (lambda m: m["files"].update({"../../etc/passwd": m["files"]["buffers.safetensors"]}),
+         "lies outside of the folder"),
+        (lambda m: m.update(format="other"), "not the manifest of a checkpoint of offload"),
+    ],
+)  # fmt: skip
+def test_a_malformed_manifest_is_refused(
+    engine: offload.Engine, saved: Path, change: Callable[[dict[str, Any]], object], fragment: str
+) -> None:
+    edited(saved, change)
+    assert fragment in refusal(engine, saved)
+
+
+def test_a_header_that_contradicts_the_manifest_is_refused(
+    engine: offload.Engine, saved: Path
+) -> None:
+    shutil.copy(saved / "parameters/003.safetensors", saved / "parameters/002.safetensors")
+    with pytest.raises(CheckpointError, match=r"the file has no such tensor"):
+        checkpoint.load(engine, saved, verify=False)
+
+
+# ------------------------------------------------------------------------- other things
+def test_foreign_paths_are_refused_with_what_they_are(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "model.pt")
+    empty, pickles, weights = tmp_path / "empty", tmp_path / "pickles", tmp_path / "weights"
+    for folder in (empty, pickles, weights):
+        folder.mkdir()
+    torch.save({}, pickles / "pytorch_model.bin")
+    (weights / "model.safetensors").write_bytes(b"")
+
+    assert "there is no such folder" in refusal(engine, tmp_path / "nothing")
+    assert "a pickle (torch.save), which offload never opens" in refusal(
+        engine, tmp_path / "model.pt"
+    )
+    assert "no manifest.json in it (found nothing)" in refusal(engine, empty)
+    assert "it seems to hold pickles" in refusal(engine, pickles)
+    assert "weights=PATH" in refusal(engine, weights)
+
+
+# ------------------------------------------------------------------------- other models
+class Wider(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.register_buffer("extra", torch.zeros(2))
+
+
+class Untied(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 37, bias=False)
+
+
+class Frozen(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("build", "keys", "fragments"),
+    [
+        (lambda: TinyLM(blocks=3), {}, ["9 missing in the checkpoint (blocks.2.norm.weight; ",
+                                        "; and 4 more", "build the model as it was saved"]),
+        (lambda: TinyLM(blocks=1), {}, ["9 not in the model (blocks.1."]),
+        (Wider, {}, ["2 of another shape (norm.weight (32,), here (64,)"]),
+        (Untied, {}, ["tied otherwise"]),
+        (Frozen, {}, ["1 trainable in one and frozen in the other (position)"]),
+        (TinyLM, {"precision": "fp32"}, ["saved with precision: bf16, this engine has precision: "
+                                         "fp32", "export"]),
+        (TinyLM, {"optimizer": {"master": "fp32"}}, ["optimizer.master: split"]),
+        (TinyLM, {"optimizer": {"type": "adam"}}, ["optimizer.type: adamw"]),
+        (TinyLM, {"optimizer": {"amsgrad": True}}, ["optimizer.amsgrad: false"]),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_another_model_is_refused(
+    original: Path, tmp_path: Path, build: Callable[[], nn.Module], keys: dict[str, Any],
+    fragments: list[str],
+) -> None:  # fmt: skip
+    keys = config(tmp_path, HOST, **{"precision": "bf16", **keys})
+    with offload.initialize(seeded(build), keys) as engine:
+        message = refusal(engine, original)
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_other_buffers_and_param_groups_are_refused(original: Path, tmp_path: Path) -> None:
+    model = seeded(TinyLM)
+    model.register_buffer("extra", torch.zeros(2))
+    with offload.initialize(model, config(tmp_path, HOST, precision="bf16")) as engine:
+        assert "1 buffers missing in the checkpoint (extra)" in refusal(engine, original)
+    model = seeded(TinyLM)
+    some = [p for p in model.parameters() if p.requires_grad][:-1]
+    keys = config(tmp_path, HOST, precision="bf16")
+    with offload.initialize(model, keys, parameters=some) as engine:
+        message = refusal(engine, original)
+        assert "other parameters in param group 0 (norm.bias)" in message
+
+
+# ------------------------------------------------------------------------- refused saves
+def test_what_a_checkpoint_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    model = seeded(TinyLM)
+    model.register_buffer("rotation", torch.zeros(2, dtype=torch.complex128))
+    with offload.initialize(model, config(tmp_path, HOST)) as engine:
+        with pytest.raises(UnsupportedError, match=r"rotation.*persistent=False"):
+            engine.save_checkpoint(tmp_path / "saved")
+        del model._buffers["rotation"]
+        engine.optimizer.param_groups[0]["hook"] = print
+        with pytest.raises(UnsupportedError, match="'hook'"):
+            engine.save_checkpoint(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

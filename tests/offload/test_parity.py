@@ -1,0 +1,208 @@
+"""The result of training does not depend on where anything lives, to the last bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import offload
+from offload.errors import BudgetError
+from offload.tiers.units import parse_bytes
+from tests.offload.engine_cases import (
+    DEVICE,
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+
+STEPS = 20
+Run = tuple[list[float], dict[str, Tensor]]
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": DEVICE,
+    "host": HOST,
+    "nvme": NVME,
+    "mixed": {
+        "parameters": {"host": "50%", "nvme": "50%"},
+        "gradients": {"host": "30%", "nvme": "70%"},
+        "optimizer": {"host": "40%", "nvme": "60%"},
+    },
+    "three tiers": {
+        "parameters": {"device": "30%", "host": "30%", "nvme": "40%"},
+        "gradients": "nvme",
+        "optimizer": {"device": "20%", "host": "20%", "nvme": "60%"},
+    },
+    "optimizer on nvme": {"parameters": "host", "gradients": "host", "optimizer": "nvme"},
+    "parameters on nvme": {"parameters": "nvme", "gradients": "host", "optimizer": "host"},
+}
+
+
+def train(keys: dict[str, Any], accumulate: int) -> Run:
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        losses = losses_of(engine, batches(STEPS * accumulate), accumulate)
+        states = states_of(engine)
+        engine.check_integrity()
+        for tier, report in engine.report().tiers.items():
+            assert report.peak_nbytes <= report.budget_nbytes, tier
+        return losses, states
+
+
+def numbers(precision: str, accumulate: int, clip: bool) -> dict[str, Any]:
+    """The keys that decide the result."""
+    return {
+        "precision": precision,
+        "gradient_accumulation_steps": accumulate,
+        "clip_grad_norm": 0.5 if clip else None,
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)},
+    }
+
+
+@functools.cache
+def reference(folder: Path, precision: str, accumulate: int, clip: bool) -> Run:
+    """All on the host, nothing fetched ahead."""
+    keys = numbers(precision, accumulate, clip) | {"prefetch": 0}
+    return train(config(folder, HOST, **keys), accumulate)
+
+
+def least_host_budget(keys: dict[str, Any]) -> str:
+    """The host budget that a refusal asks for: what it says has to be enough."""
+    try:
+        offload.initialize(seeded(TinyLM), {**keys, "budget": {"host": "4KiB", "nvme": "64MiB"}})
+    except BudgetError as error:
+        needed = re.search(r"of the ([\d.]+) (\w+) needed", str(error))
+        assert needed, str(error)
+        unit = parse_bytes(f"1{needed[2]}")
+        shown = float(needed[1]) * unit
+        rounding = 0 if unit == 1024 else unit // 20  # one decimal is shown
+        return f"{math.ceil((shown + rounding) / 1024)}KiB"
+    raise AssertionError("4 KiB of host memory are never enough")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("swap")
+    reference.cache_clear()
+
+
+@settings(
+    derandomize=True, max_examples=25, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(
+    placement=st.sampled_from(sorted(PLACEMENTS)),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+    accumulate=st.sampled_from([1, 3]),
+    prefetch=st.sampled_from([0, "auto", 8]),
+    chunk=st.sampled_from([2048, 4096, "auto"]),
+    tight=st.booleans(),
+    backend=st.sampled_from(["threads", "libaio"]),
+    clip=st.booleans(),
+)
+# the corners that a drawing could leave out
+@example("nvme", "bf16", 1, 8, 2048, True, "libaio", True)
+@example("nvme", "fp16", 3, "auto", 2048, True, "threads", True)
+@example("three tiers", "fp32", 3, 8, 4096, True, "threads", False)
+@example("mixed", "bf16", 3, 0, 2048, False, "libaio", False)
+def test_no_placement_budget_chunk_prefetch_or_backend_changes_a_bit(
+    folder: Path, placement: str, precision: str, accumulate: int, prefetch: Any, chunk: Any,
+    tight: bool, backend: str, clip: bool,
+) -> None:  # fmt: skip
+    keys = config(folder, PLACEMENTS[placement], **numbers(precision, accumulate, clip))
+    keys["optimizer"] = {**keys["optimizer"], "chunk": chunk}
+    keys["nvme"] = {**keys["nvme"], "backend": backend}
+    keys["prefetch"] = prefetch
+    if tight:
+        keys["budget"] = {"host": least_host_budget(keys), "nvme": "64MiB"}
+        event(f"host budget {keys['budget']['host']}")
+
+    losses, states = train(keys, accumulate)
+
+    expected_losses, expected_states = reference(folder, precision, accumulate, clip)
+    assert losses == expected_losses
+    assert_same_bits(states, expected_states)
+
+
+def test_the_reference_of_the_parity_test_learns_and_clips(folder: Path) -> None:
+    losses, _ = reference(folder, "fp32", 1, False)
+    clipped, _ = reference(folder, "fp32", 1, True)
+    assert len(losses) == STEPS
+    assert losses[0] == clipped[0]
+    assert losses != clipped
+    assert len(set(losses)) == STEPS
+
+
+# ------------------------------------------------------------------------- plain PyTorch
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for n, p in named if p.dim() > 1], "weight_decay": 0.2},
+        {"params": [p for n, p in named if p.dim() <= 1], "weight_decay": 0.0, "lr": 5e-3},
+    ]
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
+
+
+def plain_run(accumulate: int, clip: float) -> tuple[list[float], dict[str, Tensor]]:
+    model = seeded(TinyLM)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=2e-3, betas=(0.9, 0.95))
+    scheduler = schedule(optimizer)
+    losses = []
+    for number, tokens in enumerate(batches(STEPS * accumulate), 1):
+        loss = model.loss(tokens)
+        (loss / accumulate).backward()
+        losses.append(loss.item())
+        if number % accumulate == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme", "mixed"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_fp32_agrees_with_plain_adamw_to_rounding(
+    folder: Path, placement: str, accumulate: int
+) -> None:
+    keys = config(
+        folder, PLACEMENTS[placement], clip_grad_norm=0.5, gradient_accumulation_steps=accumulate,
+        optimizer={"lr": 2e-3, "betas": (0.9, 0.95), "chunk": 2048},
+    )  # fmt: skip
+    model = seeded(TinyLM)
+    with offload.initialize(model, keys, parameters=param_groups(model)) as engine:
+        scheduler = schedule(engine.optimizer)
+        losses = []
+        for number, tokens in enumerate(batches(STEPS * accumulate), 1):
+            loss = model.loss(tokens)
+            (loss / accumulate).backward()
+            losses.append(loss.item())
+            if number % accumulate == 0:
+                engine.optimizer.step()
+                scheduler.step()
+                engine.optimizer.zero_grad()
+        with engine.gathered():
+            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    expected_losses, expected = plain_run(accumulate, 0.5)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    for name, value in found.items():
+        distance = (value - expected[name]).norm() / expected[name].norm()
+        assert distance <= 1e-6, (name, distance.item())

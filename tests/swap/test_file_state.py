@@ -1,0 +1,194 @@
+"""State at home in a file: residency, eviction, versions, failures."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from offload.swap.block_store import BlockStore
+from offload.swap.file_state import FileState
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import MemoryState
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.errors import StateError, StorageError, TierFullError
+from offload.tiers.extent import TierName
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import HostMemory
+from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.residency import Residency
+
+PAGE = 4096
+
+
+@dataclass
+class Bench:
+    """A store and a pool of `slots` pages of memory."""
+
+    store: BlockStore
+    pool: SlotPool
+    ledger: Ledger
+    next_use: dict[str, float] = field(default_factory=dict)
+
+    def state(self, name: str, nbytes: int = PAGE, piece_nbytes: int = PAGE) -> FileState:
+        self.next_use[name] = 0.0
+        return FileState(
+            name, nbytes, piece_nbytes, StateClass.PARAMETERS, self.store, self.pool,
+            lambda: self.next_use[name],
+        )  # fmt: skip
+
+    def filled(self, name: str, value: int, nbytes: int = PAGE) -> FileState:
+        state = self.state(name, nbytes)
+        state.blank().fill_(value)
+        state.wrote()
+        state.settle()
+        return state
+
+
+@pytest.fixture
+def bench(tmp_path) -> Iterator[Bench]:
+    yield from make_bench(tmp_path, ThreadsBackend())
+
+
+def make_bench(tmp_path, backend) -> Iterator[Bench]:
+    lock, ledger = threading.RLock(), Ledger()
+    host = MemoryTier(TierName.HOST, 4 * PAGE, HostMemory(4 * PAGE), ledger)
+    tier = FileTier(64 * PAGE, [1.0], ledger)
+    store = BlockStore([SwapFile(tmp_path)], tier, backend, lock=lock)
+    yield Bench(store, SlotPool(host, lock), ledger)
+    store.backend.close()
+    for file in store.files:
+        file.close()
+
+
+def test_what_was_written_comes_back_after_its_memory_was_taken(bench):
+    states = [bench.filled(str(i), i + 1, 2 * PAGE) for i in range(6)]  # three times the memory
+    for number, state in enumerate(states):
+        assert state.tensor().unique().tolist() == [number + 1]
+    bench.ledger.check_integrity()
+    assert bench.pool.evictions >= 4
+
+
+def test_a_view_keeps_a_slot_and_a_full_pool_says_so(bench):
+    views = [bench.filled(str(i), i, 2 * PAGE).tensor() for i in range(2)]
+    with pytest.raises(TierFullError, match="host tier full: third needs"):
+        bench.filled("third", 3, 2 * PAGE)
+    assert [int(view[0]) for view in views] == [0, 1]
+
+
+def test_the_copy_needed_last_gives_way(bench):
+    near, far = bench.filled("near", 1, 2 * PAGE), bench.filled("far", 2, 2 * PAGE)
+    bench.next_use.update(near=1.0, far=5.0)
+    bench.filled("new", 3)
+    assert near.residency() is Residency.CLEAN
+    assert far.residency() is Residency.ABSENT
+
+
+def test_a_prefetch_never_takes_the_place_of_what_is_needed_sooner(bench):
+    later = bench.filled("later", 9)
+    bench.next_use["later"] = 9.0  # gives way to the two below
+    held = [bench.filled(str(i), i, 2 * PAGE) for i in range(2)]
+    bench.next_use.update({"0": 1.0, "1": 2.0})
+    assert later.residency() is Residency.ABSENT
+    assert not later.bring(next_use=3.0)
+    assert later.bring(next_use=1.5)
+    assert held[0].residency() is Residency.CLEAN
+
+
+def test_a_state_never_written_cannot_be_read(bench):
+    with pytest.raises(StateError, match="read before it was ever written"):
+        bench.state("fresh").tensor()
+
+
+def test_pieces_are_updated_in_place_where_memory_is_held_and_staged_where_not(bench):
+    state = bench.state("two pieces", 2 * PAGE, PAGE)
+    state.blank().fill_(1)
+    state.wrote()
+    piece = state.host_piece(1)
+    assert piece is not None
+    piece.wait().fill_(7)
+    del piece
+    state.wrote_piece(1)
+    state.settle()
+    state.drop()
+    assert state.host_piece(1) is None
+    staged = HostMemory(PAGE).tensor(0, PAGE)
+    state.read_piece(1, staged).wait()
+    assert staged.unique().tolist() == [7]
+    staged.fill_(8)
+    state.write_piece(1, staged).wait()
+    assert [int(state.tensor()[i]) for i in (0, PAGE)] == [1, 8]
+
+
+def test_discard_gives_back_memory_and_extents(bench):
+    state = bench.filled("gone", 1)
+    state.discard()
+    assert [account.used_nbytes for account in bench.ledger.accounts.values()] == [0, 0]
+    bench.ledger.check_integrity()
+
+
+def test_a_state_whose_bytes_are_no_whole_pages_round_trips(bench):
+    state = bench.state("odd", PAGE + 17, PAGE)
+    state.blank().copy_(torch.arange(PAGE + 17, dtype=torch.int32).to(torch.uint8))
+    state.wrote()
+    state.settle()
+    state.drop()
+    expected = torch.arange(PAGE + 17, dtype=torch.int32).to(torch.uint8)
+    assert torch.equal(state.tensor(), expected)
+
+
+def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):
+    failing = threading.Event()
+
+    def pwritev(fd, buffers, offset):
+        if failing.is_set():
+            raise OSError(5, os.strerror(5))
+        return os.pwritev(fd, buffers, offset)
+
+    for bench in make_bench(tmp_path, ThreadsBackend(pwritev=pwritev)):
+        state = bench.filled("precious", 1)
+        failing.set()
+        state.blank().fill_(2)
+        state.wrote()
+        with pytest.raises(StorageError, match="precious|write"):
+            state.settle()
+        with pytest.raises(StorageError):
+            state.bring(next_use=None)
+        assert bench.ledger.accounts[TierName.NVME].used_nbytes == PAGE
+
+
+def test_concurrent_readers_of_a_pool_that_is_too_small_all_see_their_own_bytes(bench):
+    states = [bench.filled(str(i), i, 2 * PAGE) for i in range(5)]
+    wrong: list[int] = []
+
+    def read(number: int) -> None:
+        for _ in range(30):
+            if states[number].tensor().unique().tolist() != [number]:
+                wrong.append(number)
+
+    # one reader at a time holds a view of at most one slot: two slots suffice for two readers
+    threads = [threading.Thread(target=read, args=(number,)) for number in (1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+def test_memory_state_is_used_where_it_is(bench):
+    lease = bench.pool.demand(PAGE, "home", StateClass.GRADIENTS)
+    state = MemoryState("home", 100, PAGE, lease)
+    state.blank().fill_(3)
+    staged = torch.zeros(PAGE, dtype=torch.uint8)
+    state.read_piece(0, staged).wait()
+    assert staged[:100].unique().tolist() == [3]
+    assert state.tensor().data_ptr() == state.host_piece(0).wait().data_ptr()
+    state.close()
+    bench.ledger.check_integrity()

@@ -1,0 +1,71 @@
+"""Threads for arithmetic."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from offload.swap.worker import ParallelRunner, Worker
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("n", [0, 1, 7, 64, 1000])
+@pytest.mark.parametrize("grain", [1, 16])
+def test_a_range_is_covered_once_in_whole_grains(threads, n, grain):
+    runner = ParallelRunner(threads, grain=grain, min_share=4)
+    seen = [0] * n
+    starts = []
+
+    def body(lo: int, hi: int) -> None:
+        starts.append(lo)
+        for i in range(lo, hi):
+            seen[i] += 1
+
+    runner(body, n)
+    runner.close()
+    assert seen == [1] * n
+    assert all(start % grain == 0 for start in starts)
+
+
+def test_an_error_in_any_share_is_raised():
+    runner = ParallelRunner(2, min_share=1)
+
+    def body(lo: int, hi: int) -> None:
+        if lo:
+            raise ValueError("second half")
+
+    with pytest.raises(ValueError, match="second half"):
+        runner(body, 10)
+    runner.close()
+
+
+def test_a_worker_works_while_there_is_work_and_sleeps_after():
+    left, done = [3], threading.Event()
+
+    def work() -> bool:
+        if left[0] == 0:
+            done.set()
+            return False
+        left[0] -= 1
+        return True
+
+    worker = Worker("test", work, lambda error: None)
+    worker.wake()
+    assert done.wait(10)
+    worker.close()
+    assert left == [0]
+    assert worker.failure is None
+
+
+def test_a_failing_worker_tells_whoever_waits_for_it():
+    told = threading.Event()
+
+    def work() -> bool:
+        raise RuntimeError("broken")
+
+    worker = Worker("test", work, lambda error: told.set())
+    worker.wake()
+    assert told.wait(10)
+    assert isinstance(worker.failure, RuntimeError)
+    worker.close()

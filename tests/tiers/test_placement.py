@@ -1,0 +1,90 @@
+"""Placement, units and eviction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.tiers.eviction import furthest_first
+from offload.tiers.extent import TierName
+from offload.tiers.placement import Placement
+from offload.tiers.units import format_bytes, parse_bytes, parse_percent
+
+HOST, NVME, DEVICE = TierName.HOST, TierName.NVME, TierName.DEVICE
+
+
+@given(
+    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    percent=st.integers(0, 100),
+)
+@settings(deadline=None, derandomize=True)
+def test_every_tier_is_within_one_piece_of_its_share(sizes, percent):
+    share = percent / 100
+    placement = Placement(((HOST, share), (NVME, 1 - share)))
+    tiers = placement.assign(sizes)
+    held = sum(size for size, tier in zip(sizes, tiers, strict=True) if tier is HOST)
+    assert abs(held - share * sum(sizes)) <= max(sizes)
+
+
+def test_equal_pieces_alternate_instead_of_forming_blocks():
+    tiers = Placement(((HOST, 0.5), (NVME, 0.5))).assign([1] * 6)
+    assert tiers == [HOST, NVME] * 3
+
+
+def test_a_tier_without_a_share_gets_nothing():
+    placement = Placement(((DEVICE, 0.0), (HOST, 1.0)))
+    assert placement.tiers == (HOST,)
+    assert placement.describe() == "host"
+
+
+@pytest.mark.parametrize("shares", [(), ((HOST, 0.5),), ((HOST, 1.5), (NVME, -0.5))])
+def test_shares_that_are_no_partition_are_refused(shares):
+    with pytest.raises(ValueError, match="sum to 1"):
+        Placement(shares)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8GiB", 8 << 30), ("8GB", 8 * 10**9), ("1.5 MiB", 3 << 19), ("4096", 4096), (12, 12),
+     ("2tib", 2 << 40), ("0", 0)],
+)  # fmt: skip
+def test_sizes_are_read(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8 GiBs", "-1GiB", "1e3", "8,5GiB", True, "∞"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="size|unit"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["40", "140%", "-5%", "%"])
+def test_what_is_no_percentage_is_refused(text):
+    with pytest.raises(ValueError, match="%"):
+        parse_percent(text)
+
+
+def test_bytes_are_written_in_binary_units():
+    assert [format_bytes(n) for n in (0, 1023, 1536, 96 << 20, 3 << 40)] == [
+        "0 B", "1023 B", "1.5 KiB", "96.0 MiB", "3.0 TiB",
+    ]  # fmt: skip
+
+
+@dataclass
+class Piece:
+    name: str
+    held_nbytes: int
+    use: float
+    clean: bool = True
+
+    def can_drop(self) -> bool:
+        return self.clean
+
+
+def test_what_is_needed_last_is_given_up_first_and_what_is_in_use_never():
+    pieces = [Piece("a", 1, 3), Piece("b", 1, 9, clean=False), Piece("c", 1, 7), Piece("d", 2, 7)]
+    order = furthest_first(pieces, lambda piece: piece.use)
+    assert [piece.name for piece in order] == ["d", "c", "a"]

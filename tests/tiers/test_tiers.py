@@ -1,0 +1,115 @@
+"""Tiers and ledger: a budget is a promise, and the books balance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload.tiers.errors import IntegrityError, StateError, TierFullError
+from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import HostMemory
+from offload.tiers.memory_tier import MemoryTier
+
+PARAMETERS = StateClass.PARAMETERS
+
+
+@pytest.fixture
+def ledger():
+    return Ledger()
+
+
+@pytest.fixture
+def host(ledger):
+    return MemoryTier(TierName.HOST, 1 << 20, HostMemory(1 << 20), ledger)
+
+
+def test_a_lease_beyond_the_budget_says_what_which_how_much_and_what_to_do(host):
+    host.lease(800_000, owner="layer.2", state_class=PARAMETERS)
+    with pytest.raises(TierFullError) as caught:
+        host.lease(512 << 10, owner="layer.3", state_class=PARAMETERS)
+    message = str(caught.value)
+    assert "host tier full: layer.3 needs 512.0 KiB" in message
+    assert "of 1.0 MiB free" in message
+    assert "raise budget.host or move parameters to nvme" in message
+
+
+def test_peaks_are_kept_per_tier_and_class(host, ledger):
+    first = host.lease(8 * PAGE_NBYTES, owner="a", state_class=PARAMETERS)
+    first.free()
+    host.lease(PAGE_NBYTES, owner="b", state_class=StateClass.GRADIENTS)
+    account = ledger.accounts[TierName.HOST]
+    assert account.used_nbytes == PAGE_NBYTES
+    assert account.peak_nbytes == 8 * PAGE_NBYTES
+    assert account.peak_by_class[PARAMETERS] == 8 * PAGE_NBYTES
+    assert account.by_class[PARAMETERS] == 0
+    ledger.check_integrity()
+
+
+def test_a_ledger_that_does_not_balance_prints_the_balance(host, ledger):
+    host.lease(PAGE_NBYTES, owner="a", state_class=PARAMETERS)
+    ledger.accounts[TierName.HOST].by_class[PARAMETERS] += 1
+    with pytest.raises(IntegrityError, match=r"parameters 4097 = 4097 by class, 4096 by account"):
+        ledger.check_integrity()
+
+
+def test_a_lease_is_in_use_while_a_view_of_it_lives(host):
+    lease = host.lease(PAGE_NBYTES, owner="a", state_class=PARAMETERS)
+    assert not lease.in_use()
+    view = lease.tensor.view(torch.float32)[3:5]
+    assert lease.in_use()
+    del view
+    assert not lease.in_use()
+
+
+def test_pages_for_a_file_transfer_are_the_same_bytes_and_no_use(host):
+    lease = host.lease(PAGE_NBYTES, owner="a", state_class=PARAMETERS)
+    pages = lease.pages(8, 16)
+    pages[:] = bytes(range(8))
+    assert not lease.in_use()
+    assert lease.tensor[8:16].tolist() == list(range(8))
+
+
+def test_leases_do_not_overlap(host):
+    leases = [host.lease(5000, owner=str(i), state_class=PARAMETERS) for i in range(8)]
+    for number, lease in enumerate(leases):
+        lease.tensor.fill_(number)
+    assert [int(lease.tensor.unique()) for lease in leases] == list(range(8))
+
+
+def test_freeing_a_lease_twice_raises(host):
+    lease = host.lease(1, owner="a", state_class=PARAMETERS)
+    with lease:
+        pass
+    with pytest.raises(StateError, match="freed twice"):
+        lease.free()
+
+
+def test_a_reserved_budget_costs_no_memory_until_touched():
+    memory = HostMemory(1 << 40)  # a terabyte of address space
+    assert memory.tensor(1 << 39, 16).sum() == 0
+
+
+def test_extents_follow_the_shares_of_the_paths(ledger):
+    tier = FileTier(1 << 20, [3.0, 1.0], ledger)
+    extents = [tier.allocate(PAGE_NBYTES, "x", PARAMETERS) for _ in range(40)]
+    assert [sum(e.path_index == i for e in extents) for i in (0, 1)] == [30, 10]
+    for extent in extents:
+        tier.free(extent)
+    ledger.check_integrity()
+    assert ledger.accounts[TierName.NVME].used_nbytes == 0
+
+
+def test_the_budget_of_a_file_tier_holds_over_all_paths(ledger):
+    tier = FileTier(4 * PAGE_NBYTES, [1.0, 1.0], ledger)
+    for _ in range(4):
+        tier.allocate(PAGE_NBYTES, "x", PARAMETERS)
+    with pytest.raises(TierFullError, match=r"raise budget.nvme or add a path to nvme.paths"):
+        tier.allocate(1, "layer.9", PARAMETERS)
+
+
+@pytest.mark.parametrize("shares", [[], [1.0, 0.0], [-1.0]])
+def test_shares_must_be_positive(ledger, shares):
+    with pytest.raises(ValueError, match="positive"):
+        FileTier(1 << 20, shares, ledger)
