@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload import machine
 from offload.config import OffloadConfig
 from offload.homes import TieredHomes, this_machine
 from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
@@ -24,6 +25,7 @@ from offload.swap.worker import ParallelRunner, available_cores
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 from offload.zero.discovery import Discovery, discover, managed
 from offload.zero.group import ParamGroup
+from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 from offload.zero.loss_scale import LossScale
 from offload.zero.runtime import AUTO_PREFETCH, Runtime, RuntimeOptions
@@ -69,7 +71,9 @@ class Engine:
         _check_model(model)
         discovery = discover(model, config.groups.blocks)
         self.plan: Plan = make_plan(self.config, discovery, this_machine(config.nvme, self.device))
-        optimized = list(parameters) if parameters is not None else None
+        optimized: Any = parameters
+        if parameters is not None and not isinstance(parameters, torch.Tensor):
+            optimized = list(parameters)
 
         initialiser = _initialiser(model, config.seed)
         translate = make_real(model, dtype, self.device) if initialiser is not None else {}
@@ -86,11 +90,14 @@ class Engine:
             self.values = ParameterValues(self._runtime)
             self.optimizer = self._make_optimizer(optimized, translate)
             self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
-            self._runtime.start(model)
+            self._runtime.start(model, self.values.adopt_written)
         except BaseException:
             self.close()
             raise
-        self._finalizer = weakref.finalize(self, _close_quietly, self._homes)
+        self.optimizer.engine = self  # whoever keeps the optimizer keeps what it works with
+        self._finalizer = weakref.finalize(
+            self, _close_all, self._runtime, (self._run, self._run_blocks), self._homes
+        )
 
     # ---------------------------------------------------------------- building
     def _make_runtime(self, discovery: Discovery, dtype: torch.dtype) -> Runtime:
@@ -123,17 +130,20 @@ class Engine:
         for group, params in zip(self._runtime.groups, originals, strict=True):
             self._runtime.load_group(group, _values(group, params, initialiser, files))
             group.adopt()
+            machine.trim_memory()  # the values of one group are freed before the next ones come
         if initialiser is not None:
             initialiser.finish_buffers()
             _load_buffers(self.module, files)
             _check_buffers(self.module)
 
     def _make_optimizer(
-        self, given: list[Any] | None, translate: Mapping[int, nn.Parameter]
+        self, given: Any, translate: Mapping[int, nn.Parameter]
     ) -> OffloadOptimizer:
         assert self._runtime is not None, "made just before"
         if given is None:
-            params: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
+            params: Any = [p for p in self.module.parameters() if p.requires_grad]
+        elif isinstance(given, torch.Tensor):
+            params = given  # torch says what is wrong with it
         elif given and isinstance(given[0], dict):
             params = [
                 {**g, "params": [translate.get(id(p), p) for p in _as_list(g["params"])]}
@@ -232,13 +242,9 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        try:
-            if self._runtime is not None:
-                self._runtime.close()
-        finally:
-            self._run.close()
-            self._run_blocks.close()
-            self._homes.close()
+        if hasattr(self, "_finalizer"):
+            self._finalizer.detach()
+        _close_all(self._runtime, (self._run, self._run_blocks), self._homes)
 
     def __enter__(self) -> Engine:
         return self
@@ -250,9 +256,17 @@ class Engine:
         self.close()
 
 
-def _close_quietly(homes: TieredHomes) -> None:
-    """An engine that was never closed: files and pinned memory go with it."""
-    homes.close()
+def _close_all(
+    runtime: Runtime | None, runners: Sequence[ParallelRunner], homes: TieredHomes
+) -> None:
+    """Threads, files and memory, in this order; also of an engine that was never closed."""
+    try:
+        if runtime is not None:
+            runtime.close()
+    finally:
+        for runner in runners:
+            runner.close()
+        homes.close()
 
 
 def _device(config: OffloadConfig) -> torch.device:
@@ -277,6 +291,11 @@ def _loss_scale(config: OffloadConfig) -> LossScale | None:
 
 
 def _check_model(model: nn.Module) -> None:
+    if UnitHooks.had_an_engine(model):
+        raise StateError(
+            "this model was given to an engine before, which has its parameters (or had, until it "
+            "was closed); build the model anew"
+        )
     for name, param in model.named_parameters():
         if param.requires_grad and not managed(param):
             raise UnsupportedError(

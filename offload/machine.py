@@ -7,6 +7,7 @@ All functions read `/proc` and `/sys` below `root`, so that a made-up machine ca
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import resource
@@ -105,6 +106,18 @@ def cpu_model(root: Path = _ROOT) -> str:
 def numa_node_count(root: Path = _ROOT) -> int:
     """NUMA nodes with memory or cores, at least 1."""
     return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
+
+
+def trim_memory() -> bool:
+    """Give freed heap memory back to the system; False where the C library cannot (no glibc).
+
+    Large temporaries of changing sizes otherwise leave the heap as long as it once was.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return False
+    trim(0)
+    return True
 
 
 def rss_nbytes() -> int:

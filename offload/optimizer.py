@@ -34,6 +34,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._decoupled = config.type == "adamw"
         self._amsgrad = config.amsgrad
         self.last_step: StepOutcome | None = None
+        self.engine: object = None  # kept alive with this optimizer
         defaults = {
             "lr": config.lr, "betas": tuple(config.betas), "eps": config.eps,
             "weight_decay": config.weight_decay, "amsgrad": config.amsgrad,
@@ -119,8 +120,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             numbers = {key: value for key, value in saved.items() if key != "params"}
             group.update(numbers)
             for param, number in zip(group["params"], saved["params"], strict=True):
-                if number in state_dict["state"]:
-                    self._values.write_state(param, state_dict["state"][number])
+                self._values.write_state(param, state_dict["state"].get(number, {}))
 
 
 def _check_numbers(group: dict[str, Any]) -> None:
@@ -132,6 +132,8 @@ def _check_numbers(group: dict[str, Any]) -> None:
         raise ValueError(f"Invalid learning rate: {lr}")
     if not group["eps"] >= 0.0:
         raise ValueError(f"Invalid epsilon value: {group['eps']}")
+    if len({isinstance(beta, torch.Tensor) for beta in betas}) > 1:
+        raise ValueError("betas must be either both floats or both Tensors")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")

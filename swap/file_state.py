@@ -161,8 +161,10 @@ class FileState(State):
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
-            self._dirty = set(range(self.pieces))
-            self.leave()
+            self._dirty = set(range(self.pieces))  # first: a dirty copy is not dropped
+            leaving = list(self._departures.values())
+        _wait_all(leaving)  # a piece has one write on its way at a time
+        self.leave()
 
     # ---------------------------------------------------------------- update side
     def host_piece(self, piece: int) -> HostPiece | None:

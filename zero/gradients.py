@@ -66,6 +66,8 @@ class GradientAccumulator:
 
     def _slice(self, spec: ParamSpec) -> Array:
         if self._open is None:
+            if self.has_any:
+                self.state.settle()  # the last pass may still be on its way home
             buffer = self.state.tensor() if self.has_any else self.state.blank()
             self._open = array_of(buffer, self.format)
             self._missing = len(self._specs)

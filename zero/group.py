@@ -44,7 +44,7 @@ class ParamGroup:
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
         self._users = 0
-        self._written: list[int] = []  # version counters when gathered
+        self._written = [param._version for param in self.params]  # counters of known writes
         nan = float("nan") if dtype.is_floating_point else 0
         self._placeholder = torch.full((), nan, dtype=dtype, device=device)
 
@@ -93,6 +93,23 @@ class ParamGroup:
         self._users -= 1
         if self._users == 0:
             self.release()
+
+    def abandon(self) -> None:
+        """The end: no parameter refers to memory that is about to go."""
+        for param, spec in zip(self.params, self.layout.params, strict=True):
+            param.data = self._placeholder.expand(spec.shape)
+        self.residing = GroupState.RELEASED
+
+    def changed(self) -> list[int]:
+        """Parameters (by index) that somebody wrote to since the last call or `note_versions`."""
+        versions = [param._version for param in self.params]
+        pairs = zip(versions, self._written, strict=True)
+        self._written = versions
+        return [index for index, (now, known) in enumerate(pairs) if now != known]
+
+    def note_versions(self) -> None:
+        """What was written up to now is known."""
+        self._written = [param._version for param in self.params]
 
     def adopt(self) -> None:
         """Make the parameters ours: full precision values are in the state, data follows it."""

@@ -42,6 +42,14 @@ class _Outer:
     packed: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor as it is. Autograd leaves it to hooks to see that nobody changed it since."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class HandleTable:
     """Knows gathered buffers by address and makes handles of views of them."""
 
@@ -76,7 +84,22 @@ class HandleTable:
             group = self.group_of(tensor)
             if group is not None:
                 return _handle(group, tensor)
-            return tensor if outer is None else _Outer(outer[1], outer[0](tensor))
+            return _pass_on(tensor, outer)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+
+    def views(self) -> AbstractContextManager[Any]:
+        """A context for what is recomputed in a backward pass: views of buffers stay views.
+
+        A leaf is saved as the object it is, and a released parameter has no values: save what it
+        is a view of now.
+        """
+        outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if isinstance(tensor, torch.nn.Parameter) and self.group_of(tensor) is not None:
+                tensor = tensor.detach()
+            return _pass_on(tensor, outer)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
@@ -85,7 +108,13 @@ class HandleTable:
             return self._view(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        tensor: torch.Tensor = packed
+        if packed.tensor._version != packed.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {tuple(packed.tensor.shape)} is at version "
+                f"{packed.tensor._version}, expected version {packed.version}"
+            )
+        tensor: torch.Tensor = packed.tensor
         return tensor
 
     def _view(self, handle: Handle) -> torch.Tensor:
@@ -98,6 +127,12 @@ class HandleTable:
         self._use(group)
         flat = group.flat().view(handle.dtype)
         return flat.as_strided(handle.shape, handle.stride, handle.offset)
+
+
+def _pass_on(tensor: torch.Tensor, outer: Hooks | None) -> Any:
+    if outer is None:
+        return _Kept(tensor, tensor._version)
+    return _Outer(outer[1], outer[0](tensor))
 
 
 def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:

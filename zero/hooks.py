@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from offload.tiers.errors import StateError
 from offload.zero.discovery import Unit
 from offload.zero.group import GroupState, ParamGroup
 from offload.zero.handles import HandleTable
@@ -38,10 +39,13 @@ class UnitHooks:
     """The hooks of all units of one model. Not for use by several threads at once."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup], handles: HandleTable,
-        use: Callable[[ParamGroup], None],
+        self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup],
+        handles: HandleTable, use: Callable[[ParamGroup], None],
+        written: Callable[[ParamGroup, list[int]], None],
     ) -> None:  # fmt: skip
+        """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`)."""
         self._groups = groups
+        self._written = written
         self._handles = handles
         self._use = use
         self._sessions: list[_Session | None] = []  # one entry per unit call under way
@@ -54,6 +58,25 @@ class UnitHooks:
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
+
+    @staticmethod
+    def had_an_engine(model: nn.Module) -> bool:
+        """Whether some engine, open or closed, has this model's parameters."""
+        hooks = (h for module in model.modules() for h in module._forward_pre_hooks.values())
+        return any(getattr(hook, "__module__", "") == __name__ for hook in hooks)
+
+    @staticmethod
+    def forbid(units: Sequence[Unit]) -> None:
+        """The parameters are gone: calling a unit says so."""
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            raise StateError(
+                "the engine is closed and this model's parameters went with it; build the model "
+                "anew (engine.save_checkpoint or state_dict before close keep them)"
+            )
+
+        for unit in units:
+            unit.module.register_forward_pre_hook(refuse, prepend=True)
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
@@ -68,6 +91,9 @@ class UnitHooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if entered.pop():
                 for group in reversed(groups):
+                    changed = group.changed()
+                    if changed:
+                        self._written(group, changed)
                     group.leave()
             self._close_session()
 
@@ -127,8 +153,7 @@ class _Session:
         self.strays: list[ParamGroup] = []
         self._stack = ExitStack()
         in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward:
-            self._stack.enter_context(handles.hooks())
+        self._stack.enter_context(handles.views() if in_backward else handles.hooks())
         if gather_strays is not None:
             self._stack.enter_context(_StrayMode(gather_strays))
 

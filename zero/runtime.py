@@ -169,9 +169,13 @@ class Runtime:
         self.optimizer_states.append(OptimizerState(group, gradients, chunks, records))
         self.steps.append(np.zeros(trainable, dtype=np.int64))
 
-    def start(self, model: nn.Module) -> None:
+    def start(
+        self, model: nn.Module, written: Callable[[ParamGroup, list[int]], None]
+    ) -> None:
         """Install the hooks: from here on `model` trains through this runtime."""
-        self._hooks = UnitHooks(model, self._units, self.groups, self._handles, self.use)
+        self._hooks = UnitHooks(
+            model, self._units, self.groups, self._handles, self.use, written
+        )  # fmt: skip
         for group in self.groups:
             for param, spec in zip(group.params, group.layout.params, strict=True):
                 if spec.trainable:
@@ -211,6 +215,7 @@ class Runtime:
                 "loss.backward()"
             )
         group, index = self._where[id(param)]
+        group.wait_for_update()  # of a graph older than the last step: that step still reads
         self.has_unstepped_gradients = True
         self.optimizer_states[group.index].gradients.add(index, gradient)
 
@@ -231,6 +236,7 @@ class Runtime:
         """
         self.check_usable()
         self._check_frozen()
+        self._wait_for_reading_updates()
         self.has_unstepped_gradients = False
         for state in self.optimizer_states:
             state.gradients.close()
@@ -249,6 +255,13 @@ class Runtime:
         self._say_nonfinite(finite, skip)
         self.trace.end_cycle()
         return StepOutcome(norm, skip)
+
+    def _wait_for_reading_updates(self) -> None:
+        """A group has one update at a time, and zero_grad counts from when it was called."""
+        with self._lock:
+            reading = sorted(self._read_by_update)
+        for index in reading:
+            self.groups[index].wait_for_update()
 
     def _say_nonfinite(self, finite: bool, skip: bool) -> None:
         if finite or self.loss_scale is not None or "nonfinite" in self._warned:
@@ -314,6 +327,7 @@ class Runtime:
 
     def zero_grad(self) -> None:
         """Forget all gradients, each as soon as a pending update has read it."""
+        self.check_usable()
         self.has_unstepped_gradients = False
         for index, state in enumerate(self.optimizer_states):
             with self._lock:
@@ -369,10 +383,14 @@ class Runtime:
                 each.settle()
 
     def close(self) -> None:
-        """Stop the update thread and remove the hooks. Parameters are left released."""
+        """Stop the update thread, replace the hooks by refusals, let go of all parameters."""
+        self.unusable = "the engine is closed; make a new one with offload.initialize"
         self.updates.close()
         if self._hooks is not None:
             self._hooks.remove()
+        UnitHooks.forbid(self._units)
+        for group in self.groups:
+            group.abandon()
         for hook in self._gradient_hooks:
             hook.remove()
 

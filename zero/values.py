@@ -131,12 +131,18 @@ class ParameterValues:
         return found
 
     def write_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """The reverse of `read_state`."""
+        """The reverse of `read_state`: an empty state is that before the first update."""
         group, index = self._find(param)
-        self._runtime.steps[group.index][index] = int(state["step"])
-        for name in (*_MOMENTS, "master"):
-            if name in state:
-                self.write(param, name, state[name])
+        spec = group.layout.params[index]
+        if not spec.trainable:
+            return
+        self._runtime.steps[group.index][index] = int(state.get("step", 0))
+        for name, _ in self._format.fields:
+            if name in _MOMENTS:
+                value = state.get(name)
+                self.write(param, name, torch.zeros(spec.shape) if value is None else value)
+        if "master" in state:
+            self.write(param, "master", state["master"])
 
     # ---------------------------------------------------------------- gathered
     @contextmanager
@@ -152,6 +158,7 @@ class ParameterValues:
             yield
         finally:
             for index, group in groups.items():
+                group.note_versions()
                 after = _digests(group)
                 changed = [i for i, digest in enumerate(after) if digest != before[index][i]]
                 if changed:
@@ -172,6 +179,15 @@ class ParameterValues:
                     arrays["master"][here] = full
         group.version += 1
 
+    def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        """A forward wrote to parameters of its group: as `accept`, in the middle of a graph.
+
+        What that forward has saved is not outdated by it.
+        """
+        version = group.version
+        self.accept(group, indices)
+        group.version = version
+
     def full(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter in its own precision."""
         group, index = self._find(param)
@@ -183,6 +199,7 @@ class ParameterValues:
         group, index = self._find(param)
         if not group.layout.params[index].trainable:
             return None
+        group.wait_for_update()  # zero_grad counts from when it was called
         return self._state_of(group).gradients.read(index)
 
     def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:

@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,11 +29,12 @@ from types import TracebackType
 from offload.checkpoint.disk import storage_errors, sync_folder
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import is_complete
-from offload.tiers.errors import PathError
+from offload.tiers.errors import PathError, StateError
 
 PARAMETERS, OPTIMIZER, BUFFERS = "parameters", "optimizer", "buffers.safetensors"
 _NAMES = {MANIFEST, PARAMETERS, OPTIMIZER, BUFFERS}
 _LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{12}")
+_PATIENCE_S = 60.0
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _log = logging.getLogger("offload")
 
@@ -56,7 +58,7 @@ class PendingFolder:
             _check_replaceable(self.target)
             with _alone_in(parent):  # between mkdir and lock nobody may take it for a leftover
                 self.path.mkdir()
-                self._lock = _lock(self.path, wait=False)
+                self._lock = _lock(self.path)
         except OSError as error:
             raise PathError(
                 f"cannot write a checkpoint to {self.target}: {error.strerror}; name a folder that "
@@ -87,15 +89,22 @@ class PendingFolder:
 
 def recover(parent: Path) -> None:
     """Adopt or remove what killed writers left in `parent`. Leaves alone what somebody writes."""
-    with _alone_in(parent):
-        for leftover, name in _leftovers(parent):
-            lock = _lock(leftover, wait=False)
-            if lock is None:
-                continue  # its writer is alive
-            try:
-                _adopt_or_remove(leftover, parent / name)
-            finally:
-                _unlock(lock)
+    doomed: list[tuple[Path, int]] = []
+    try:
+        with _alone_in(parent):
+            for leftover, name in _leftovers(parent):
+                lock = _lock(leftover)
+                if lock is None:
+                    continue  # its writer is alive
+                if _adopt(leftover, parent / name):
+                    _unlock(lock)
+                else:
+                    doomed.append((leftover, lock))
+        for leftover, _ in doomed:  # takes long; nobody else touches what we have locked
+            _remove(leftover)
+    finally:
+        for _, lock in doomed:
+            _unlock(lock)
 
 
 def _leftovers(parent: Path) -> list[tuple[Path, str]]:
@@ -108,12 +117,12 @@ def _leftovers(parent: Path) -> list[tuple[Path, str]]:
     return [(path, name) for _, _, path, name in sorted(found, reverse=True)]
 
 
-def _adopt_or_remove(leftover: Path, target: Path) -> None:
-    if not target.exists() and is_complete(leftover):
-        os.rename(leftover, target)
-        _log.info("adopted %s: its writer was stopped just before naming it so", target)
-    else:
-        _remove(leftover)
+def _adopt(leftover: Path, target: Path) -> bool:
+    if os.path.lexists(target) or not is_complete(leftover):
+        return False
+    os.rename(leftover, target)
+    _log.info("adopted %s: its writer was stopped just before naming it so", target)
+    return True
 
 
 def discard(path: Path) -> None:
@@ -121,7 +130,8 @@ def discard(path: Path) -> None:
     doomed = _renamed(path, "old")
     with _alone_in(path.parent):
         os.rename(path, doomed)
-        _remove(doomed)
+        (doomed / MANIFEST).unlink(missing_ok=True)  # or somebody adopts it
+    _remove(doomed)
 
 
 def _publish(new: Path, target: Path) -> Path | None:
@@ -186,23 +196,47 @@ def _check_replaceable(target: Path) -> None:
 
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
-    """Nobody else renames or recovers in `parent` meanwhile (where the file system can lock)."""
-    lock = _lock(parent, wait=True)
+    """Nobody else renames or recovers in `parent` meanwhile (where the file system can lock).
+
+    Held for a few renames only. StateError if somebody (a stopped process) never lets go.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while (lock := _lock(parent)) is None and _can_lock(parent):
+        if time.monotonic() > deadline:
+            raise StateError(
+                f"another process has locked {parent} for {_PATIENCE_S:.0f} s; let it go on or end "
+                "it, or save to another folder"
+            )
+        time.sleep(0.005)
     try:
         yield
     finally:
         _unlock(lock)
 
 
-def _lock(folder: Path, *, wait: bool) -> int | None:
-    """A lock that ends with the process, whatever ends it; None if another holds it."""
+def _lock(folder: Path) -> int | None:
+    """A lock that ends with the process, whatever ends it; None if it cannot be had now."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
         return None
     return fd
+
+
+def _can_lock(folder: Path) -> bool:
+    """False on file systems without locks."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _unlock(fd: int | None) -> None:

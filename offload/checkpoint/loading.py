@@ -93,7 +93,7 @@ class _Loader:
     # ---------------------------------------------------------------- applying
     def apply(self) -> None:
         """Everything, group by group; returns when every byte is home."""
-        self._runtime.zero_grad()
+        self._forget_gradients()
         for group, state in zip(self._runtime.groups, self._runtime.optimizer_states, strict=True):
             self._read_parameters(group)
             self._read_optimizer(state)
@@ -104,6 +104,12 @@ class _Loader:
                 record.settle()
         self._read_others()
         self._read_numbers()
+
+    def _forget_gradients(self) -> None:
+        for state in self._runtime.optimizer_states:
+            if state.gradients.has_any:
+                state.gradients.clear()
+        self._runtime.has_unstepped_gradients = False
 
     def _read_parameters(self, group: ParamGroup) -> None:
         itemsize = group.dtype.itemsize

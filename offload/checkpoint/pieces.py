@@ -32,14 +32,11 @@ class PieceAccess:
         """The piece's bytes (1D uint8, host memory), valid and unchanged within the block."""
         span = state.span(piece)
         found = state.host_piece(piece)
-        if found is not None and found.view.device.type == "cpu":
+        if found is not None:
             yield found.wait()
             return
         staged = self._staged(span)
-        if found is not None:
-            staged[: span.stop - span.start].copy_(found.wait())
-        else:
-            state.read_piece(piece, staged).wait()
+        state.read_piece(piece, staged).wait()
         yield staged[: span.stop - span.start]
 
     @contextmanager
@@ -50,17 +47,13 @@ class PieceAccess:
         """
         span = state.span(piece)
         found = state.host_piece(piece)
-        if found is not None and found.view.device.type == "cpu":
+        if found is not None:
             yield found.wait()
             state.wrote_piece(piece)
             return
         staged = self._staged(span)
         yield staged[: span.stop - span.start]
-        if found is not None:
-            found.wait().copy_(staged[: span.stop - span.start])
-            state.wrote_piece(piece)
-        else:
-            state.write_piece(piece, staged).wait()
+        state.write_piece(piece, staged).wait()
 
     def _staged(self, span: slice) -> torch.Tensor:
         return self._buffer[: round_up(span.stop - span.start, PAGE_NBYTES)]

@@ -11,13 +11,14 @@ from types import TracebackType
 
 import xxhash
 
-from offload.checkpoint.disk import read_all, storage_errors
+from offload.checkpoint.disk import read_ahead, read_all, storage_errors
 from offload.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo, parse_header
 from offload.tiers.errors import CheckpointError
 from offload.tiers.units import format_bytes
 
 _READ_NBYTES = 4 << 20
+_AHEAD_NBYTES = 16 << 20
 _REMEDY = "load another checkpoint, or restore this one from a copy"
 
 
@@ -131,6 +132,7 @@ class CheckpointReader:
                 digest = xxhash.xxh3_64()
                 for start in range(0, section.nbytes, len(buffer)):
                     part = buffer[: min(len(buffer), section.nbytes - start)]
+                    read_ahead(fd, offset + start + len(part), _AHEAD_NBYTES)
                     read_all(fd, part, offset + start, path)
                     digest.update(part)
                 if digest.hexdigest() != section.xxh3:

@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from offload.checkpoint.disk import storage_errors, write_all
+from offload.checkpoint.disk import start_writeback, storage_errors, write_all
 from offload.checkpoint.manifest import FileRecord, SectionRecord
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
@@ -34,6 +34,7 @@ ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+_WRITEBACK_NBYTES = 8 << 20
 _HEADER_LIMIT_NBYTES = 100_000_000  # as the safetensors library has it
 
 
@@ -104,6 +105,7 @@ class SafetensorsWriter:
             self._sections[name] = section
             end += section.nbytes
         self.nbytes = end
+        self._unstarted = 0  # bytes that the device was not asked to write yet
         with storage_errors("creating", path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -120,6 +122,10 @@ class SafetensorsWriter:
         into.digest.update(data)
         write_all(self._fd, data, into.start + into.filled, self.path)
         into.filled += data.nbytes
+        self._unstarted += data.nbytes
+        if self._unstarted >= _WRITEBACK_NBYTES:
+            start_writeback(self._fd)
+            self._unstarted = 0
 
     def finish(self) -> FileRecord:
         """Wait until the file is on the device; its bytes and hashes."""

@@ -24,7 +24,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, 2, bias=False, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )  # fmt: skip
         self.gain = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,9 +72,7 @@ def batches(count: int, seed: int = 1) -> list[Tensor]:
     return [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(count)]
 
 
-def config(
-    folder: Path, placement: Mapping[str, Any] = NVME, **keys: Any
-) -> dict[str, Any]:
+def config(folder: Path, placement: Mapping[str, Any] = NVME, **keys: Any) -> dict[str, Any]:
     """A configuration with budgets of megabytes, swap files under `folder`."""
     return {
         "device": "cpu",
@@ -100,13 +100,22 @@ def states_of(engine: offload.Engine) -> dict[str, Tensor]:
     return found
 
 
+def gradients_of(engine: offload.Engine) -> dict[str, Tensor]:
+    """Copies of the accumulated gradients, by name."""
+    found = {n: engine.gradient(p) for n, p in engine.module.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
 def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
     """Names whose tensors are not equal bit for bit, and names that only one side has."""
-    return sorted(k for k in a.keys() | b.keys() if k not in a or k not in b or bits(a[k]) != bits(b[k]))
+    common = a.keys() & b.keys()
+    return sorted(
+        (a.keys() ^ b.keys()) | {name for name in common if bits(a[name]) != bits(b[name])}
+    )
 
 
 def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
@@ -115,7 +124,9 @@ def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
 
 
 def losses_of(
-    engine: offload.Engine, data: Sequence[Tensor], accumulate: int = 1,
+    engine: offload.Engine,
+    data: Sequence[Tensor],
+    accumulate: int = 1,
     loss_of: Callable[[nn.Module, Tensor], Tensor] | None = None,
 ) -> list[float]:
     """Train on `data`, a step after every `accumulate` batches; the loss of each batch."""

@@ -91,7 +91,7 @@ def test_the_copy_needed_last_gives_way(bench):
 
 
 def test_a_prefetch_never_takes_the_place_of_what_is_needed_sooner(bench):
-    later = bench.filled("later", 9)
+    later = bench.filled("later", 9, 2 * PAGE)
     bench.next_use["later"] = 9.0  # gives way to the two below
     held = [bench.filled(str(i), i, 2 * PAGE) for i in range(2)]
     bench.next_use.update({"0": 1.0, "1": 2.0})

@@ -1,0 +1,357 @@
+"""Whatever happens while a checkpoint is written, a complete one is there afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload import checkpoint
+from offload.checkpoint import folder as folders
+from offload.checkpoint import saving
+from offload.errors import CheckpointError, NoSpaceError, PathError, StateError
+from tests.offload.checkpoint_crash import Request
+from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Victim:
+    """The process of `checkpoint_crash`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.pid = 0
+
+    def start(self, request: Request) -> int:
+        """Run a child; the step that it found in the checkpoint."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(request.to_json() + "\n")
+        self._process.stdin.flush()
+        lines = [self.read(), self.read()]  # in either order
+        self.pid = int(next(words[1] for words in lines if words[0] == "pid"))
+        loaded = [words for words in lines if words[0] == "loaded"]
+        assert loaded, lines
+        return int(loaded[0][1])
+
+    def read(self) -> list[str]:
+        assert self._process.stdout is not None
+        words = self._process.stdout.readline().split(maxsplit=1)
+        assert words, "the process ended"
+        assert words[0] != "failed", words
+        return words
+
+    def end(self) -> dict[str, int]:
+        """The last number of each kind of line, until the child has ended."""
+        found: dict[str, int] = {}
+        while "ended" not in found:
+            kind, number = self.read()
+            found[kind] = int(number)
+        return found
+
+
+@pytest.fixture(scope="module")
+def victim() -> Iterator[Victim]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.offload.checkpoint_crash"], cwd=REPOSITORY, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    with process:
+        yield Victim(process)
+        process.kill()
+
+
+def test_killed_at_any_moment_a_save_leaves_a_checkpoint_that_loads(
+    victim: Victim, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoints" / "saved"
+    draw = random.Random(0)
+    step = 0
+    for number in range(15):
+        found = victim.start(Request(str(path), str(tmp_path), fresh=number == 0))
+        assert found in (step, step + 1), "neither the old nor the new one"
+        step = found
+        if number == 0:
+            assert victim.read() == ["saved", "1\n"]
+            step = 1
+        time.sleep(draw.uniform(0, 0.06))
+        os.kill(victim.pid, signal.SIGKILL)
+        ended = victim.end()
+        assert ended["ended"] == signal.SIGKILL
+        step = ended.get("saved", step)
+    assert path.is_dir()
+    victim.start(Request(str(path), str(tmp_path), stop_at=-1))
+    victim.end()
+    assert os.listdir(path.parent) == ["saved"], "the next save clears up"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_killed_before_each_system_call_of_the_end_of_a_save(
+    victim: Victim, tmp_path: Path, exchange: bool
+) -> None:
+    path = tmp_path / "checkpoints" / "saved"
+    first = Request(str(path), str(tmp_path), fresh=True, exchange=exchange, stop_at=-1)
+    victim.start(first)
+    step = victim.end()["saved"]
+    victim.start(Request(str(path), str(tmp_path), exchange=exchange, stop_at=-1))
+    ended = victim.end()
+    step, calls = ended["saved"], ended["calls"]
+    # from the fsync of the manifest to the removal of what was replaced
+    for stop_at in [0, 1, 2, calls // 3, *range(calls - 26, calls)]:
+        request = Request(str(path), str(tmp_path), exchange=exchange, stop_at=stop_at)
+        found = victim.start(request)
+        assert found in (step, step + 1)
+        step = found
+        victim.end()
+    final = Request(str(path), str(tmp_path), exchange=exchange, stop_at=-1)
+    assert victim.start(final) in (step, step + 1)
+    victim.end()
+    assert os.listdir(path.parent) == ["saved"]
+
+
+# ------------------------------------------------------------------------- leftovers
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[offload.Engine]:
+    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST)) as engine:
+        yield engine
+
+
+def checkpoints_of(engine: offload.Engine, folder: Path, steps: int) -> None:
+    for step in range(1, steps + 1):
+        losses_of(engine, batches(1))
+        engine.save_checkpoint(checkpoint.step_path(folder, step))
+
+
+def test_a_complete_leftover_is_adopted_where_its_name_is_missing(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    checkpoints_of(engine, folder, 2)
+    (folder / "step-000002").rename(folder / "step-000002.tmp-0123456789ab")
+    (folder / "step-000001").rename(folder / "step-000001.old-0123456789ab")
+    assert checkpoint.latest(folder) == folder / "step-000002"
+    assert sorted(os.listdir(folder)) == ["step-000001", "step-000002"]
+    (folder / "step-000002").rename(folder / "step-000002.tmp-0123456789ab")
+    engine.load_checkpoint(folder / "step-000002")
+
+
+def test_of_two_complete_leftovers_the_new_one_is_adopted(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    checkpoints_of(engine, folder, 2)
+    (folder / "step-000002").rename(folder / "saved.tmp-0123456789ab")
+    (folder / "step-000001").rename(folder / "saved.old-ffffffffffff")
+    engine.load_checkpoint(folder / "saved")
+    assert engine.report().steps == 2
+    assert os.listdir(folder) == ["saved"]
+
+
+def test_torn_leftovers_are_removed_and_what_is_not_ours_stays(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    checkpoints_of(engine, folder, 1)
+    torn = Path(shutil.copytree(folder / "step-000001", folder / "step-000002.tmp-0123456789ab"))
+    (torn / "buffers.safetensors").unlink()
+    foreign = folder / "notes.tmp-0123456789ab"
+    foreign.mkdir()
+    (foreign / "diary.txt").write_text("dear diary")
+    assert checkpoint.latest(folder) == folder / "step-000001"
+    assert sorted(os.listdir(folder)) == ["notes.tmp-0123456789ab", "step-000001"]
+
+
+def test_a_folder_that_somebody_is_writing_is_left_alone(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    checkpoints_of(engine, folder, 1)
+    written = folder / "step-000002.tmp-0123456789ab"
+    shutil.copytree(folder / "step-000001", written)
+    fd = os.open(written, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert checkpoint.latest(folder) == folder / "step-000001"
+    engine.save_checkpoint(folder / "step-000001")
+    assert written.is_dir()
+    os.close(fd)
+    assert checkpoint.latest(folder) == folder / "step-000002"
+
+
+def test_a_lock_that_is_never_released_is_an_error_and_no_hang(
+    engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_PATIENCE_S", 0.05)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(StateError, match="another process has locked"):
+        engine.save_checkpoint(tmp_path / "saved")
+    os.close(fd)
+    engine.save_checkpoint(tmp_path / "saved")
+
+
+def test_a_load_does_not_mix_with_a_save_that_replaces_what_it_reads(
+    engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.checkpoint.reader import CheckpointReader
+
+    path = tmp_path / "saved"
+    losses_of(engine, batches(1))
+    engine.save_checkpoint(path)
+    with offload.initialize(seeded(TinyLM, 2), config(tmp_path, HOST)) as other:
+        check = CheckpointReader.check
+
+        def checked(reader: Any, *, contents: bool) -> None:
+            check(reader, contents=contents)
+            if contents:
+                losses_of(engine, batches(1))
+                engine.save_checkpoint(path)
+
+        monkeypatch.setattr(CheckpointReader, "check", checked)
+        with pytest.raises(offload.StorageError, match="No such file"):
+            other.load_checkpoint(path)
+        monkeypatch.undo()
+        other.load_checkpoint(path)
+        assert other.report().steps == 2
+
+
+# ------------------------------------------------------------------------- steps
+def test_latest_passes_over_what_is_torn_and_says_so(
+    engine: offload.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    assert checkpoint.latest(folder) is None
+    checkpoints_of(engine, folder, 3)
+    (folder / "step-000003" / "manifest.json").unlink()
+    (folder / "step-000002" / "optimizer" / "001.safetensors").write_bytes(b"")
+    (folder / "step-9.json").write_text("{}")
+    assert checkpoint.latest(folder) == folder / "step-000001"
+    assert "passed over" in caplog.text
+
+
+def test_steps_are_ordered_as_numbers(engine: offload.Engine, tmp_path: Path) -> None:
+    for name in ("step-9", "step-000010", "step-0000000011"):
+        engine.save_checkpoint(tmp_path / name)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-0000000011"
+
+
+def test_pruning_keeps_the_highest_steps(engine: offload.Engine, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    checkpoints_of(engine, folder, 4)
+    removed = checkpoint.prune(folder, keep_last=2)
+    assert removed == [folder / "step-000001", folder / "step-000002"]
+    assert sorted(os.listdir(folder)) == ["step-000003", "step-000004"]
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        checkpoint.prune(folder, keep_last=0)
+
+
+# ------------------------------------------------------------------------- targets
+def test_what_is_no_checkpoint_is_never_replaced(engine: offload.Engine, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("")
+    with pytest.raises(PathError, match=r"holds thesis\.tex, which is not part of a checkpoint"):
+        engine.save_checkpoint(precious)
+    with pytest.raises(PathError, match="is a file"):
+        engine.save_checkpoint(precious / "thesis.tex")
+    with pytest.raises(PathError, match="cannot write a checkpoint"):
+        engine.save_checkpoint(precious / "thesis.tex" / "saved")
+    assert os.listdir(precious) == ["thesis.tex"]
+
+
+def test_an_empty_folder_and_a_link_are_saved_to(engine: offload.Engine, tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.mkdir()
+    link.symlink_to(target)
+    engine.save_checkpoint(link)
+    assert link.is_symlink()
+    engine.load_checkpoint(target)
+    engine.save_checkpoint(link)
+    engine.load_checkpoint(link)
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(
+    engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run" / "saved"
+    engine.save_checkpoint(path)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving._Saver, "_write_others", interrupted)
+    losses_of(engine, batches(1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_checkpoint(path)
+    assert os.listdir(path.parent) == ["saved"]
+    engine.load_checkpoint(path)
+    assert engine.report().steps == 0
+
+
+def test_without_an_exchange_of_names_a_failing_rename_is_undone(
+    engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run" / "saved"
+    engine.save_checkpoint(path)
+    rename = os.rename
+
+    def failing(a: Path, b: Path) -> None:
+        if ".tmp-" in str(a):
+            raise OSError(5, "Input/output error")
+        rename(a, b)
+
+    monkeypatch.setattr(folders, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(offload.StorageError, match="EIO"):
+        engine.save_checkpoint(path)
+    monkeypatch.undo()
+    assert os.listdir(path.parent) == ["saved"]
+    engine.load_checkpoint(path)
+
+
+# ------------------------------------------------------------------------- a full disk
+@contextmanager
+def small_disk(path: Path, nbytes: int) -> Iterator[Path]:
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.mark.parametrize("noticed", ["before", "while writing"])
+def test_a_full_disk_is_named_and_the_old_checkpoint_stays(
+    engine: offload.Engine, tmp_path: Path, noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if noticed == "while writing":
+        monkeypatch.setattr(saving, "check_room", lambda *_: None)
+    with small_disk(tmp_path / "disk", 480 << 10) as disk:
+        engine.save_checkpoint(disk / "saved")
+        losses_of(engine, batches(1))
+        with pytest.raises(NoSpaceError, match=r"free space|are free; free .* there") as caught:
+            engine.save_checkpoint(disk / "saved")
+        assert "\n" not in str(caught.value)
+        assert str(disk) in str(caught.value)
+        assert os.listdir(disk) == ["saved"]
+        losses_of(engine, batches(1))  # the engine is as good as before
+        engine.load_checkpoint(disk / "saved")
+        assert engine.report().steps == 0
+
+
+def test_loading_what_is_not_there_says_so(engine: offload.Engine, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        engine.load_checkpoint(tmp_path / "nowhere" / "saved")

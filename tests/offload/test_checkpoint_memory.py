@@ -1,0 +1,74 @@
+"""A checkpoint streams: what it holds does not grow with the model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.checkpoint.exporting import export
+from offload.machine import peak_rss_nbytes, rss_nbytes
+from tests.offload.engine_cases import NVME, config
+
+MIB = 1 << 20
+CHUNK = 1 << 17  # elements: a record of 1.25 MiB
+HELD = CHUNK * 10 + 4 * MIB  # one record, and the buffer that hashes are checked with
+SLACK = 6 * MIB  # interpreter and allocator
+
+
+class Deep(nn.Module):
+    """16 x 1 M parameters: 160 MiB of weights and optimizer states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@contextmanager
+def growth() -> Iterator[list[int]]:
+    """How far the peak of the block's RSS lies above the RSS before it, in bytes."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before, found = rss_nbytes(), [0]
+    yield found
+    found[0] = peak_rss_nbytes() - before
+
+
+def test_saving_loading_and_exporting_hold_one_chunk_beyond_the_budget(tmp_path: Path) -> None:
+    budget = {"host": "24MiB", "nvme": "400MiB"}
+    keys = config(tmp_path, NVME, precision="bf16", budget=budget, optimizer={"chunk": CHUNK})
+    with torch.device("meta"):
+        model = Deep()
+    with offload.initialize(model, keys) as engine:
+        for _ in range(2):
+            model(torch.randn(2, 1024).bfloat16()).float().square().mean().backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.save_checkpoint(tmp_path / "saved")  # imports and hashes are paid for
+        used = engine.report().tiers["host"].used_nbytes
+
+        with growth() as saving:
+            engine.save_checkpoint(tmp_path / "saved")
+        assert engine.report().tiers["host"].used_nbytes == used, "residencies have changed"
+        with growth() as loading:
+            engine.load_checkpoint(tmp_path / "saved")
+        with growth() as exporting:
+            export(tmp_path / "saved", tmp_path / "model.safetensors", "fp32")
+
+        assert (tmp_path / "model.safetensors").stat().st_size > 64 * MIB
+        host = engine.report().tiers["host"]
+        assert host.peak_nbytes <= host.budget_nbytes
+        engine.check_integrity()
+    assert saving[0] <= HELD + SLACK
+    assert loading[0] <= HELD + SLACK
+    assert exporting[0] <= 3 * 4 * MIB + SLACK
