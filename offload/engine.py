@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -354,7 +354,7 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def _as_list(params: Any) -> list[nn.Parameter]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
+    return [cast(nn.Parameter, params)] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:
@@ -363,7 +363,7 @@ def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:
         if isinstance(item, nn.Module):
             params.extend(item.parameters())
         elif isinstance(item, torch.Tensor):
-            params.append(item)  # type: ignore[arg-type]
+            params.append(cast(nn.Parameter, item))
         else:
             params.extend(item)
     return list({id(param): param for param in params}.values())

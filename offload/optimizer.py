@@ -65,8 +65,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     "one of the model given to offload.initialize (or is no real floating point)"
                 )
 
-    def hyper_of(self) -> Callable[[nn.Parameter], Hyper]:
-        """Each parameter's numbers as the param groups have them now."""
+    def hyper_of(self) -> Callable[[nn.Parameter], Hyper | None]:
+        """Each parameter's numbers as the param groups have them now; None if it is in none."""
         hypers: dict[int, Hyper] = {}
         for group in self.param_groups:
             hyper = Hyper(
@@ -76,10 +76,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )  # fmt: skip
             for param in group["params"]:
                 hypers[id(param)] = hyper
-        return lambda param: hypers[id(param)]
+        return lambda param: hypers.get(id(param))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients. Returns the closure's loss, if given."""
         loss = None
         if closure is not None:

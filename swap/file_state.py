@@ -229,7 +229,7 @@ class FileState(State):
         nbytes = round_up(span.stop - span.start, PAGE_NBYTES)
         if staged.numel() < nbytes:
             raise ValueError(f"{self.name}: {staged.numel()} bytes to stage {nbytes}")
-        return memoryview(staged[:nbytes].numpy())
+        return staged[:nbytes].numpy().data
 
     def _read(self, piece: int, pages: memoryview, priority: Priority) -> Transfer[None]:
         block = self._blocks[piece]

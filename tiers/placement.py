@@ -34,7 +34,7 @@ class Placement:
         ratio idea of ZeRO-Infinity's partial offload). Deterministic; the error against the exact
         split is less than the largest piece per tier.
         """
-        given = {tier: 0 for tier in self.tiers}
+        given = dict.fromkeys(self.tiers, 0)
         return list(self._assign(sizes, given))
 
     def _assign(self, sizes: Sequence[int], given: dict[TierName, int]) -> Iterator[TierName]:

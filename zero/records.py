@@ -38,7 +38,8 @@ class RecordFormat:
 
     @cached_property
     def fields(self) -> tuple[tuple[str, np.dtype[np.generic]], ...]:
-        fp32, int16 = np.dtype(np.float32), np.dtype(np.int16)
+        fp32: np.dtype[np.generic] = np.dtype(np.float32)
+        int16: np.dtype[np.generic] = np.dtype(np.int16)
         fields = [("exp_avg", fp32), ("exp_avg_sq", fp32)]
         if self.master is Master.SPLIT:
             fields.append(("low", int16))
@@ -46,7 +47,7 @@ class RecordFormat:
             fields.append(("master", fp32))
         if self.amsgrad:
             fields.append(("max_exp_avg_sq", fp32))
-        return tuple(fields)  # type: ignore[return-value]
+        return tuple(fields)
 
     def _offsets(self, numel: int) -> list[int]:
         offsets, end = [], 0

@@ -33,7 +33,7 @@ from offload.zero.handles import HandleTable
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import Layout, ParamSpec, lay_out
 from offload.zero.loss_scale import LossScale
-from offload.zero.records import Master, RecordFormat
+from offload.zero.records import RecordFormat
 from offload.zero.update import GroupUpdate, OptimizerState, Segment, UpdateQueue, merge
 
 _log = logging.getLogger("offload")
@@ -67,6 +67,9 @@ class Hyper:
     weight_decay: float
     decoupled: bool = True
     maximize: bool = False
+
+
+HyperOf = Callable[[nn.Parameter], Hyper | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +232,7 @@ class Runtime:
             self._scaled_backward = False
 
     # ---------------------------------------------------------------- step
-    def step(self, hyper_of: Callable[[nn.Parameter], Hyper]) -> StepOutcome:
+    def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.
 
         Returns as soon as that is decided; parameters are read only after their own update.
@@ -281,7 +284,7 @@ class Runtime:
             return 1.0
         return min(1.0, limit / (norm + 1e-6))
 
-    def _submit(self, hyper_of: Callable[[nn.Parameter], Hyper], grad_scale: float) -> None:
+    def _submit(self, hyper_of: HyperOf, grad_scale: float) -> None:
         order = {index: rank for rank, index in enumerate(self._update_order())}
         states = [state for state in self.optimizer_states if state.gradients.has_any]
         states.sort(key=lambda state: order[state.group.index])
@@ -297,17 +300,18 @@ class Runtime:
         return [*first, *rest]
 
     def _group_update(
-        self, state: OptimizerState, hyper_of: Callable[[nn.Parameter], Hyper], grad_scale: float,
+        self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float,
         scalars: dict[tuple[Hyper, int], AdamScalars],
     ) -> GroupUpdate:  # fmt: skip
         group = state.group
         steps = self.steps[group.index]
         segments = []
         for index, passes in enumerate(state.gradients.passes):
-            if not passes:
+            hyper = hyper_of(group.params[index])
+            if not passes or hyper is None:  # without a gradient, or in no param group
                 continue
             steps[index] += 1
-            key = (hyper_of(group.params[index]), int(steps[index]))
+            key = (hyper, int(steps[index]))
             if key not in scalars:
                 scalars[key] = _scalars(*key, grad_scale)
             spec = group.layout.params[index]

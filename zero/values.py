@@ -225,9 +225,9 @@ def _record(record: State, *, write: bool) -> Iterator[torch.Tensor]:
 
 
 def _digests(group: ParamGroup) -> list[int]:
-    return [
-        xxhash.xxh3_64_intdigest(param.detach().view(torch.uint8).numpy())
-        if param.dim()
-        else hash(param.detach().cpu().view(-1).view(torch.uint8).numpy().tobytes())
-        for param in group.params
-    ]
+    return [_digest(param) for param in group.params]
+
+
+def _digest(param: torch.Tensor) -> int:
+    flat = param.detach().cpu().reshape(-1).view(torch.uint8)
+    return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
