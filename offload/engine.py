@@ -149,6 +149,8 @@ class Engine:
                 {**g, "params": [translate.get(id(p), p) for p in _as_list(g["params"])]}
                 for g in given
             ]
+        elif given and isinstance(given[0], tuple):  # named_parameters()
+            params = [(name, translate.get(id(p), p)) for name, p in given]
         else:
             params = [translate.get(id(p), p) for p in given]
         return OffloadOptimizer(self._runtime, self.values, params, self.config.optimizer)

@@ -47,6 +47,7 @@ class StateDictHooks:
                 state_dict[prefix + name] = self._values.full(param)
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:
+        self._after_load(module, None)  # left open if an earlier load raised half-way
         context = self._values.gathered(list(self._own(module).values()))
         context.__enter__()
         self._contexts[id(module)] = context

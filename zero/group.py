@@ -6,7 +6,9 @@ Who owns the memory of `param.data`:
                the bytes, wherever they are
     GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
 
-A group whose home is the memory it is used in stays GATHERED for good.
+A group whose home is the memory it is used in stays GATHERED, except while an update of it runs in
+the background: nobody can read half of an update. Where all its states are in memory there is
+nothing to hide, the update is waited for in the step, and it stays GATHERED for good.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class ParamGroup:
         self.dtype = dtype
         self.state = state
         self.device = device
+        self.permanent = False  # True: every state is in memory that it is used in
         self.version = 0  # counts updates; a saved handle of an older version is stale
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
@@ -94,8 +97,15 @@ class ParamGroup:
         if self._users == 0:
             self.release()
 
-    def abandon(self) -> None:
-        """The end: no parameter refers to memory that is about to go."""
+    def await_or_withhold(self) -> None:
+        """An update was submitted: no parameter at home in place may show half of it."""
+        if self.permanent:
+            self.wait_for_update()
+        elif self.state.in_place:
+            self.withhold()
+
+    def withhold(self) -> None:
+        """Let no parameter refer to the buffer, until gathered again or (at the end) for good."""
         for param, spec in zip(self.params, self.layout.params, strict=True):
             param.data = self._placeholder.expand(spec.shape)
         self.residing = GroupState.RELEASED

@@ -51,7 +51,7 @@ class UnitHooks:
         self._sessions: list[_Session | None] = []  # one entry per unit call under way
         self._group_of = {
             id(param): group for group in groups for param in group.params
-            if not group.state.in_place
+            if not group.permanent
         }  # fmt: skip
         self._removable: list[RemovableHandle] = []
         if all(unit.module is not model for unit in units):

@@ -169,7 +169,9 @@ class Runtime:
         ]
         trainable = sum(spec.trainable for spec in layout.params)
         self.groups.append(group)
-        self.optimizer_states.append(OptimizerState(group, gradients, chunks, records))
+        kept = OptimizerState(group, gradients, chunks, records)
+        group.permanent = kept.in_place
+        self.optimizer_states.append(kept)
         self.steps.append(np.zeros(trainable, dtype=np.int64))
 
     def start(
@@ -293,6 +295,8 @@ class Runtime:
         with self._lock:
             self._read_by_update.update(state.group.index for state in states)
         self.updates.submit(updates)
+        for state in states:
+            state.group.await_or_withhold()
 
     def _update_order(self) -> list[int]:
         first = self.trace.first_uses()
@@ -394,7 +398,7 @@ class Runtime:
             self._hooks.remove()
         UnitHooks.forbid(self._units)
         for group in self.groups:
-            group.abandon()
+            group.withhold()
         for hook in self._gradient_hooks:
             hook.remove()
 

@@ -51,6 +51,12 @@ class OptimizerState:
     chunks: list[range]
     records: list[State]
 
+    @property
+    def in_place(self) -> bool:
+        """True if nothing of this group ever moves."""
+        states = (self.group.state, self.gradients.state, *self.records)
+        return all(state.in_place for state in states)
+
 
 @dataclass(slots=True)
 class GroupUpdate:

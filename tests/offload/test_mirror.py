@@ -1,0 +1,88 @@
+"""Parameters mirrored in the device tier, as on a GPU, with host memory in the GPU's place.
+
+Every copy between host and device, every slot and every eviction is what a GPU run does; only the
+memory behind the device tier and the streams are the CPU's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+import offload.engine
+from offload.errors import BudgetError, UnsupportedError
+from tests.offload.engine_cases import (
+    HOST,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    parameters_of,
+    seeded,
+)
+
+SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
+
+
+@pytest.fixture
+def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan as for a machine with a GPU of 1 GiB."""
+    real = offload.engine.this_machine
+    monkeypatch.setattr(
+        offload.engine,
+        "this_machine",
+        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
+    )
+
+
+def run(tmp_path: Path, parameters: Any, **keys: Any) -> tuple[list[float], dict[str, Any], Any]:
+    model = seeded(TinyLM)
+    settings = config(tmp_path, {**HOST, "parameters": parameters}, **keys)
+    with offload.initialize(model, settings) as engine:
+        losses = losses_of(engine, batches(6))
+        values = parameters_of(engine)
+        engine.check_integrity()
+        return losses, values, engine.report()
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> tuple[list[float], dict[str, Any]]:
+    losses, values, _ = run(tmp_path, "host")
+    return losses, values
+
+
+@pytest.mark.parametrize("parameters", ["host", "nvme", "device", SPLIT], ids=str)
+@pytest.mark.parametrize("device_budget", ["1MiB", "48KiB"])
+def test_mirrored_parameters_train_to_the_same_bits(
+    tmp_path, reference, mirrored, parameters, device_budget
+):
+    if parameters == "device" and device_budget != "1MiB":
+        pytest.skip("all parameters are at home on the device: there is nothing to give up")
+    budget = {"device": device_budget, "host": "16MiB", "nvme": "64MiB"}
+    if parameters == SPLIT and device_budget != "1MiB":
+        budget["device"] = "96KiB"
+    losses, values, report = run(tmp_path, parameters, budget=budget)
+    assert losses == reference[0]
+    assert_same_bits(values, reference[1])
+    assert report.tiers["device"].peak_nbytes <= report.tiers["device"].budget_nbytes
+    if parameters != "device":
+        assert report.bytes_moved["host to device"] > 0
+
+
+def test_a_device_that_cannot_hold_one_unit_is_refused_before_anything_is_allocated(
+    tmp_path, mirrored
+):
+    with pytest.raises(BudgetError, match=r"budget.device: 8.0 KiB is .* short"):
+        run(tmp_path, "host", budget={"device": "8KiB", "host": "16MiB"})
+
+
+@pytest.mark.parametrize("state_class", ["gradients", "optimizer"])
+def test_what_needs_a_gpu_kernel_is_refused(tmp_path, mirrored, state_class):
+    settings = config(tmp_path, {**HOST, state_class: "device"})
+    with pytest.raises(UnsupportedError, match=rf"placement.{state_class}: device"):
+        offload.initialize(seeded(TinyLM), settings)
