@@ -156,6 +156,9 @@ class MirroredState(State):
         with self._lock:
             self._arrival = None
 
+    def bring_host(self, *, next_use: float) -> bool:
+        return self._home.bring_host(next_use=next_use)
+
     def host_piece(self, piece: int) -> HostPiece | None:
         return self._home.host_piece(piece)
 

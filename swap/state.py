@@ -96,6 +96,10 @@ class State(abc.ABC):
         self.wrote()
 
     # update side --------------------------------------------------------------------------
+    def bring_host(self, *, next_use: float) -> bool:
+        """Like `bring`, as far as host memory: where `host_piece` will find the pieces."""
+        return self.bring(next_use=next_use)
+
     @abc.abstractmethod
     def host_piece(self, piece: int) -> HostPiece | None:
         """The piece in host memory, if it is there or arriving. Does not wait.

@@ -235,7 +235,7 @@ class UpdateQueue:
         state = update.state
         group = update.group
         # The forward is next: let the weights be updated where it will read them, if there is room.
-        group.state.bring(next_use=self._next_use(group))
+        group.state.bring_host(next_use=self._next_use(group))
         for index, (elements, record) in enumerate(zip(state.chunks, state.records, strict=True)):
             parts = [
                 _Part(group.state, index), _Part(record, 0), _Part(state.gradients.state, index),

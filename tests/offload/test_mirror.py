@@ -22,7 +22,6 @@ from tests.offload.engine_cases import (
     batches,
     config,
     losses_of,
-    parameters_of,
     seeded,
 )
 
@@ -45,7 +44,7 @@ def run(tmp_path: Path, parameters: Any, **keys: Any) -> tuple[list[float], dict
     settings = config(tmp_path, {**HOST, "parameters": parameters}, **keys)
     with offload.initialize(model, settings) as engine:
         losses = losses_of(engine, batches(6))
-        values = parameters_of(engine)
+        values = model.state_dict()  # one group at a time: all at once need not fit
         engine.check_integrity()
         return losses, values, engine.report()
 
