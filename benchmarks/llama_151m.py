@@ -1,6 +1,6 @@
 """Memory and speed of the 151 M Llama shape: plain PyTorch, all on host, all on nvme.
 
-    python benchmarks/llama_151m.py [--steps 7] [--json FILE]
+    python benchmarks/llama_151m.py [--steps 7] [--batch 2] [--sequence 256] [--json FILE]
 
 Each system is a process of its own; they step in turn (plain, host, nvme, plain, ...), so that a
 machine whose speed drifts treats all alike: read the ratios, not the seconds. The disk's bandwidth
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 import statistics
 import subprocess
@@ -50,8 +49,9 @@ class Measured:
 class System:
     """A process that trains one step when told."""
 
-    def __init__(self, name: str, config: Path) -> None:
-        command = [sys.executable, str(ROOT / "benchmarks" / "systems.py"), name, str(config)]
+    def __init__(self, name: str, config: Path, shape: tuple[int, int]) -> None:
+        program = str(ROOT / "benchmarks" / "systems.py")
+        command = [sys.executable, program, name, str(config), *map(str, shape)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
@@ -114,8 +114,10 @@ def _fio(folder: str, direction: str) -> float:
     return float(json.loads(out)["jobs"][0][direction]["bw_bytes"])
 
 
-def run(steps: int, config: Path) -> tuple[dict[str, Measured], Disk]:
-    systems = {name: System(name, config) for name in SYSTEMS}
+def run(
+    steps: int, config: Path, shape: tuple[int, int]
+) -> tuple[dict[str, Measured], Disk]:
+    systems = {name: System(name, config, shape) for name in SYSTEMS}
     disks = [measure_disk()]
     for number in range(WARMUP + steps):
         for system in systems.values():
@@ -138,10 +140,10 @@ def paired_ratio(ours: Measured, plain: Measured) -> float:
     return statistics.median(a / b for a, b in pairs)
 
 
-def table(results: dict[str, Measured], disk: Disk) -> Table:
+def table(results: dict[str, Measured], disk: Disk, shape: tuple[int, int]) -> Table:
     plain, nvme = results["plain"], results["nvme"]
     bound = max(plain.median, io_seconds(nvme.moved, disk))
-    view = Table(title=f"Llama shape, 151 M, batch 2 x 256, {platform.machine()}: {cpu_model()}")
+    view = Table(title=f"151 M Llama shape, {shape[0]} x {shape[1]} tokens; {cpu_model()}")
     for column in ("system", "s / step", "x plain", "x bound", "peak RSS", "x plain", "GB / step"):
         view.add_column(column, justify="left" if column == "system" else "right")
     for name, measured in results.items():
@@ -163,16 +165,19 @@ def table(results: dict[str, Measured], disk: Disk) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results, disk = run(options.steps, options.config)
+    shape = (options.batch, options.sequence)
+    results, disk = run(options.steps, options.config, shape)
     if results["host"].losses != results["nvme"].losses:
         raise SystemExit("host and nvme do not have the same losses: a bug, please report it")
-    Console(width=100).print(table(results, disk))
+    Console(width=100).print(table(results, disk, shape))
     if options.json is not None:
         record = {name: asdict(measured) for name, measured in results.items()}
-        machine = {"cpu": cpu_model(), "disk": asdict(disk), "config": options.config.name}
+        machine = {"cpu": cpu_model(), "disk": asdict(disk), "config": options.config.name, "shape": shape}
         options.json.write_text(json.dumps({"machine": machine, **record}, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
 """One training system in a process of its own, stepping on command.
 
-    python benchmarks/systems.py {plain,host,nvme} CONFIG
+    python benchmarks/systems.py {plain,host,nvme} CONFIG BATCH SEQUENCE
 
 reads a line `step` from standard input, trains one step and answers with one JSON line. Processes
 that step in turn are compared under the same conditions, whatever else the machine is doing.
@@ -22,7 +22,6 @@ from offload.config import OffloadConfig
 from offload.machine import peak_rss_nbytes
 from offload.train.model import LanguageModel, build_meta_model
 
-BATCH, SEQUENCE = 2, 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PLACEMENTS = {
     "host": ["placement.parameters=host", "placement.gradients=host",
@@ -31,9 +30,9 @@ PLACEMENTS = {
 }  # fmt: skip
 
 
-def tokens(config: OffloadConfig, step: int) -> torch.Tensor:
+def tokens(config: OffloadConfig, step: int, batch: int, sequence: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
-    shape = (BATCH, SEQUENCE + 1)
+    shape = (batch, sequence + 1)
     return torch.randint(0, config.train.model.vocab, shape, generator=generator)
 
 
@@ -46,7 +45,9 @@ class Plain:
         self.model = model.to(DTYPES[config.precision])
         self.mixed = config.precision != "fp32"
         params = list(self.model.parameters())
-        self.masters = [p.detach().float().requires_grad_() for p in params] if self.mixed else params
+        self.masters = params
+        if self.mixed:
+            self.masters = [p.detach().float().requires_grad_() for p in params]
         adam = config.optimizer
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=adam.lr, betas=adam.betas, weight_decay=adam.weight_decay, fused=True
@@ -108,17 +109,17 @@ def make(name: str, path: Path) -> tuple[Plain | Offloaded, OffloadConfig]:
     return (Plain(config) if name == "plain" else Offloaded(config)), config
 
 
-def serve(name: str, path: Path, say: Callable[[dict[str, Any]], None]) -> None:
+def serve(
+    name: str, path: Path, shape: tuple[int, int], say: Callable[[dict[str, Any]], None]
+) -> None:
     system, config = make(name, path)
     say({"ready": True, "rss": peak_rss_nbytes()})
-    step = 0
-    for _ in sys.stdin:
-        batch = tokens(config, step)
+    for step, _ in enumerate(sys.stdin):
+        batch = tokens(config, step, *shape)
         start = time.perf_counter()
         loss = system.step(batch[:, :-1], batch[:, 1:])
         seconds = time.perf_counter() - start
         say({"seconds": seconds, "loss": loss, "rss": peak_rss_nbytes(), "moved": system.moved()})
-        step += 1
     system.close()
 
 
@@ -127,4 +128,4 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Path(sys.argv[2]), _say)
+    serve(sys.argv[1], Path(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4])), _say)

@@ -144,15 +144,8 @@ class Engine:
             params: Any = [p for p in self.module.parameters() if p.requires_grad]
         elif isinstance(given, torch.Tensor):
             params = given  # torch says what is wrong with it
-        elif given and isinstance(given[0], dict):
-            params = [
-                {**g, "params": [translate.get(id(p), p) for p in _as_list(g["params"])]}
-                for g in given
-            ]
-        elif given and isinstance(given[0], tuple):  # named_parameters()
-            params = [(name, translate.get(id(p), p)) for name, p in given]
         else:
-            params = [translate.get(id(p), p) for p in given]
+            params = [_translated(item, translate) for item in given]
         return OffloadOptimizer(self._runtime, self.values, params, self.config.optimizer)
 
     # ---------------------------------------------------------------- training
@@ -355,8 +348,17 @@ def _check_buffers(model: nn.Module) -> None:
             )
 
 
-def _as_list(params: Any) -> list[nn.Parameter]:
-    return [cast(nn.Parameter, params)] if isinstance(params, torch.Tensor) else list(params)
+def _translated(item: Any, new: Mapping[int, nn.Parameter]) -> Any:
+    """A parameter, `(name, parameter)` or param group with meta parameters replaced."""
+    if isinstance(item, dict):
+        return {**item, "params": [_translated(p, new) for p in _as_list(item["params"])]}
+    if isinstance(item, tuple):  # of named_parameters()
+        return (*item[:-1], new.get(id(item[-1]), item[-1]))
+    return new.get(id(item), item)
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:

@@ -52,7 +52,7 @@ def discover(model: nn.Module, block_classes: Sequence[str] = ()) -> Discovery:
     """The groups and units of a model. ConfigError if a named block class is not in it."""
     names = _names_of(model)
     units = list(_units(model, "", set(block_classes)))
-    _check_classes(block_classes, units)
+    _check_classes(block_classes, model)
     home: dict[int, int] = {}  # id(parameter) -> its group
     groups: list[GroupPlan] = []
     kept: list[Unit] = []
@@ -125,13 +125,16 @@ def _params(params: Iterator[nn.Parameter]) -> list[nn.Parameter]:
     return [param for param in params if managed(param)]
 
 
-def _check_classes(
-    classes: Sequence[str], units: Sequence[tuple[Unit, list[nn.Parameter]]]
-) -> None:
-    found = {type(unit.module).__name__ for unit, _ in units}
+def _check_classes(classes: Sequence[str], model: nn.Module) -> None:
+    """Every named class must be one of the model's; the error lists those that could be meant."""
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if next(module.parameters(), None) is not None
+    }
     for name in classes:
         if name not in found:
             raise ConfigError(
                 f"groups.blocks: the model has no module of class {name} with parameters; "
-                f"its units are {', '.join(sorted(found))}"
+                f"it has {', '.join(sorted(found))}"
             )

@@ -65,7 +65,8 @@ def lay_out(params: Sequence[tuple[tuple[str, ...], torch.nn.Parameter]]) -> Lay
         for names, param in params:
             if param.requires_grad is trainable:
                 specs.append(ParamSpec(names, param.shape, offset, trainable))
-                offset = round_up(offset + param.numel(), ALIGN_NUMEL)
+                # one without elements takes room, too: no state is empty, every update has a chunk
+                offset = round_up(offset + max(param.numel(), 1), ALIGN_NUMEL)
         if trainable:
             numel_trainable = offset
     return Layout(tuple(specs), numel_trainable, offset)

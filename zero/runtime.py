@@ -327,11 +327,15 @@ class Runtime:
     def _update_done(self, index: int) -> None:
         """On the update thread: the group's gradients are not read any more."""
         with self._lock:
-            self._read_by_update.discard(index)
             clear = index in self._clear_after_update
-            self._clear_after_update.discard(index)
+            if not clear:
+                self._read_by_update.discard(index)
         if clear:
+            # A step that comes meanwhile waits for this update: it must not see what is cleared.
             self.optimizer_states[index].gradients.clear()
+            with self._lock:
+                self._clear_after_update.discard(index)
+                self._read_by_update.discard(index)
 
     def zero_grad(self) -> None:
         """Forget all gradients, each as soon as a pending update has read it."""

@@ -137,11 +137,11 @@ class UpdateQueue:
     def submit(self, updates: Sequence[GroupUpdate]) -> None:
         """Queue updates in order of next use; each one's `ready` fires when it can be read."""
         with self._lock:
+            self._raise_failure()  # nobody would ever end what is submitted to a dead thread
             for update in updates:
                 update.group.pending = update.ready
                 self._unfinished[update.group.index] = update
                 self._waiting.append(update)
-        self._raise_failure()
         self._worker.wake()
 
     def promote(self, group: ParamGroup) -> None:

@@ -1,0 +1,90 @@
+"""Groups and units: repeated blocks, the rest by module, tied weights once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from offload.tiers.errors import ConfigError
+from offload.zero.discovery import SMALL_UNIT_NUMEL, discover
+
+LARGE = int(SMALL_UNIT_NUMEL**0.5) + 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(LARGE, LARGE)
+        self.second = nn.Linear(LARGE, LARGE)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(LARGE, LARGE)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(LARGE)
+        self.head = nn.Linear(LARGE, LARGE, bias=False)
+
+
+def names(model: nn.Module, *classes: str) -> list[str]:
+    return [group.name for group in discover(model, classes).groups]
+
+
+def test_each_repeated_block_is_a_group_and_the_rest_its_own():
+    assert names(Model()) == ["embed", "layers.0", "layers.1", "layers.2", "norm", "head"]
+
+
+def test_a_tied_weight_is_in_one_group_that_both_units_need():
+    model = Model()
+    model.head.weight = model.embed.weight
+    found = discover(model)
+    assert [group.name for group in found.groups][-1] == "norm"
+    assert found.groups[0].params[0][0] == ("embed.weight", "head.weight")
+    needs = {unit.name: unit.groups for unit in found.units}
+    assert needs["head"] == needs["embed"] == [0]
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    model = nn.Sequential(Model(), nn.LSTM(8, 8), nn.MultiheadAttention(8, 2), nn.BatchNorm1d(8))
+    grouped = [id(p) for group in discover(model).groups for _, p in group.params]
+    assert sorted(grouped) == sorted({id(p) for p in model.parameters()})
+
+
+def test_named_block_classes_replace_the_search():
+    assert "layers.0.first" in names(Model(), "Linear")
+    assert "layers.0" not in names(Model(), "Linear")
+
+
+def test_a_class_that_is_not_in_the_model_is_an_error_naming_those_that_are():
+    with pytest.raises(ConfigError, match=r"no module of class Blok .* Block, "):
+        discover(Model(), ["Blok"])
+
+
+def test_a_small_subtree_is_one_group():
+    model = nn.Module()
+    model.tower = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    assert names(model) == ["tower"]
+
+
+def test_parameters_of_the_model_itself_are_a_group_of_the_whole_forward():
+    model = Model()
+    model.token = nn.Parameter(torch.zeros(LARGE))
+    found = discover(model)
+    assert found.units[0].module is model
+    assert found.groups[0].params[0][0] == ("token",)
+
+
+def test_a_module_in_two_places_is_one_unit():
+    model = Model()
+    model.again = model.layers[0]
+    modules = [id(unit.module) for unit in discover(model).units]
+    assert len(modules) == len(set(modules))
+
+
+def test_integer_and_complex_parameters_are_left_where_they_are():
+    model = nn.Module()
+    model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False)
+    assert discover(model).groups == []
