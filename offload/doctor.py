@@ -43,7 +43,7 @@ class Check:
 
 def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
     """Look at the machine and at each of `paths` (the temporary folder when there is none)."""
-    checks = [*_software(), *_memory(), *_processor(), *_gpu(), *_system()]
+    checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), *_system()]
     for path in paths or [Path(tempfile.gettempdir())]:
         checks.extend(check_path(path))
     return checks
@@ -142,6 +142,17 @@ def _features() -> Check:
     if {"avx2", "fma", "f16c"} <= flags:
         return Check("cpu features", "ok", found)
     return Check("cpu features", "warn", found, "without avx2, fma and f16c the update is slow")
+
+
+def _precision() -> list[Check]:
+    """Whether matrix products in 16 bits are worth it where there is no GPU."""
+    if _version_of("torch") is None:
+        return []
+    slow = machine.slow_matmul_precisions()
+    if not slow:
+        return [Check("16-bit products", "ok", "fast for bf16 and fp16 on this CPU")]
+    advice = f"on the CPU use precision: fp32; {' and '.join(slow)} can take 100 times as long"
+    return [Check("16-bit products", "warn", f"slow for {' and '.join(slow)} on this CPU", advice)]
 
 
 def _gpu() -> list[Check]:

@@ -19,7 +19,7 @@ from offload.homes import TieredHomes, this_machine
 from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
 from offload.model_state import StateDictHooks
 from offload.optimizer import OffloadOptimizer
-from offload.plan import Plan, make_plan, record_format
+from offload.plan import Plan, make_plan, record_format, resolved_config
 from offload.report import Report, TierReport
 from offload.swap.worker import ParallelRunner, available_cores
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -28,7 +28,7 @@ from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 from offload.zero.loss_scale import LossScale
-from offload.zero.runtime import AUTO_PREFETCH, Runtime, RuntimeOptions
+from offload.zero.runtime import Runtime, RuntimeOptions
 from offload.zero.values import ParameterValues
 
 _log = logging.getLogger("offload")
@@ -63,14 +63,15 @@ class Engine:
         self, model: nn.Module, config: OffloadConfig, *, parameters: ParamGroups | None = None,
         weights: str | Path | None = None,
     ) -> None:  # fmt: skip
-        self.config = config.resolved()
         self.module = model
         self.device = _device(config)
         self._closed = False
         dtype = _DTYPES[config.precision]
         _check_model(model)
         discovery = discover(model, config.groups.blocks)
-        self.plan: Plan = make_plan(self.config, discovery, this_machine(config.nvme, self.device))
+        self.plan: Plan = make_plan(config, discovery, this_machine(config.nvme, self.device))
+        self.config = resolved_config(config, self.plan, self.device.type)
+        _say_slow(config.precision, self.device)
         optimized: Any = parameters
         if parameters is not None and not isinstance(parameters, torch.Tensor):
             optimized = list(parameters)
@@ -108,7 +109,7 @@ class Engine:
             record_format=record_format(config),
             chunk_numel=self.plan.chunk_numel,
             accumulate_fp32=config.gradient_accumulation_steps > 1,
-            prefetch=AUTO_PREFETCH if config.prefetch == "auto" else config.prefetch,
+            prefetch=int(config.prefetch),
             clip_grad_norm=config.clip_grad_norm,
             skip_nonfinite=config.skips_nonfinite,
         )
@@ -273,6 +274,14 @@ def _device(config: OffloadConfig) -> torch.device:
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _say_slow(precision: str, device: torch.device) -> None:
+    if device.type == "cpu" and precision in machine.slow_matmul_precisions():
+        _log.warning(
+            "precision: %s is computed on this CPU without a fast kernel: matrix products can take "
+            "100 times as long as in fp32; use precision: fp32 here", precision,
+        )  # fmt: skip
 
 
 def _loss_scale(config: OffloadConfig) -> LossScale | None:

@@ -108,6 +108,14 @@ def numa_node_count(root: Path = _ROOT) -> int:
     return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
 
 
+def slow_matmul_precisions() -> list[str]:
+    """16-bit formats whose matrix products PyTorch has no fast CPU kernel for on this CPU."""
+    import torch
+
+    fast = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
+    return [name for name, asks in fast.items() if not getattr(torch.ops.mkldnn, asks)()]
+
+
 def trim_memory() -> bool:
     """Give freed heap memory back to the system; False where the C library cannot (no glibc).
 

@@ -20,6 +20,7 @@ from offload.tiers.units import format_bytes, round_up
 from offload.zero.discovery import Discovery
 from offload.zero.layout import Layout, lay_out
 from offload.zero.records import Master, RecordFormat
+from offload.zero.runtime import AUTO_PREFETCH
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -115,6 +116,23 @@ def _group_bytes(name: str, layout: Layout, sizes: _Sizes) -> GroupBytes:
         gradients=_pages(layout.numel_trainable * sizes.gradient_itemsize),
         records=tuple(_pages(sizes.record_format.nbytes(len(chunk))) for chunk in chunks),
     )
+
+
+def resolved_config(config: OffloadConfig, plan: Plan, device: str) -> OffloadConfig:
+    """`config` with every `auto` that the machine and the model decide filled in."""
+    splits = {
+        str(state_class): TierSplit(**{str(tier): share for tier, share in placement.shares})
+        for state_class, placement in plan.placements.items()
+    }
+    update = {
+        "device": device,
+        "budget": config.budget.model_copy(
+            update={str(tier): nbytes for tier, nbytes in plan.budgets.items()}
+        ),
+        "placement": config.placement.model_copy(update=splits),
+        "prefetch": AUTO_PREFETCH if config.prefetch == "auto" else config.prefetch,
+    }
+    return config.resolved().model_copy(update=update)
 
 
 def _pages(nbytes: int) -> int:

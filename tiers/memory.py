@@ -54,6 +54,7 @@ class HostMemory:
             _advise_huge_pages(self._map)
         self.pinned = pin and _pin(self._map, nbytes)
 
+    @torch.inference_mode(False)  # a lease taken in an evaluation may serve training later on
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset_bytes, count=nbytes)
 
@@ -102,6 +103,7 @@ class DeviceMemory:
         self._device = device
         self._block = torch.empty(max(nbytes, 512), dtype=torch.uint8, device=device)
 
+    @torch.inference_mode(False)  # as above
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         address = self._block.data_ptr() + offset_bytes
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)

@@ -67,6 +67,7 @@ class ParamGroup:
         self.wait_for_update()
         return self.state.tensor().view(self.dtype)
 
+    @torch.inference_mode(False)  # an evaluation must not turn parameters into inference tensors
     def gather(self) -> None:
         """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
         if self.residing is GroupState.GATHERED:
@@ -78,6 +79,7 @@ class ParamGroup:
             param.data = flat[spec.offset : spec.stop].view(spec.shape)
         self.residing = GroupState.GATHERED
 
+    @torch.inference_mode(False)
     def release(self) -> None:
         """Let go of the buffer (unless it is at home in place): it may be dropped now."""
         if self.residing is GroupState.RELEASED or self.state.in_place:
@@ -104,6 +106,7 @@ class ParamGroup:
         elif self.state.in_place:
             self.withhold()
 
+    @torch.inference_mode(False)
     def withhold(self) -> None:
         """Let no parameter refer to the buffer, until gathered again or (at the end) for good."""
         for param, spec in zip(self.params, self.layout.params, strict=True):

@@ -73,6 +73,7 @@ def run(
     parameters = parameter_count(model)
     _announce(console, config, parameters, batches, folder)
     with (initialize or _default_initialize())(model, config) as engine:
+        folder.write_config(engine.config)
         trainer = Trainer(config, folder, console, model, engine, batches, baseline, parameters)
         if checkpoint is not None:
             trainer.restore(*checkpoint)

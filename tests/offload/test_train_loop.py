@@ -50,6 +50,7 @@ class PlainEngine:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
         self.model = model
+        self.config = config
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
         self.closed = False
 
