@@ -7,6 +7,7 @@ waits for that parameter's group.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. ConfigError for numbers that cannot work or parameters not managed here."""
-        super().add_param_group(param_group)
+        # torch's own method without the wrapper that keeps the compiler out of it: that imports
+        # torch._dynamo, two seconds and 80 MiB for nothing, since nothing here is compiled
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         added = self.param_groups[-1]
         try:
             self._check(added)

@@ -110,6 +110,8 @@ class BlockStore:
         self._tier = tier
         self._checksum = checksum
         self._lock = threading.RLock() if lock is None else lock
+        self._freed = threading.Condition(self._lock)  # told of every extent that comes back
+        self._frees = self._writes = 0  # extents freed so far, writes in flight
         self._growth_nbytes = growth_nbytes
         self._memory_alignment = max(file.memory_alignment for file in files)
         self._length_alignment = max(file.offset_alignment for file in files)
@@ -141,6 +143,7 @@ class BlockStore:
             except BaseException:
                 self._stop_replacing(replaces)
                 raise
+            self._writes += 1
         write = _Write(extent, source, owner, replaces)
         file = self.files[extent.path_index]
         try:
@@ -194,6 +197,21 @@ class BlockStore:
             if record.being_replaced:
                 raise StateError(f"{block.owner}: freed while a write that replaces it is going on")
             self._doom(record)
+
+    def await_room(self) -> bool:
+        """Block until an extent comes back to the tier; False if nothing in flight frees one.
+
+        For a write that found the tier full of versions that are just being replaced. Lets go of
+        the store's lock meanwhile, however often the caller holds it. Never call it from a
+        callback.
+        """
+        with self._lock:
+            frees = self._frees
+            while self._frees == frees:
+                if not self._writes and not any(r.doomed for r in self._records.values()):
+                    return False
+                self._freed.wait()
+            return True
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Block until nothing is in flight, then raise the first error nobody has waited for."""
@@ -261,13 +279,16 @@ class BlockStore:
                 next(self._versions),
             )  # fmt: skip
             self._records[block.version] = _Record(block)
+            self._writes -= 1
+            self._freed.notify_all()
             if write.replaces is not None:
                 self._doom(self._records[write.replaces.version])
             return block
 
     def _roll_back(self, write: _Write) -> None:
         with self._lock:
-            self._tier.free(write.extent)
+            self._writes -= 1
+            self._free_extent(write.extent)
             self._stop_replacing(write.replaces)
 
     def _live(self, block: StoredBlock) -> _Record:
@@ -298,7 +319,12 @@ class BlockStore:
     def _free_if_unread(self, record: _Record) -> None:
         if record.doomed and not record.readers:
             del self._records[record.block.version]
-            self._tier.free(record.block.extent)
+            self._free_extent(record.block.extent)
+
+    def _free_extent(self, extent: Extent) -> None:
+        self._tier.free(extent)
+        self._frees += 1
+        self._freed.notify_all()
 
     # ---- checks
 

@@ -21,7 +21,7 @@ from offload.swap.io_backend import Priority
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import HostPiece, State
 from offload.swap.transfer import Failure, Transfer
-from offload.tiers.errors import StateError
+from offload.tiers.errors import StateError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
@@ -77,9 +77,14 @@ class FileState(State):
     def leave(self) -> None:
         """Start taking every dirty piece home."""
         with self._lock:
-            for piece in sorted(self._dirty):
-                self._depart(piece, self._slot_pages(piece))
-            self._dirty.clear()
+            while self._dirty:
+                piece = min(self._dirty)
+                self._dirty.discard(piece)  # first: `_depart` may let go of the lock for a while
+                try:
+                    self._depart(piece, self._slot_pages(piece))
+                except BaseException:
+                    self._dirty.add(piece)
+                    raise
 
     def transit(self) -> Callable[[], None] | None:
         with self._lock:
@@ -237,16 +242,28 @@ class FileState(State):
         return self._store.read(block, pages, priority=priority)
 
     def _depart(self, piece: int, pages: memoryview) -> Transfer[None]:
-        """Write a piece to a new extent; its table entry changes when the write is complete."""
-        write = self._store.write(
-            pages, owner=self.name, state_class=self._class, replaces=self._blocks[piece],
-            priority=Priority.BACKGROUND,
-        )  # fmt: skip
+        """Write a piece to a new extent; its table entry changes when the write is complete.
+
+        Where the tier is full of versions that other writes are replacing, waits for those,
+        without the lock.
+        """
+        write = self._write(piece, pages)
         arrived = write.map(lambda block: self._commit(piece, block), what=write.what)
         if not arrived.done():  # `_commit` needs the lock held here, unless it ran in this thread
             self._departures[piece] = arrived
         arrived.then(self._note_failure)
         return arrived
+
+    def _write(self, piece: int, pages: memoryview) -> Transfer[StoredBlock]:
+        while True:
+            try:
+                return self._store.write(
+                    pages, owner=self.name, state_class=self._class, replaces=self._blocks[piece],
+                    priority=Priority.BACKGROUND,
+                )  # fmt: skip
+            except TierFullError:
+                if not self._store.await_room():
+                    raise
 
     def _commit(self, piece: int, block: StoredBlock) -> None:
         with self._lock:

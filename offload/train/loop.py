@@ -241,7 +241,7 @@ class Trainer:
         memory = MemoryUse(self._baseline_nbytes, peak_rss_nbytes())
         rows = self._folder.read_metrics()
         self._plot(rows)
-        self._console.print(summary_table(self._config, report, self._parameters, memory))
+        self._console.print(summary_table(self._engine.config, report, self._parameters, memory))
         self._console.print(moved_line(report.bytes_moved), soft_wrap=True)
         if report.skipped_steps:
             self._console.print(f"{report.skipped_steps} steps skipped: gradients not finite")

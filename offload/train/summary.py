@@ -23,11 +23,6 @@ class MemoryUse:
     baseline_nbytes: int  # before the model and its tiers came to life
     peak_nbytes: int
 
-    @property
-    def grown_nbytes(self) -> int:
-        """The peak above the baseline."""
-        return max(0, self.peak_nbytes - self.baseline_nbytes)
-
 
 def plain_state_nbytes(config: OffloadConfig, parameters: int) -> int:
     """Bytes of parameters, gradients, master weights and moments under plain PyTorch AdamW.
@@ -54,15 +49,20 @@ def summary_table(
             name, format_bytes(tier.peak_nbytes), budget, share, _classes(tier.by_class)
         )  # fmt: skip
     table.add_section()
-    grown = f"{format_bytes(memory.baseline_nbytes)} before the model, then + "
+    in_ram = report.tiers["host"].peak_nbytes
+    if config.device == "cpu":
+        in_ram += report.tiers["device"].peak_nbytes
+    rest = format_bytes(max(0, memory.peak_nbytes - in_ram))
     table.add_row(
         "peak RSS", format_bytes(memory.peak_nbytes), "", "",
-        grown + format_bytes(memory.grown_nbytes),
+        f"{format_bytes(in_ram)} in the tiers above; {rest} are Python, PyTorch "
+        f"({format_bytes(memory.baseline_nbytes)} before the model), kernels and activations",
     )  # fmt: skip
     plain = plain_state_nbytes(config, parameters)
     table.add_row(
         "plain PyTorch", format_bytes(plain), "", "",
-        f"{plain // parameters} bytes x {parameters:,} parameters; activations come on top",
+        f"{plain // parameters} bytes x {parameters:,} parameters of states; "
+        "libraries and activations come on top as above",
     )  # fmt: skip
     return table
 
