@@ -27,6 +27,8 @@ from offload.config_fields import (
 )
 from offload.config_file import dump_yaml
 from offload.config_source import ConfigSource, load_source
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import round_up
 from offload.train.config import TrainConfig
 
 __all__ = ["OffloadConfig", "Percent", "Tier", "TierSplit"]
@@ -63,6 +65,17 @@ class NvmeConfig(_Section):
     direct: AutoBool = Field(
         "auto", description="O_DIRECT: true demands it, false never uses it, auto where it works."
     )
+
+    @model_validator(mode="after")
+    def _check_threads(self) -> Self:
+        if self.threads != "auto" and self.backend == "libaio":
+            raise KeyedError(
+                f"threads: {self.threads} contradicts backend: libaio, which has no worker "
+                "threads; remove threads, or set backend: threads",
+                ("threads",),
+                ("backend",),
+            )
+        return self
 
 
 class ActivationConfig(_Section):
@@ -118,7 +131,9 @@ class OptimizerConfig(_Section):
     )
     states: Literal["fp32"] = Field("fp32", description="Format of the moments.")
     chunk: AutoChunk = Field(
-        "auto", description="Elements per piece streamed in the update: a multiple of 1024."
+        "auto",
+        description="Elements per piece streamed in the update: a multiple of 1024, rounded up to "
+        "one of 2048 where parameters have 16 bits (pieces are whole pages).",
     )
 
     @model_validator(mode="after")
@@ -257,8 +272,9 @@ class OffloadConfig(_Section):
 
     @property
     def chunk_numel(self) -> int:
-        """`optimizer.chunk` with auto resolved."""
-        return AUTO_CHUNK_NUMEL if self.optimizer.chunk == "auto" else self.optimizer.chunk
+        """`optimizer.chunk` with auto resolved, in whole pages of every class of state."""
+        chunk = AUTO_CHUNK_NUMEL if self.optimizer.chunk == "auto" else self.optimizer.chunk
+        return round_up(chunk, PAGE_NBYTES // (4 if self.precision == "fp32" else 2))
 
     @property
     def skips_nonfinite(self) -> bool:

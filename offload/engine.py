@@ -142,7 +142,8 @@ class Engine:
     ) -> OffloadOptimizer:
         assert self._runtime is not None, "made just before"
         if given is None:
-            params: Any = [p for p in self.module.parameters() if p.requires_grad]
+            # as one param group: that may be empty (a frozen model), a list of parameters may not
+            params: Any = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
         elif isinstance(given, torch.Tensor):
             params = given  # torch says what is wrong with it
         else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.plan import Plan, needed_nbytes, read_hardware
-from offload.swap.backends import open_backend, resolve_backend
+from offload.swap.backends import open_backend
 from offload.swap.block_store import BlockStore
 from offload.swap.device_state import DeviceHomeState, Links, MirroredState
 from offload.swap.file_state import FileState
@@ -21,7 +21,7 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream
 from offload.swap.swap_file import SwapFile, check_directory
-from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.errors import ConfigError, NoSpaceError, PathError
 from offload.tiers.extent import TierName
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
@@ -54,7 +54,10 @@ class TieredHomes:
         }
         self.pool = SlotPool(self._memory[TierName.HOST], self.lock)
         self._device_pool = SlotPool(self._memory[TierName.DEVICE], self.lock)
-        self.store = self._open_store(nvme) if plan.uses_nvme else None
+        try:
+            self.store = self._open_store(nvme) if plan.uses_nvme else None
+        except NoSpaceError as error:
+            raise PathError(f"nvme.paths: {error}") from error
         self._staging: list[Lease] = []
 
     def _open_host(self, device: torch.device) -> MemoryTier:
@@ -80,8 +83,12 @@ class TieredHomes:
         backend = open_backend(nvme.backend, **_backend_options(nvme))
         store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
         needed = needed_nbytes(self.plan, TierName.NVME)
-        for file, share in zip(files, tier.shares, strict=True):
-            file.reserve(int(needed * share))
+        try:
+            for file, share in zip(files, tier.shares, strict=True):
+                file.reserve(int(needed * share))
+        except BaseException:
+            store.close()
+            raise
         return store
 
     # ---------------------------------------------------------------- states
@@ -159,14 +166,7 @@ class TieredHomes:
 
 
 def _backend_options(nvme: NvmeConfig) -> dict[str, int]:
-    if nvme.threads == "auto":
-        return {}
-    if resolve_backend(nvme.backend) != "threads":
-        raise ConfigError(
-            f"nvme.threads: {nvme.threads} contradicts nvme.backend: {nvme.backend}, which has no "
-            "worker threads; remove nvme.threads, or set nvme.backend: threads"
-        )
-    return {"workers": nvme.threads}
+    return {} if nvme.threads == "auto" else {"workers": nvme.threads}
 
 
 def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
@@ -187,7 +187,13 @@ def nvme_paths(nvme: NvmeConfig) -> list[str]:
 
 def this_machine(nvme: NvmeConfig, device: torch.device) -> Hardware:
     """What a plan may use here. PathError where a folder cannot be used."""
-    reports = {check_directory(path).path: check_directory(path) for path in nvme_paths(nvme)}
-    free = sum(report.free_nbytes for report in reports.values())
+    reports: dict[Path, int] = {}
+    for path in nvme_paths(nvme):
+        report = check_directory(path)
+        if report.path in reports:
+            raise ConfigError(f"nvme.paths: {report.path} is named twice; remove one")
+        reports[report.path] = report.free_nbytes
+    # Folders on one file system share what is free there.
+    free = sum({path.stat().st_dev: nbytes for path, nbytes in reports.items()}.values())
     device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return read_hardware(device_nbytes, free)

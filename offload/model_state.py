@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.tiers.errors import UnsupportedError
 from offload.zero.runtime import Runtime
 from offload.zero.values import ParameterValues
 
@@ -26,6 +27,14 @@ class StateDictHooks:
         for module in model.modules():
             if self._own(module):
                 self._install(module)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """`copy.deepcopy(model)` comes here with the hooks; its parameters would be placeholders."""
+        raise UnsupportedError(
+            "a model that trains through an engine cannot be deep-copied: its parameters are in the "
+            "engine's tiers. Copy it before offload.initialize, or build it anew and load "
+            "model.state_dict() into it"
+        )
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False)

@@ -354,6 +354,12 @@ def _check(plan: Plan, hardware: Hardware) -> None:
 
 
 def _check_machine(plan: Plan, hardware: Hardware) -> None:
+    if plan.budgets[TierName.HOST] > hardware.host_nbytes:
+        raise BudgetError(
+            f"budget.host: {format_bytes(plan.budgets[TierName.HOST])} is more than the "
+            f"{format_bytes(hardware.host_nbytes)} of RAM that this process may use; lower it, or "
+            "write a percentage"
+        )
     memory = needed_nbytes(plan, TierName.HOST)
     if not hardware.device_nbytes:
         memory += needed_nbytes(plan, TierName.DEVICE)

@@ -37,6 +37,8 @@ class FileState(State):
         store: BlockStore, pool: SlotPool, next_use: Callable[[], float],
     ) -> None:  # fmt: skip
         super().__init__(name, nbytes, piece_nbytes)
+        if self.pieces > 1 and piece_nbytes % PAGE_NBYTES:
+            raise ValueError(f"{name}: pieces of {piece_nbytes} bytes would share pages")
         self._class = state_class
         self._store = store
         self._pool = pool
@@ -46,6 +48,7 @@ class FileState(State):
         self._arrivals: dict[int, Transfer[None]] = {}
         self._departures: dict[int, Transfer[None]] = {}
         self._dirty: set[int] = set()
+        self._being_sent = False  # some thread is in `leave`
         self._failure: Failure | None = None
 
     @property
@@ -77,14 +80,17 @@ class FileState(State):
     def leave(self) -> None:
         """Start taking every dirty piece home."""
         with self._lock:
-            while self._dirty:
-                piece = min(self._dirty)
-                self._dirty.discard(piece)  # first: `_depart` may let go of the lock for a while
-                try:
+            if self._being_sent:  # by a thread that waits in `_depart`, without the lock
+                self._store.await_room()
+                return
+            self._being_sent = True
+            try:
+                while self._dirty:
+                    piece = min(self._dirty)
                     self._depart(piece, self._slot_pages(piece))
-                except BaseException:
-                    self._dirty.add(piece)
-                    raise
+                    self._dirty.discard(piece)  # not before: a dirty copy is not dropped
+            finally:
+                self._being_sent = False
 
     def transit(self) -> Callable[[], None] | None:
         with self._lock:

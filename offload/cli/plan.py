@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from offload.cli.located import located
 from offload.config import OffloadConfig
 
 
@@ -16,4 +17,6 @@ def print_plan(file: Path, overrides: Sequence[str]) -> None:
     from offload.plan_text import describe
     from offload.train.model import build_meta_model
 
-    Console().print(describe(config, build_meta_model(config)))
+    with located(file, overrides):
+        description = describe(config, build_meta_model(config))
+    Console().print(description)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from offload.cli.located import located
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError
 from offload.train.run_folder import RunFolder, default_path
@@ -21,4 +22,5 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
         folder = RunFolder.create(run_dir or default_path(file.stem))
     from offload.train.loop import run
 
-    run(config, folder, resume=resume)
+    with located(file, overrides):
+        run(config, folder, resume=resume)

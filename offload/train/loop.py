@@ -19,6 +19,7 @@ from offload.config_fields import TIERS
 from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.tiers.units import format_bytes
 from offload.train.display import make_display
+from offload.train.interrupts import Interrupts, noted_interrupts
 from offload.train.metrics import StepMetrics
 from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
 from offload.train.plot import plot_available, write_plot
@@ -72,9 +73,14 @@ def run(
     model = build_meta_model(config)
     parameters = parameter_count(model)
     _announce(console, config, parameters, batches, folder)
-    with (initialize or _default_initialize())(model, config) as engine:
+    with (
+        noted_interrupts() as interrupts,
+        (initialize or _default_initialize())(model, config) as engine,
+    ):
         folder.write_config(engine.config)
-        trainer = Trainer(config, folder, console, model, engine, batches, baseline, parameters)
+        trainer = Trainer(
+            config, folder, console, model, engine, batches, baseline, parameters, interrupts
+        )
         if checkpoint is not None:
             trainer.restore(*checkpoint)
         return trainer.train()
@@ -114,6 +120,7 @@ class Trainer:
     def __init__(
         self, config: OffloadConfig, folder: RunFolder, console: Console, model: LanguageModel,
         engine: Engine, batches: _Batches, baseline_nbytes: int, parameters: int,
+        interrupts: Interrupts,
     ) -> None:  # fmt: skip
         self._config = config
         self._train = config.train
@@ -126,6 +133,7 @@ class Trainer:
         self._baseline_nbytes = baseline_nbytes
         self._steps_done = 0
         self._warned_nonfinite = False
+        self._interrupts = interrupts
 
     def restore(self, path: Path, state: LoopState) -> None:
         """Go on from a checkpoint: weights, states, step and generator."""
@@ -141,6 +149,7 @@ class Trainer:
         before = self._sample("before") if start == 0 else b""
         with make_display(self._console, start, steps) as display:
             for step in range(start, steps):
+                self._interrupts.check()
                 metrics = self._step(step)
                 self._folder.append(metrics)
                 display.show(metrics)

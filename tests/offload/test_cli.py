@@ -138,3 +138,30 @@ def test_every_example_is_valid(name: str) -> None:
     from offload.config import OffloadConfig
 
     OffloadConfig.load(REPOSITORY / "examples" / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("line", "fragment"),
+    [
+        ("budget: {host: 64KiB}", ":2: budget.host: 64.0 KiB is "),
+        ("budget: {host: 900TiB}", ":2: budget.host: 900.0 TiB is more than"),
+        ("nvme: {paths: [FOLDER/missing/deeper]}", ":2: nvme.paths: "),
+        ("nvme: {paths: [FOLDER, FOLDER/../FOLDER_NAME]}", "is named twice"),
+        ("nvme: {threads: 2, backend: libaio}", ":2: nvme.threads: 2 contradicts"),
+        ("groups: {blocks: [Nope]}", ":2: groups.blocks: "),
+    ],
+)
+def test_what_this_machine_cannot_do_names_file_line_and_key(
+    command: str, line: str, fragment: str, config_file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    line = line.replace("FOLDER_NAME", tmp_path.name).replace("FOLDER", str(tmp_path))
+    config_file.write_text(
+        f"train: {{text: {config_file}, sequence: 8, batch: 1}}\n{line}\n" + "#" * 999
+    )
+    folder = ["--run-dir", str(tmp_path / "run")] if command == "train" else []
+    assert run(command, str(config_file), *folder) == 2
+    captured = capsys.readouterr()
+    assert f"{config_file}:2: " in captured.err
+    assert fragment in captured.err
+    assert "Traceback" not in captured.err

@@ -7,6 +7,7 @@ otherwise.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -949,3 +950,57 @@ def test_two_engines_at_once_do_not_disturb_each_other(make: MakeEngine) -> None
             engine.optimizer.zero_grad()
     assert_same_bits(states_of(first), alone[0])
     assert_same_bits(states_of(second), alone[1])
+
+
+# ----------------------------------------------------------------------- odd sizes, odd moments
+class NoElements(nn.Module):
+    """A parameter without elements, in a group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, WIDTH))
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.linear(x), nn.functional.linear(x, self.none)], dim=-1)
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_a_group_without_elements_trains_like_any_other(make: MakeEngine, placement: Any) -> None:
+    check(make, NoElements, square_loss, floats(), placement)
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_inference_mode_gives_the_bits_of_no_grad_and_leaves_training_alone(
+    make: MakeEngine, placement: Any
+) -> None:
+    engine = make(seeded(TinyLM), placement)
+    losses_of(engine, batches(2))
+    tokens = batches(1)[0][:, :-1]
+    with torch.inference_mode():
+        inferred = engine.module(tokens)
+        assert not engine.module.embed.weight.is_inference()
+    with torch.no_grad():
+        assert torch.equal(inferred, engine.module(tokens))
+    losses_of(engine, batches(1))
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize("trainable", [False, None])
+def test_a_model_without_anything_to_train_can_be_evaluated(
+    make: MakeEngine, placement: Any, trainable: bool | None
+) -> None:
+    plain = nn.ReLU() if trainable is None else seeded(lambda: nn.Linear(WIDTH, 3))
+    model = nn.ReLU() if trainable is None else seeded(lambda: nn.Linear(WIDTH, 3))
+    engine = make(model.requires_grad_(False), placement)
+    x = floats(1)[0]
+    assert torch.equal(engine.module(x), plain(x))
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    engine.check_integrity()
+
+
+def test_copying_a_model_with_an_engine_is_an_error_that_says_how_to(make: MakeEngine) -> None:
+    engine = make(seeded(TinyLM))
+    with pytest.raises(UnsupportedError, match="before offload.initialize"):
+        copy.deepcopy(engine.module)

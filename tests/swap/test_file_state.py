@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -56,10 +57,10 @@ def bench(tmp_path) -> Iterator[Bench]:
     yield from make_bench(tmp_path, ThreadsBackend())
 
 
-def make_bench(tmp_path, backend) -> Iterator[Bench]:
+def make_bench(tmp_path, backend, file_pages=64) -> Iterator[Bench]:
     lock, ledger = threading.RLock(), Ledger()
     host = MemoryTier(TierName.HOST, 4 * PAGE, HostMemory(4 * PAGE), ledger)
-    tier = FileTier(64 * PAGE, [1.0], ledger)
+    tier = FileTier(file_pages * PAGE, [1.0], ledger)
     store = BlockStore([SwapFile(tmp_path)], tier, backend, lock=lock)
     yield Bench(store, SlotPool(host, lock), ledger)
     store.backend.close()
@@ -192,3 +193,36 @@ def test_memory_state_is_used_where_it_is(bench):
     assert state.tensor().data_ptr() == state.host_piece(0).wait().data_ptr()
     state.close()
     bench.ledger.check_integrity()
+
+
+def test_a_full_file_tier_waits_for_versions_that_are_being_replaced(tmp_path):
+    def slow_pwritev(fd, buffers, offset):
+        time.sleep(0.02)
+        return os.pwritev(fd, buffers, offset)
+
+    backend = ThreadsBackend(pwritev=slow_pwritev, workers=2)
+    for bench in make_bench(tmp_path, backend, file_pages=5):
+        states = [bench.filled(str(number), number) for number in range(4)]
+        for round_ in range(3):  # four pages at home, room for one new version at a time
+            for number, state in enumerate(states):
+                state.blank().fill_(10 * round_ + number)
+                state.wrote()
+        for number, state in enumerate(states):
+            state.settle()
+            assert torch.equal(state.tensor(), torch.full((PAGE,), 20 + number, dtype=torch.uint8))
+        bench.ledger.check_integrity()
+
+
+def test_a_file_tier_that_nothing_will_free_says_that_it_is_full(tmp_path):
+    for bench in make_bench(tmp_path, ThreadsBackend(), file_pages=2):
+        kept = [bench.filled(str(number), number) for number in range(2)]
+        state = bench.state("one too many")
+        state.blank()
+        with pytest.raises(TierFullError, match="budget.nvme"):
+            state.wrote()
+        assert len(kept) == 2
+
+
+def test_pieces_that_would_share_a_page_are_refused(bench):
+    with pytest.raises(ValueError, match="share pages"):
+        bench.state("halves", 2 * PAGE, PAGE // 2)

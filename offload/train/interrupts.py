@@ -1,0 +1,46 @@
+"""Ctrl-C that cannot get lost.
+
+Python raises KeyboardInterrupt wherever the main thread happens to be. In a finaliser or a callback
+from C it is printed or dropped, and a run would go on as if nobody had asked it to stop.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupts:
+    """Remembers that one came."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise the KeyboardInterrupt that was lost, if one was."""
+        if self.seen:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[Interrupts]:
+    """Ctrl-C is noted inside the block. Does nothing off the main thread, or where Ctrl-C is not
+    Python's own to handle."""
+    interrupts = Interrupts()
+    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not own or threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupts.note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
