@@ -114,9 +114,7 @@ def _fio(folder: str, direction: str) -> float:
     return float(json.loads(out)["jobs"][0][direction]["bw_bytes"])
 
 
-def run(
-    steps: int, config: Path, shape: tuple[int, int]
-) -> tuple[dict[str, Measured], Disk]:
+def run(steps: int, config: Path, shape: tuple[int, int]) -> tuple[dict[str, Measured], Disk]:
     systems = {name: System(name, config, shape) for name in SYSTEMS}
     disks = [measure_disk()]
     for number in range(WARMUP + steps):
@@ -177,7 +175,12 @@ def main() -> None:
     Console(width=100).print(table(results, disk, shape))
     if options.json is not None:
         record = {name: asdict(measured) for name, measured in results.items()}
-        machine = {"cpu": cpu_model(), "disk": asdict(disk), "config": options.config.name, "shape": shape}
+        machine = {
+            "cpu": cpu_model(),
+            "disk": asdict(disk),
+            "config": options.config.name,
+            "shape": shape,
+        }
         options.json.write_text(json.dumps({"machine": machine, **record}, indent=1) + "\n")
 
 

@@ -15,14 +15,14 @@ from torch import nn
 
 from offload import machine
 from offload.config import OffloadConfig
-from offload.homes import TieredHomes, this_machine
+from offload.homes import TieredHomes, compute_device, this_machine
 from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
 from offload.model_state import StateDictHooks
 from offload.optimizer import OffloadOptimizer
 from offload.plan import Plan, make_plan, record_format, resolved_config
 from offload.report import Report, TierReport
 from offload.swap.worker import ParallelRunner, available_cores
-from offload.tiers.errors import ConfigError, StateError, UnsupportedError
+from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.zero.discovery import Discovery, discover, managed
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
@@ -64,7 +64,7 @@ class Engine:
         weights: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.module = model
-        self.device = _device(config)
+        self.device = compute_device(config)
         self._closed = False
         dtype = _DTYPES[config.precision]
         _check_model(model)
@@ -115,7 +115,12 @@ class Engine:
         )
         staging = self._homes.staging()
         runtime = Runtime(
-            discovery, options, self._homes, self._run, self._run_blocks, staging,
+            discovery,
+            options,
+            self._homes,
+            self._run,
+            self._run_blocks,
+            staging,
             _loss_scale(config),
         )
         self._homes.pool.await_progress = runtime.updates.await_progress
@@ -250,7 +255,12 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self.close()
+        try:
+            self.close()
+        except OffloadError as closing:
+            if error is None:
+                raise
+            _log.warning("while closing after an error: %s", closing)
 
 
 def _close_all(
@@ -264,17 +274,6 @@ def _close_all(
         for runner in runners:
             runner.close()
         homes.close()
-
-
-def _device(config: OffloadConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device: cuda, but this PyTorch sees no CUDA GPU; set device: cpu or auto "
-            "(`offload doctor` says why)"
-        )
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _say_slow(precision: str, device: torch.device) -> None:

@@ -31,7 +31,7 @@ from offload.zero.layout import Layout
 from offload.zero.runtime import NextUse
 
 if TYPE_CHECKING:
-    from offload.config import NvmeConfig
+    from offload.config import NvmeConfig, OffloadConfig
     from offload.plan import Hardware
 
 _log = logging.getLogger("offload")
@@ -111,9 +111,7 @@ class TieredHomes:
         size, piece = layout.numel_trainable * itemsize, self.plan.chunk_numel * itemsize
         return self._state(tier, f"{name} gradients", size, piece, StateClass.GRADIENTS, next_use)
 
-    def record(
-        self, index: int, name: str, chunk: int, nbytes: int, next_use: NextUse
-    ) -> State:
+    def record(self, index: int, name: str, chunk: int, nbytes: int, next_use: NextUse) -> State:
         tier = self.plan.records[index][chunk]
         label = f"{name} optimizer chunk {chunk}"
         return self._state(tier, label, nbytes, nbytes, StateClass.OPTIMIZER, next_use)
@@ -197,3 +195,15 @@ def this_machine(nvme: NvmeConfig, device: torch.device) -> Hardware:
     free = sum({path.stat().st_dev: nbytes for path, nbytes in reports.items()}.values())
     device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return read_hardware(device_nbytes, free)
+
+
+def compute_device(config: OffloadConfig) -> torch.device:
+    """Where the model computes. ConfigError where a GPU is asked for and none is there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device: cuda, but this PyTorch sees no CUDA GPU; set device: cpu or auto "
+            "(`offload doctor` says why)"
+        )
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -78,7 +78,7 @@ class MetaInitialiser:
                 )
 
     def finish_buffers(self) -> None:
-        """Initialise modules that have meta buffers and no parameters; ConfigError if any is left."""
+        """Initialise modules that have meta buffers and no parameters."""
         for module in self._model.modules():
             has_params = next(module.parameters(recurse=False), None) is not None
             if any(b.is_meta for b in module.buffers(recurse=False)) and not has_params:
@@ -100,7 +100,9 @@ def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
-def make_real(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[int, nn.Parameter]:
+def make_real(
+    model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> dict[int, nn.Parameter]:
     """Swap every meta parameter for one on `device` without memory of its own.
 
     Returns new parameters by id of the old: whoever held the old ones translates. The values follow
@@ -116,9 +118,7 @@ def make_real(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
     return new
 
 
-def _placeholder(
-    param: nn.Parameter, dtype: torch.dtype, device: torch.device
-) -> nn.Parameter:
+def _placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     kind = dtype if param.is_floating_point() else param.dtype
     one = torch.zeros((), dtype=kind, device=device)
     return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
@@ -153,7 +153,8 @@ class SafetensorsWeights:
             raise CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
         if tensor.shape != spec.shape:
             raise CheckpointError(
-                f"weights: {spec.name} has shape {tuple(tensor.shape)}, the model {tuple(spec.shape)}"
+                f"weights: {spec.name} has shape {tuple(tensor.shape)}, "
+                f"in the model {tuple(spec.shape)}"
             )
         return tensor
 

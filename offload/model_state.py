@@ -29,10 +29,10 @@ class StateDictHooks:
                 self._install(module)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """`copy.deepcopy(model)` comes here with the hooks; its parameters would be placeholders."""
+        """`copy.deepcopy(model)` comes here with the hooks; the copy would hold placeholders."""
         raise UnsupportedError(
-            "a model that trains through an engine cannot be deep-copied: its parameters are in the "
-            "engine's tiers. Copy it before offload.initialize, or build it anew and load "
+            "a model that trains through an engine cannot be deep-copied: its parameters are in "
+            "the engine's tiers. Copy it before offload.initialize, or build it anew and load "
             "model.state_dict() into it"
         )
 

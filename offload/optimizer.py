@@ -1,7 +1,7 @@
 """The engine's optimizer: a `torch.optim.Optimizer` whose states live in tiers.
 
-Learning-rate schedulers, `param_groups` with their own numbers, `zero_grad` and `state_dict` work as
-with any optimizer. `step` returns when the update of every group is decided; reading a parameter
+Learning-rate schedulers, `param_groups` with their own numbers, `zero_grad` and `state_dict` work
+as with any optimizer. `step` returns when the update of every group is decided; reading a parameter
 waits for that parameter's group.
 """
 

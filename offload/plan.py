@@ -175,6 +175,7 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
 # ------------------------------------------------------------------------------- placement
 def make_plan(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -> Plan:
     """The plan of a model on some hardware. BudgetError if a budget cannot work."""
+    _check_least(config, discovery, hardware)
     groups = measure(config, discovery)
     sizes = _sizes(config)
     explicit = _explicit(config)
@@ -189,6 +190,19 @@ def make_plan(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -
     plan = _build(placements, groups, budgets, sizes, window, gpu, _largest_unit(discovery, groups))
     _check(plan, hardware)
     return plan
+
+
+def _check_least(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -> None:
+    """Refuse what no placement could hold, before counting it chunk by chunk."""
+    numel = sum(param.numel() for group in discovery.groups for _, param in group.params)
+    least = numel * _ITEMSIZE[config.precision]
+    there = hardware.device_nbytes + hardware.host_nbytes + hardware.nvme_free_nbytes
+    if least > there:
+        raise BudgetError(
+            f"{numel:,} parameters take {format_bytes(least)} without gradients and optimizer "
+            f"states; this machine has {format_bytes(there)} of memory and free disk together: "
+            "make the model smaller, or add a path to nvme.paths"
+        )
 
 
 def _explicit(config: OffloadConfig) -> dict[StateClass, Placement]:
@@ -208,9 +222,7 @@ def _bytes_of(state_class: StateClass, groups: Sequence[GroupBytes]) -> int:
     return sum(getattr(group, state_class) for group in groups)
 
 
-def _device_demand(
-    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes]
-) -> int:
+def _device_demand(placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes]) -> int:
     """Bytes that explicit placements ask of the device tier, with room for uneven pieces."""
     demand = 0
     for state_class, placement in placements.items():
@@ -234,7 +246,9 @@ def _place(
             dict(placement.shares).get(tier, 0.0) * _bytes_of(other, groups)
             for other, placement in placed.items()
         )
-        whole = free >= needed * left and (tier is not TierName.HOST or free - window >= needed * left)
+        whole = free >= needed * left and (
+            tier is not TierName.HOST or free - window >= needed * left
+        )
         if tier is TierName.NVME or whole:
             shares.append((tier, left))
             return Placement(tuple(shares))
@@ -291,9 +305,7 @@ def _build(
     for group in groups:
         records.append(tuple(flat[: len(group.records)]))
         flat = flat[len(group.records) :]
-    expected: dict[TierName, dict[StateClass, int]] = {
-        tier: defaultdict(int) for tier in TierName
-    }
+    expected: dict[TierName, dict[StateClass, int]] = {tier: defaultdict(int) for tier in TierName}
     for group, parameter, gradient, chunks in zip(
         groups, parameters, gradients, records, strict=True
     ):

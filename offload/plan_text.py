@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import nn
 
-from offload.homes import this_machine
+from offload.homes import compute_device, this_machine
 from offload.plan import Plan, breakdown, make_plan, needed_nbytes
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
@@ -30,8 +30,7 @@ def describe(config: OffloadConfig, model: nn.Module) -> RenderableType:
     Raises what `offload.initialize` would raise before it allocates anything.
     """
     config = config.resolved()
-    cuda = config.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = compute_device(config)
     discovery = discover(model, config.groups.blocks)
     plan = make_plan(config, discovery, this_machine(config.nvme, device))
     return Group(_headline(config, plan, device), _bytes(plan), _needs(plan))

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from offload.tiers.errors import TierFullError
 from offload.tiers.eviction import furthest_first
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
@@ -75,7 +74,15 @@ class SlotPool:
             if wait is not None:
                 wait()
             elif not again and not self.await_progress():
-                raise self._full(nbytes, owner, state_class)
+                return self._last_try(nbytes, owner, state_class)
+
+    def _last_try(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
+        """What somebody let go of since the last look counts, too."""
+        with self.lock:
+            lease = self._try(nbytes, owner, state_class, before=None)
+            if lease is None:
+                raise self.tier.full(nbytes, owner, state_class)
+            return lease
 
     def offer(
         self, nbytes: int, owner: str, state_class: StateClass, *, next_use: float
@@ -115,7 +122,3 @@ class SlotPool:
             if wait is not None:
                 return wait
         return None
-
-    def _full(self, nbytes: int, owner: str, state_class: StateClass) -> TierFullError:
-        with self.lock:
-            return self.tier.full(nbytes, owner, state_class)

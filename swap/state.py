@@ -117,7 +117,7 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
-        """Take the piece home from `source`, which must stay as it is until the transfer is done."""
+        """Take the piece home from `source`, which must not change until the transfer is done."""
 
     # both ---------------------------------------------------------------------------------
     @abc.abstractmethod

@@ -83,7 +83,7 @@ class Worker:
                 self._wanted.clear()
                 while not self._closing and self._work():
                     pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - kept, and raised in whoever waits
             self.failure = error
             self._on_failure(error)
 

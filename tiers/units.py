@@ -27,7 +27,9 @@ def parse_bytes(text: str | int) -> int:
             raise ValueError(f"{text!r} is not a size; write for example 8GiB, 512MiB or 1.5TB")
         value, unit = match.groups()
     if unit.lower() not in _FACTORS:
-        raise ValueError(f"{unit!r} is not a unit of bytes; use KiB, MiB, GiB, TiB (or KB, MB, ...)")
+        raise ValueError(
+            f"{unit!r} is not a unit of bytes; use KiB, MiB, GiB, TiB (or KB, MB, ...)"
+        )
     if value.startswith("-"):
         raise ValueError(f"{text!r} is negative")
     factor = _FACTORS[unit.lower()]

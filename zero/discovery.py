@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: repeated blocks, and the rest by the module that has them.
+"""Which parameters are gathered together: repeated blocks, and the rest by the module with them.
 
 A *unit* is a module whose forward needs groups; a *group* is a set of parameters that move
 together. Usually there is one group per unit. Tied weights belong to the first unit that has them;
@@ -81,7 +81,7 @@ def _names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
 def _units(
     module: nn.Module, name: str, classes: set[str]
 ) -> Iterator[tuple[Unit, list[nn.Parameter]]]:
-    """Depth first: a block or small subtree is one unit, otherwise own parameters, then children."""
+    """Depth first: a block or small subtree is one unit, else own parameters, then children."""
     if _is_whole(module, name, classes):
         params = _params(module.parameters())
         if params:

@@ -137,5 +137,10 @@ def _pass_on(tensor: torch.Tensor, outer: Hooks | None) -> Any:
 
 def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
     return Handle(
-        group, group.version, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        group,
+        group.version,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        int(tensor.storage_offset()),
     )

@@ -135,13 +135,11 @@ class Runtime:
         self._gradient_hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     # ---------------------------------------------------------------- building
-    def _add_group(
-        self, name: str, params: Sequence[tuple[tuple[str, ...], nn.Parameter]]
-    ) -> None:
+    def _add_group(self, name: str, params: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
         options = self.options
         index = len(self.groups)
         layout = lay_out(params)
-        by_names = {names: param for names, param in params}
+        by_names = dict(params)
         ordered = [by_names[spec.names] for spec in layout.params]
 
         def next_use() -> float:
@@ -174,9 +172,7 @@ class Runtime:
         self.optimizer_states.append(kept)
         self.steps.append(np.zeros(trainable, dtype=np.int64))
 
-    def start(
-        self, model: nn.Module, written: Callable[[ParamGroup, list[int]], None]
-    ) -> None:
+    def start(self, model: nn.Module, written: Callable[[ParamGroup, list[int]], None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime."""
         self._hooks = UnitHooks(
             model, self._units, self.groups, self._handles, self.use, written
@@ -359,9 +355,7 @@ class Runtime:
                     )
 
     # ---------------------------------------------------------------- values
-    def load_group(
-        self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]
-    ) -> None:
+    def load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
         """Set a group's parameters (any float dtype), with fresh optimizer states."""
         state = self.optimizer_states[group.index]
         weights = array_of(group.state.host_blank(), self.own)

@@ -87,7 +87,8 @@ class _Part:
     def wait(self) -> torch.Tensor:
         if self.in_place is not None:
             return self.in_place.wait()
-        assert self.arrival is not None and self.staged is not None, "started as one or the other"
+        assert self.arrival is not None, "started as one or the other"
+        assert self.staged is not None, "started as one or the other"
         self.arrival.wait()
         return self.staged
 
@@ -209,9 +210,9 @@ class UpdateQueue:
 
     def _next_chunk(self) -> _Chunk | None:
         """Start the reads of the next chunk; None if there is none, or no buffer for it."""
-        if self._staging and not self._free:
-            if self._active or not self._reclaim(block=True):
-                return None
+        no_buffer = self._staging and not self._free
+        if no_buffer and (self._active or not self._reclaim(block=True)):
+            return None
         while True:
             if self._chunks is None:
                 update = self._begin_group()
@@ -246,7 +247,7 @@ class UpdateQueue:
             yield _Chunk(update, elements, weight, kept, gradient, buffer, last)
 
     def _stage(self, parts: Sequence[_Part]) -> torch.Tensor | None:
-        """Find each part in memory, or start reading it into a buffer; the buffer if one is used."""
+        """Find each part in memory, or start reading it into a buffer; returns the buffer used."""
         buffer: torch.Tensor | None = None
         offset = 0
         for part in parts:

@@ -18,7 +18,7 @@ from torch import nn
 from offload.kernels.convert import decode, encode, join_master, split_master
 from offload.kernels.floats import Array, Float
 from offload.swap.state import State
-from offload.tiers.errors import StateError
+from offload.tiers.errors import BudgetError, StateError, TierFullError
 from offload.zero.bits import array_of, flat_array
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
@@ -150,9 +150,7 @@ class ParameterValues:
         """Full parameters for reading and writing. A parameter that was written keeps exactly what
         was written: its master becomes that value."""
         groups = {self._find(param)[0].index: self._find(param)[0] for param in params}
-        for group in groups.values():
-            group.enter()
-            group.state.settle()  # writes going home must not see half of what the caller writes
+        self._enter(list(groups.values()))
         before = {index: _digests(group) for index, group in groups.items()}
         try:
             yield
@@ -164,6 +162,24 @@ class ParameterValues:
                 if changed:
                     self.accept(group, changed)
                 group.leave()
+
+    def _enter(self, groups: Sequence[ParamGroup]) -> None:
+        """Enter all groups or none. BudgetError when they do not fit together."""
+        entered: list[ParamGroup] = []
+        try:
+            for group in groups:
+                group.enter()
+                entered.append(group)
+                group.state.settle()  # what goes home must not be half of what the caller writes
+        except TierFullError as error:
+            raise BudgetError(
+                f"gathered: {len(groups)} groups at once do not fit, {len(entered)} do ({error}); "
+                "gather fewer at a time, or raise the budget"
+            ) from error
+        finally:
+            if len(entered) < len(groups):
+                for group in entered:
+                    group.leave()
 
     def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
         """Parameters of a gathered group were written: their masters follow."""

@@ -7,6 +7,7 @@ from C it is printed or dropped, and a run would go on as if nobody had asked it
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +40,16 @@ def noted_interrupts() -> Iterator[Interrupts]:
     if not own or threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
+    previous_hook = sys.unraisablehook
+
+    def say_unless_interrupt(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:  # that one is raised by `check`
+            previous_hook(dropped)
+
     signal.signal(signal.SIGINT, interrupts.note)
+    sys.unraisablehook = say_unless_interrupt
     try:
         yield interrupts
     finally:
+        sys.unraisablehook = previous_hook
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offload.config import OffloadConfig
 from offload.config_fields import TIERS
+from offload.homes import compute_device
 from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.tiers.units import format_bytes
 from offload.train.display import make_display
@@ -102,7 +103,7 @@ class _Batches:
         validation = None
         if len(corpus.validation) > train.sequence and train.evaluate_batches:
             validation = Batcher(corpus.validation, train.batch, train.sequence, config.seed)
-        return cls(training, validation, _compute_device(config))
+        return cls(training, validation, compute_device(config))
 
     def train_at(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
         tokens, targets = self.training.at(step, micro_step)
@@ -292,12 +293,6 @@ def _announce(
     nbytes = format_bytes(len(batches.training.data))
     console.print(f"text: {config.train.text}, {nbytes} to train on", soft_wrap=True)
     console.print(f"run folder: {folder.path}", soft_wrap=True)
-
-
-def _compute_device(config: OffloadConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
 
 
 def _default_initialize() -> Initialize:

@@ -1,6 +1,6 @@
 """Trains two steps with everything on nvme and prints its peak memory as JSON.
 
-    python memory_program.py LAYERS HOST_MIB FOLDER
+python memory_program.py LAYERS HOST_MIB FOLDER
 """
 
 from __future__ import annotations

@@ -343,7 +343,8 @@ def test_any_values_are_accepted_or_refused_with_a_config_error(values: dict[str
 
 
 @pytest.mark.parametrize(
-    ("precision", "chunk", "numel"), [("fp32", 1024, 1024), ("bf16", 1024, 2048), ("fp16", 5120, 6144)]
+    ("precision", "chunk", "numel"),
+    [("fp32", 1024, 1024), ("bf16", 1024, 2048), ("fp16", 5120, 6144)],
 )
 def test_chunks_are_whole_pages_in_every_precision(precision: str, chunk: int, numel: int) -> None:
     config = OffloadConfig.load({"precision": precision, "optimizer": {"chunk": chunk}})

@@ -1002,5 +1002,5 @@ def test_a_model_without_anything_to_train_can_be_evaluated(
 
 def test_copying_a_model_with_an_engine_is_an_error_that_says_how_to(make: MakeEngine) -> None:
     engine = make(seeded(TinyLM))
-    with pytest.raises(UnsupportedError, match="before offload.initialize"):
+    with pytest.raises(UnsupportedError, match=r"before offload\.initialize"):
         copy.deepcopy(engine.module)

@@ -157,7 +157,7 @@ def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):
         failing.set()
         state.blank().fill_(2)
         state.wrote()
-        with pytest.raises(StorageError, match="precious|write"):
+        with pytest.raises(StorageError, match=r"precious|write"):
             state.settle()
         with pytest.raises(StorageError):
             state.bring(next_use=None)
@@ -218,7 +218,7 @@ def test_a_file_tier_that_nothing_will_free_says_that_it_is_full(tmp_path):
         kept = [bench.filled(str(number), number) for number in range(2)]
         state = bench.state("one too many")
         state.blank()
-        with pytest.raises(TierFullError, match="budget.nvme"):
+        with pytest.raises(TierFullError, match=r"budget\.nvme"):
             state.wrote()
         assert len(kept) == 2
 

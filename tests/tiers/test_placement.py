@@ -57,7 +57,7 @@ def test_sizes_are_read(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "GiB", "8 GiBs", "-1GiB", "1e3", "8,5GiB", True, "∞"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match="size|unit"):
+    with pytest.raises(ValueError, match=r"size|unit"):
         parse_bytes(text)
 
 

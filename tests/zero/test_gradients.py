@@ -23,7 +23,9 @@ from offload.zero.loss_scale import LossScale
 @pytest.fixture
 def make():
     tier = MemoryTier(TierName.HOST, 1 << 20, HostMemory(1 << 20), Ledger())
-    layout = lay_out([(("w",), nn.Parameter(torch.zeros(70, 3))), (("b",), nn.Parameter(torch.zeros(5)))])
+    layout = lay_out(
+        [(("w",), nn.Parameter(torch.zeros(70, 3))), (("b",), nn.Parameter(torch.zeros(5)))]
+    )
 
     def state(itemsize: int) -> MemoryState:
         size = layout.numel_trainable * itemsize
