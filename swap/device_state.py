@@ -14,7 +14,7 @@ import torch
 
 from offload.swap.io_backend import Priority
 from offload.swap.slot_pool import SlotPool
-from offload.swap.state import HostPiece, State
+from offload.swap.state import HostPiece, MemoryState, State
 from offload.swap.streams import CopyMark, CopyStream
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
@@ -187,33 +187,15 @@ class MirroredState(State):
         self._home.close()
 
 
-class DeviceHomeState(State):
+class DeviceHomeState(MemoryState):
     """Device memory is the home; the update's pieces are copied out and back."""
-
-    in_place = True
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links
     ) -> None:
-        super().__init__(name, nbytes, piece_nbytes)
-        self._lease = lease
+        super().__init__(name, nbytes, piece_nbytes, lease)
         self._links = links
         self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
-
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        return True
-
-    def tensor(self) -> torch.Tensor:
-        return self._lease.tensor[: self.nbytes]
-
-    def blank(self) -> torch.Tensor:
-        return self.tensor()
-
-    def wrote(self) -> None:
-        """Home already."""
-
-    def residency(self) -> Residency:
-        return Residency.CLEAN
 
     def host_tensor(self) -> torch.Tensor:
         copy = torch.empty(self.nbytes, dtype=torch.uint8)
@@ -249,12 +231,3 @@ class DeviceHomeState(State):
             self._lease.tensor[span], source[: span.stop - span.start]
         ).wait()
         return Transfer.completed(None)
-
-    def discard(self) -> None:
-        """A permanent home keeps its memory."""
-
-    def settle(self) -> None:
-        """Copies are waited for where they are made."""
-
-    def close(self) -> None:
-        self._lease.free()
