@@ -249,7 +249,6 @@ class Runtime:
             self.loss_scale.update(overflow=not finite)
         if skip:
             self.steps_skipped += 1
-            _log.info("step skipped: gradient norm %s", norm)
         else:
             self.steps_taken += 1
             self._submit(hyper_of, self._clip(norm) / scale)
@@ -265,11 +264,15 @@ class Runtime:
             self.groups[index].wait_for_update()
 
     def _say_nonfinite(self, finite: bool, skip: bool) -> None:
-        if finite or self.loss_scale is not None or "nonfinite" in self._warned:
+        if finite or "nonfinite" in self._warned:
             return
         self._warned.add("nonfinite")
         what = "skipped" if skip else "applied as it is (set skip_nonfinite: true to skip)"
-        _log.warning("the gradient norm is not finite; the step is %s; said once", what)
+        if self.loss_scale is not None:
+            what += f" and the loss scale lowered to {self.loss_scale.scale:g}"
+        _log.warning(
+            "the gradient norm is not finite; the step is %s; said once, report() counts them", what
+        )
 
     def gradient_norm(self) -> float:
         """2-norm of all gradients as accumulated (scaled under loss scaling)."""

@@ -509,6 +509,33 @@ def test_two_steps_in_a_row_use_the_same_gradients_twice_as_in_torch(
     assert_close(parameters_of(engine), dict(model.named_parameters()))
 
 
+@pytest.mark.parametrize(
+    ("precision", "skip", "skipped"),
+    [("fp16", "auto", True), ("fp32", True, True), ("fp32", "auto", False)],
+)
+def test_a_non_finite_gradient_skips_the_step_or_not_and_is_said_once(
+    make: MakeEngine, caplog: pytest.LogCaptureFixture, precision: str, skip: Any, skipped: bool
+) -> None:
+    model = nn.Linear(4, 4)
+    engine = make(model, precision=precision, skip_nonfinite=skip)
+    before = engine.values.full(model.weight)
+    scale = engine.report().loss_scale
+    dtype = before.dtype
+    for _ in range(2):
+        engine.backward(model(torch.ones(1, 4, dtype=dtype)).sum() * float("inf"))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    after = engine.values.full(model.weight)
+    assert engine.report().skipped_steps == (2 if skipped else 0)
+    assert torch.equal(before, after) is skipped
+    assert bool(after.isfinite().all()) is skipped
+    if scale is not None:
+        assert engine.report().loss_scale == scale / 4
+    said = [r.message for r in caplog.records if "gradient norm is not finite" in r.message]
+    assert len(said) == 1
+    assert ("skipped" if skipped else "applied") in said[0]
+
+
 def test_a_step_without_gradients_changes_nothing(make: MakeEngine) -> None:
     engine = make(seeded(TinyLM))
     losses_of(engine, batches(1))
