@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch
 
 from offload.swap.io_backend import Priority
 from offload.swap.slot_pool import SlotPool
+from offload.swap.slot_state import SlotState
 from offload.swap.state import HostPiece, MemoryState, State
 from offload.swap.streams import CopyMark, CopyStream
 from offload.swap.transfer import Transfer
@@ -33,43 +33,25 @@ class Links:
     to_host: CopyStream
 
 
-class MirroredState(State):
+class MirroredState(SlotState):
     """A home in host memory or a file, mirrored in a slot of device memory while computed with."""
 
     def __init__(
         self, home: State, pool: SlotPool, links: Links, next_use: Callable[[], float]
     ) -> None:
-        super().__init__(home.name, home.nbytes, home.piece_nbytes)
+        """`pool` is one of device memory."""
+        super().__init__(home.name, home.nbytes, home.piece_nbytes, pool, next_use)
         self._home = home
-        self._pool = pool  # of device memory
         self._links = links
-        self._next_use = next_use
-        self._slot: Lease | None = None
         self._arrival: CopyMark | None = None  # None: the slot's content is not valid
 
-    @property
-    def _lock(self) -> threading.RLock:
-        return self._pool.lock
-
     # ---------------------------------------------------------------- what the pool asks
-    @property
-    def held_nbytes(self) -> int:
-        return self._slot.extent.nbytes if self._slot is not None else 0
-
-    def next_use(self) -> float:
-        return self._next_use()
-
     def can_drop(self) -> bool:
         arrived = self._arrival is None or self._arrival.done()
         return self._slot is not None and arrived and not self._slot.in_use()
 
-    def drop(self) -> None:
-        slot, self._slot = self._slot, None
-        if slot is None:
-            raise StateError(f"{self.name} holds no device memory to drop")
+    def _forget_arrival(self) -> None:
         self._arrival = None
-        self._pool.unregister(self)
-        slot.free()
 
     def leave(self) -> None:
         """A mirror is never dirty: `wrote` copies home at once."""

@@ -11,7 +11,6 @@ The states are not stored but follow from what is in flight, so they cannot disa
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -19,7 +18,8 @@ import torch
 from offload.swap.block_store import BlockStore, StoredBlock
 from offload.swap.io_backend import Priority
 from offload.swap.slot_pool import SlotPool
-from offload.swap.state import HostPiece, State
+from offload.swap.slot_state import SlotState
+from offload.swap.state import HostPiece
 from offload.swap.transfer import Failure, Transfer
 from offload.tiers.errors import StateError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
@@ -29,53 +29,34 @@ from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
 
-class FileState(State):
+class FileState(SlotState):
     """A flat buffer at home in a `BlockStore`. Thread-safe: the pool's lock guards its fields."""
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         store: BlockStore, pool: SlotPool, next_use: Callable[[], float],
     ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes)
+        super().__init__(name, nbytes, piece_nbytes, pool, next_use)
         if self.pieces > 1 and piece_nbytes % PAGE_NBYTES:
             raise ValueError(f"{name}: pieces of {piece_nbytes} bytes would share pages")
         self._class = state_class
         self._store = store
-        self._pool = pool
-        self._next_use = next_use
         self._blocks: list[StoredBlock | None] = [None] * self.pieces
-        self._slot: Lease | None = None
         self._arrivals: dict[int, Transfer[None]] = {}
         self._departures: dict[int, Transfer[None]] = {}
         self._dirty: set[int] = set()
         self._being_sent = False  # some thread is in `leave`
         self._failure: Failure | None = None
 
-    @property
-    def _lock(self) -> threading.RLock:
-        return self._pool.lock
-
     # ---------------------------------------------------------------- what the pool asks
-    @property
-    def held_nbytes(self) -> int:
-        return self._slot.extent.nbytes if self._slot is not None else 0
-
-    def next_use(self) -> float:
-        return self._next_use()
-
     def can_drop(self) -> bool:
         slot = self._slot
         if slot is None or self._dirty or self._departures or self._failure is not None:
             return False
         return all(arrival.done() for arrival in self._arrivals.values()) and not slot.in_use()
 
-    def drop(self) -> None:
-        slot, self._slot = self._slot, None
-        if slot is None:
-            raise StateError(f"{self.name} holds no memory to drop")
+    def _forget_arrival(self) -> None:
         self._arrivals.clear()
-        self._pool.unregister(self)
-        slot.free()
 
     def leave(self) -> None:
         """Start taking every dirty piece home."""

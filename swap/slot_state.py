@@ -1,0 +1,58 @@
+"""What states that borrow memory from a `SlotPool` have in common: the slot they hold."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable
+
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import State
+from offload.tiers.errors import StateError
+from offload.tiers.memory_tier import Lease
+
+
+class SlotState(State):
+    """A state with at times a copy in a slot of `pool`, whose lock guards its fields."""
+
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, pool: SlotPool,
+        next_use: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(name, nbytes, piece_nbytes)
+        self._pool = pool
+        self._next_use = next_use
+        self._slot: Lease | None = None
+
+    @property
+    def _lock(self) -> threading.RLock:
+        return self._pool.lock
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._slot.extent.nbytes if self._slot is not None else 0
+
+    def next_use(self) -> float:
+        return self._next_use()
+
+    def drop(self) -> None:
+        """Give the slot back; StateError if none is held."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            raise StateError(f"{self.name} holds no memory to drop")
+        self._forget_arrival()
+        self._pool.unregister(self)
+        slot.free()
+
+    @abc.abstractmethod
+    def _forget_arrival(self) -> None:
+        """The slot is gone, and with it what arrived in it."""
+
+    @abc.abstractmethod
+    def can_drop(self) -> bool: ...
+
+    @abc.abstractmethod
+    def leave(self) -> None: ...
+
+    @abc.abstractmethod
+    def transit(self) -> Callable[[], None] | None: ...
