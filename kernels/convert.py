@@ -28,7 +28,8 @@ from numba.extending import intrinsic
 
 from offload.kernels import jit
 from offload.kernels.floats import Array, Float, Runner, check_input, check_output, numel_of, serial
-from offload.kernels.lanes import I16, Lanes, Value, sweep
+from offload.kernels.lanes import I16, Lanes, Value
+from offload.kernels.loops import sweep
 
 _FP32 = np.dtype(np.float32)
 _UINT16 = np.dtype(np.uint16)

@@ -16,16 +16,20 @@ from llvmlite import ir
 from numba import njit
 from numba.core import types
 
-PLAN_BITS = 12
+PLAN_BITS = 14  # beside 48 bits of digest: the sum fits an int64
 
 Kernel = Callable[..., Any]
 
 
-def digest(source: str) -> int:
-    """48 bits of a digest over an emitting source file and the files all emitters rest on."""
+def digest(source: str, *others: str) -> int:
+    """48 bits of a digest over an emitting source file and the files it rests on.
+
+    `others` are names of files beside it; those that all emitters rest on go without saying.
+    """
     here = Path(__file__)
     state = hashlib.sha256()
-    for path in (Path(source), here, here.with_name("lanes.py"), here.with_name("floats.py")):
+    names = ("jit.py", "lanes.py", "loops.py", "floats.py", *others)
+    for path in (Path(source), *(here.with_name(name) for name in names)):
         state.update(path.read_bytes())
     return int.from_bytes(state.digest()[:6], "big")
 

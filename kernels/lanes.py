@@ -11,8 +11,7 @@ square root, each rounded once, to nearest even. They assume the default floatin
 Only the payload of a NaN is left open (x86 picks one by operand order); that it is a NaN is not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -23,7 +22,7 @@ from offload.kernels.floats import Float
 
 Value = Any  # llvmlite's ir.Value is untyped
 
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 STORAGE = {Float.FP32: F32, Float.BF16: I16, Float.FP16: F16}
@@ -51,7 +50,13 @@ class Lanes:
         return ir.VectorType(scalar, self.width)
 
     def constant(self, scalar: ir.Type, value: float) -> Value:
-        return ir.Constant(self.of(scalar), [value] * self.width)
+        return self.constants(scalar, [value] * self.width)
+
+    def constants(self, scalar: ir.Type, values: Sequence[float]) -> Value:
+        """One constant per lane; integers of 32 bits may be given unsigned."""
+        if scalar == I32:
+            values = [int(value) - ((int(value) & 0x80000000) << 1) for value in values]
+        return ir.Constant(self.of(scalar), list(values))
 
     def splat(self, value: Value) -> Value:
         """A scalar in every lane."""
@@ -74,6 +79,39 @@ class Lanes:
     def store(self, kind: Float, value: Value, base: Value, index: Value) -> None:
         """fp32 lanes, rounded to nearest even in the array's format."""
         self.store_raw(self.encode(kind, value), base, index)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Which of the `width` neighbouring elements is in which lane."""
+        return range(self.width)
+
+    def store_bf16(self, bits: Value, base: Value, index: Value) -> None:
+        """The high halves of fp32 bits in i32 lanes, as bf16."""
+        self.store_raw(self.high_half(bits), base, index)
+
+    def load_split(self, high: Value, low: Value, index: Value) -> Value:
+        """fp32 from the two arrays of a split master."""
+        return self.join(self.load_raw(I16, high, index), self.load_raw(I16, low, index))
+
+    def store_split(self, value: Value, high: Value, low: Value, index: Value) -> None:
+        """fp32 lanes into the two arrays of a split master."""
+        upper, lower = self.split(value)
+        self.store_raw(upper, high, index)
+        self.store_raw(lower, low, index)
+
+    def load_code(self, base: Value, index: Value) -> Value:
+        """Bytes, in a form that `code_bits` takes bits from."""
+        return self.builder.zext(self.load_raw(I8, base, index), self.of(I32))
+
+    def code_bits(self, code: Value, mask: int, shift: int) -> Value:
+        """The bits of each byte that are in `mask`, moved left by `shift` in i32 lanes."""
+        moved = self.shift_left(code, shift)
+        return self.builder.and_(moved, self.constant(I32, mask << shift))
+
+    def store_code(self, code: Value, keep: Value, base: Value, index: Value) -> None:
+        """The low bytes of i32 lanes, all of them & `keep` (an i8 scalar)."""
+        narrow = self.builder.trunc(code, self.of(I8))
+        self.store_raw(self.builder.and_(narrow, self.splat(keep)), base, index)
 
     def decode(self, kind: Float, raw: Value) -> Value:
         if kind is Float.FP32:
@@ -112,6 +150,17 @@ class Lanes:
         unordered = self.builder.fcmp_unordered("uno", value, value)
         return self.builder.select(unordered, self.constant(I32, NAN_BITS), bits)
 
+    def add_noise(self, value: Value, noise: Value, *, signed: bool = True) -> Value:
+        """fp32 bits whose high halves are `value` in bf16, rounded stochastically.
+
+        `noise` are 16 random bits in i32 lanes (`kernels.noise`). A value that is not `signed` is
+        at least 0, or a quiet NaN, as all arithmetic makes them.
+        """
+        if signed:
+            return self.builder.add(self.bits_or_nan(value), noise)
+        bits = self.builder.bitcast(value, self.of(I32))
+        return self.builder.add(self.unsigned_min(bits, self.constant(I32, NAN_BITS)), noise)
+
     def high_half(self, bits: Value) -> Value:
         return self.builder.trunc(self.shift_right(bits, 16), self.of(I16))
 
@@ -144,6 +193,33 @@ class Lanes:
         """The larger; b where either is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
+    def sign(self, a: Value) -> Value:
+        """1 or -1; a itself where it is zero or NaN."""
+        one, minus_one = self.constant(F32, 1.0), self.constant(F32, -1.0)
+        zero = self.constant(F32, 0.0)
+        negative = self.builder.select(self.builder.fcmp_ordered("<", a, zero), minus_one, a)
+        return self.builder.select(self.builder.fcmp_ordered(">", a, zero), one, negative)
+
+    def magnitude_bits(self, value: Value) -> Value:
+        """fp32 bits without their sign: ordered like the magnitudes, a NaN above infinity."""
+        bits = self.builder.bitcast(value, self.of(I32))
+        return self.builder.and_(bits, self.constant(I32, 0x7FFFFFFF))
+
+    def unsigned_max(self, a: Value, b: Value) -> Value:
+        return self.builder.select(self.builder.icmp_unsigned(">", a, b), a, b)
+
+    def unsigned_min(self, a: Value, b: Value) -> Value:
+        return self.builder.select(self.builder.icmp_unsigned("<", a, b), a, b)
+
+    def largest(self, a: Value) -> Value:
+        """The largest of all lanes (unsigned i32), a scalar."""
+        if self.width == 1:
+            return self.builder.extract_element(a, ir.Constant(I32, 0))
+        signature = ir.FunctionType(I32, [a.type])
+        name = f"llvm.vector.reduce.umax.v{self.width}i32"
+        function = cgutils.get_or_insert_function(self.builder.module, signature, name)
+        return self.builder.call(function, [a])
+
     def widen(self, value: Value) -> Value:
         """fp32 to fp64 (exact)."""
         return self.builder.fpext(value, self.of(F64))
@@ -163,32 +239,5 @@ class Lanes:
         return self.builder.call(function, args)
 
 
-# Emits the work on one vector at an index. It yields where the other vectors of the burst should
-# catch up: after its loads, and before its stores.
-Step = Callable[[Lanes, Value], Iterator[None]]
-
-
-def sweep(builder: ir.IRBuilder, lo: Value, hi: Value, burst: int, step: Step) -> None:
-    """Emit loops of `step` over [lo, hi): bursts of several vectors, single vectors, elements."""
-    for span, width in dict.fromkeys([(burst, WIDTH), (WIDTH, WIDTH), (1, 1)]):
-        lo = _loop(builder, lo, hi, span, width, step)
-
-
-def _loop(builder: ir.IRBuilder, lo: Value, hi: Value, span: int, width: int, step: Step) -> Value:
-    """Emit `step` on every whole `span` of elements in [lo, hi); return where they end."""
-    end = builder.sub(hi, builder.urem(builder.sub(hi, lo), I64(span)))
-    with cgutils.for_range_slice(builder, lo, end, I64(span), I64) as (index, _):
-        lanes = Lanes(builder, width)
-        starts = [builder.add(index, I64(offset)) for offset in range(0, span, width)]
-        interleave([step(lanes, start) for start in starts])
-    return end
-
-
-def interleave(steps: Sequence[Iterator[None]]) -> None:
-    """Run generators side by side, from yield to yield, until all have ended."""
-    for _ in zip_longest(*steps):
-        pass
-
-
 def _alignment(scalar: ir.Type) -> int:
-    return {I16: 2, F16: 2, I32: 4, F32: 4, F64: 8}[scalar]
+    return {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, F64: 8}[scalar]

@@ -1,7 +1,8 @@
 """What the kernels compute, in plain NumPy: slow, to be read, and equal to them bit for bit.
 
-The fp32 functions do one rounding per line in the order that `kernels.adam` documents. The fp64 one
-is the mathematics itself, to measure rounding errors against. NaN payloads are not specified.
+The fp32 functions do one rounding per line in the order that `kernels.rules` documents. The fp64
+one is the mathematics itself, to measure rounding errors against. NaN payloads are not specified.
+The other rules, and a whole step on stored formats, are in `kernels.reference_rules`.
 """
 
 import math
@@ -11,13 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.kernels.adam import AdamScalars
 from offload.kernels.floats import Float
 from offload.kernels.gradient_loop import NORM_BLOCK, SUM_LANES
+from offload.kernels.int8 import BLOCK
+from offload.kernels.rules import AdamScalars
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
+U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
+Bits = NDArray[Any]  # uint32
 I16 = NDArray[np.int16]
 
 
@@ -123,6 +127,60 @@ def join_master(high: U16, low: I16) -> F32:
     """The fp32 values of a split master."""
     bits = (high.astype(np.int64) << 16) + low
     return (bits & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+
+
+def random_bits(key: int, first: int, numel: int) -> Bits:
+    """r(key) of the elements first .. first + numel (`kernels.noise`)."""
+    numbers = (first + np.arange(numel, dtype=np.uint64)).astype(np.uint32)
+    x: Bits = numbers * np.uint32(0x9E3779B9) ^ np.uint32(key)
+    x = (x ^ x >> 16) * np.uint32(0x7FEB352D)
+    x = (x ^ x >> 15) * np.uint32(0x846CA68B)
+    return x ^ x >> 16
+
+
+def round_bf16(values: F32, noise: Bits) -> U16:
+    """fp32 values as bf16 bits, rounded stochastically with 16 random bits each."""
+    return ((_bits_or_nan(values) + noise) >> 16).astype(np.uint16)
+
+
+def encode_int8(values: F32, noise: Bits, *, signed: bool) -> tuple[U8, F32]:
+    """The codes (numel,) and scales (blocks,) of fp32 values; `noise` are 16 random bits each."""
+    blocks = [slice(start, start + BLOCK) for start in range(0, values.size, BLOCK)]
+    pairs = [_encode_block(values[block], noise[block], signed) for block in blocks]
+    codes = [code for code, _ in pairs]
+    scales = np.array([scale for _, scale in pairs], np.float32)
+    return np.concatenate([np.zeros(0, np.uint8), *codes]), scales
+
+
+def _encode_block(values: F32, noise: Bits, signed: bool) -> tuple[U8, np.float32]:
+    bits = values.view(np.uint32)
+    magnitudes = bits & 0x7FFFFFFF
+    largest = int(magnitudes.max())
+    if largest >= 0x7F800000:
+        return np.zeros(values.size, np.uint8), np.float32(np.nan)
+    exponent = max((largest + 0x200000 >> 23) - (15 if signed else 31), 8)
+    scale_bits = np.uint32(exponent << 23)
+    scale = scale_bits.view(np.float32)
+    with np.errstate(over="ignore"):
+        total = magnitudes.view(np.float32) + scale
+    code = (total.view(np.uint32) - scale_bits + (noise << 4) + 8) >> 20
+    if signed:
+        code = code | bits >> 31 << 7
+    else:
+        code = np.where(magnitudes != 0, np.maximum(code, 1), code)
+    return code.astype(np.uint8), scale
+
+
+def decode_int8(codes: U8, scales: F32, *, signed: bool) -> F32:
+    """The fp32 values of codes (numel,) with one scale per block."""
+    scale = np.repeat(scales, BLOCK)[: codes.size]
+    wide = codes.astype(np.uint32)
+    magnitude = wide & 0x7F if signed else wide
+    with np.errstate(invalid="ignore"):
+        values = ((magnitude << 20) + scale.view(np.uint32)).view(np.float32) - scale
+    if not signed:
+        return values
+    return (values.view(np.uint32) | (wide & 0x80) << 24).view(np.float32)
 
 
 def partials(values: F32) -> F64:

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.kernels import reference
-from offload.kernels.adam import AdamScalars, Float, Master, Runner, adam_step, serial
-from offload.kernels.floats import Array
+from offload.kernels.floats import Array, Float, Runner, serial
+from offload.kernels.optimizer import Master, optimizer_step
+from offload.kernels.rules import AdamScalars
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)
 SIZES = [0, 1, 7, 15, 16, 17, 127, 128, 129, 1000, 65537]
@@ -26,6 +27,35 @@ SPECIAL = np.array(
      3.3961775e38, 1e-20, 1e20, 1.0, -1.0],
     dtype=np.float32,
 )  # fmt: skip
+
+
+def adam_step(
+    grad: Array,
+    weight: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    scalars: AdamScalars,
+    *,
+    grad_float: Float,
+    weight_float: Float,
+    low: Array | None = None,
+    master: Array | None = None,
+    max_exp_avg_sq: Array | None = None,
+    run: Runner = serial,
+) -> None:
+    """`optimizer_step` with fp32 moments; `max_exp_avg_sq` makes it amsgrad."""
+    moments = (exp_avg, exp_avg_sq)
+    optimizer_step(
+        grad,
+        weight,
+        moments if max_exp_avg_sq is None else (*moments, max_exp_avg_sq),
+        scalars,
+        grad_float=grad_float,
+        weight_float=weight_float,
+        low=low,
+        master=master,
+        run=run,
+    )
 
 
 @dataclass

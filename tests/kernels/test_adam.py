@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from offload.kernels import reference
-from offload.kernels.adam import AdamScalars, Float, Master, adam_step
-from offload.kernels.floats import Array
+from offload.kernels.floats import Array, Float
+from offload.kernels.optimizer import Master
+from offload.kernels.rules import AdamScalars
 from tests.kernels.adam_cases import (
     FORMATS,
     SCALARS,
     SIZES,
     SPECIAL,
     Parameter,
+    adam_step,
     assert_same,
     random_gradient,
     random_state,

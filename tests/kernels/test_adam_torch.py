@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels.adam import AdamScalars, Float, adam_step
+from offload.kernels.floats import Float
+from offload.kernels.rules import AdamScalars
+from tests.kernels.adam_cases import adam_step
 
 STEPS = 30
 NUMEL = 5000

@@ -1,0 +1,306 @@
+"""Optimizer rules: their numbers, and the exact sequence of operations each performs per element.
+
+A rule turns a gradient g, a weight p and its states (the arrays `state_names` lists) into the new
+weight and states. All rules share one frame:
+
+    g  = fp32(gradient) * S          S = grad_scale, negated to maximize
+    p, states = the fp32 values of what is stored
+    the rule, below
+    states and p are stored: rounded, if their format is not fp32. The rule itself works with the
+    values before rounding, so the new p does not see how the new states were rounded.
+
+Guarantee: the bits of an element's result depend on its inputs and on the scalars only (with INT8
+states on the elements of its block, with stochastic rounding on its number and the keys as well).
+Not on where a runner cut the range, on the alignment of arrays, on the number of threads, on
+whether vector or scalar code met the element, or on the vector length of the CPU. Any
+implementation keeps them that performs this sequence. Each line rounds once, to nearest even,
+denormals kept (fma.rn, mul.rn, add.rn, div.rn, sqrt.rn on a GPU); fma only where it is written.
+Capitals are fp32 constants, each computed in double precision and then rounded to fp32; they are
+the `constants` of the scalars, in the order listed.
+
+Adam, AdamW: `AdamScalars`; exp_avg m, exp_avg_sq v, with amsgrad max_exp_avg_sq x
+
+    S                                          D = 1 - lr * weight_decay (decoupled)
+    C1 = 1 - beta1                                 or weight_decay (not decoupled)
+    B2 = beta2      C2 = 1 - beta2             A = -lr / (1 - beta1**step)
+    R  = 1 / sqrt(1 - beta2**step)             order: S, C1, B2, C2, R, E, D, A
+    E  = eps
+
+    p  = p * D                  decoupled
+    g  = fma(D, p, g)           not decoupled
+    t  = fma(-C1, m, m)
+    m  = fma(C1, g, t)
+    t  = C2 * g
+    u  = B2 * v
+    v  = fma(t, g, u)
+    x  = v, or with amsgrad x = (x > v) ? x : v
+    t  = sqrt(x)
+    t  = fma(t, R, E)
+    t  = m / t
+    p  = fma(A, t, p)
+
+Without forming g - m, the first moment is exact for beta1 = 0 and cannot overflow between two large
+values of opposite sign.
+
+Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023): `LionScalars`; exp_avg m
+
+    S, C1 = 1 - beta1, C2 = 1 - beta2, D = 1 - lr * weight_decay, A = -lr       in this order
+
+    p  = p * D
+    t  = fma(-C1, m, m)
+    t  = fma(C1, g, t)
+    u  = (t > 0) ? 1 : (t < 0) ? -1 : t        a zero keeps its sign, a NaN stays one
+    p  = fma(A, u, p)
+    t  = fma(-C2, m, m)
+    m  = fma(C2, g, t)
+
+Adagrad (torch.optim.Adagrad): `AdagradScalars`; sum s
+
+    S, W = weight_decay, E = eps, A = -lr / (1 + (step - 1) * lr_decay)         in this order
+
+    g  = fma(W, p, g)
+    s  = fma(g, g, s)
+    t  = sqrt(s)
+    t  = t + E
+    t  = g / t
+    p  = fma(A, t, p)
+
+SGD (torch.optim.SGD): `SgdScalars`; momentum_buffer b, if momentum is not 0
+
+    S, W = weight_decay, M = momentum, A = -lr                                  order: S, W, M, K, A
+    K  = 1 - dampening, or 1 at step 1 (torch starts the buffer with the whole gradient)
+
+    g  = fma(W, p, g)
+    t  = K * g                  with momentum, as the next lines
+    b  = fma(M, b, t)
+    g  = b, or with nesterov g = fma(M, b, g)
+    p  = fma(A, g, p)
+
+All states start at zero (torch's Adagrad can start `sum` elsewhere, and so can the caller here).
+A NaN stays a NaN; its payload is not specified.
+
+Muon is not among them, and `WHY_NOT_MUON` says so to users: a rule here knows one element at a
+time, or one block of 256. Muon orthogonalises the momentum of a whole matrix (Newton-Schulz, five
+rounds of products X X^T X), so no element of the weight can be updated before the momentum of all
+elements is known, and a chunk of a flat buffer, which cuts across matrices, is never enough.
+"""
+
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from offload.kernels.floats import Array
+
+WHY_NOT_MUON = (
+    "Muon orthogonalises the momentum of a whole matrix, so no chunk of it can be updated before"
+    " all of the matrix's momentum is in memory; choose adamw, adam, lion, adagrad or sgd"
+)
+
+
+BLOCK = 256  # elements of an 8-bit state per scale
+SCALE_SUFFIX = ".scale"  # what a record calls the scales of a state, after its name
+
+
+class Rule(IntEnum):
+    """Which sequence of operations."""
+
+    ADAM = 0
+    LION = 1
+    ADAGRAD = 2
+    SGD = 3
+
+
+class StateFormat(IntEnum):
+    """How a rule's states are kept; all of them alike. Stochastic rounding: `kernels.noise`."""
+
+    FP32 = 0
+    BF16 = 1  # uint16 bits, rounded stochastically
+    INT8 = 2  # uint8 codes and a scale per block, rounded stochastically: `kernels.int8`
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars:
+    """The numbers of one step, the same for every element of a parameter group.
+
+    `step` counts from 1. `grad_scale` multiplies the gradient before anything else. Make one of
+    these per step and group, not per parameter: the fp32 constants are computed here.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+    decoupled: bool = True
+    maximize: bool = False
+    constants: Array = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+        _check_fractions(beta1=self.beta1, beta2=self.beta2)
+        _check_not_negative(eps=self.eps)
+        _check_finite(lr=self.lr, weight_decay=self.weight_decay, grad_scale=self.grad_scale)
+        _freeze(self, self._constants())
+
+    def _constants(self) -> tuple[float, ...]:
+        correction1 = 1.0 - self.beta1**self.step
+        correction2 = 1.0 - self.beta2**self.step
+        return (
+            -self.grad_scale if self.maximize else self.grad_scale,
+            1.0 - self.beta1,
+            self.beta2,
+            1.0 - self.beta2,
+            1.0 / math.sqrt(correction2),
+            self.eps,
+            1.0 - self.lr * self.weight_decay if self.decoupled else self.weight_decay,
+            -self.lr / correction1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LionScalars:
+    """The numbers of one step of Lion, the same for all steps; weight decay is decoupled."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    grad_scale: float = 1.0
+    maximize: bool = False
+    constants: Array = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_fractions(beta1=self.beta1, beta2=self.beta2)
+        _check_finite(lr=self.lr, weight_decay=self.weight_decay, grad_scale=self.grad_scale)
+        scale = -self.grad_scale if self.maximize else self.grad_scale
+        decay = 1.0 - self.lr * self.weight_decay
+        _freeze(self, (scale, 1.0 - self.beta1, 1.0 - self.beta2, decay, -self.lr))
+
+
+@dataclass(frozen=True, slots=True)
+class AdagradScalars:
+    """The numbers of one step of Adagrad; weight decay is added to the gradient."""
+
+    lr: float
+    eps: float
+    weight_decay: float
+    step: int
+    lr_decay: float = 0.0
+    grad_scale: float = 1.0
+    maximize: bool = False
+    constants: Array = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+        _check_not_negative(eps=self.eps, lr_decay=self.lr_decay)
+        _check_finite(lr=self.lr, weight_decay=self.weight_decay, grad_scale=self.grad_scale)
+        scale = -self.grad_scale if self.maximize else self.grad_scale
+        rate = self.lr / (1.0 + (self.step - 1) * self.lr_decay)
+        _freeze(self, (scale, self.weight_decay, self.eps, -rate))
+
+
+@dataclass(frozen=True, slots=True)
+class SgdScalars:
+    """The numbers of one step of SGD; weight decay is added to the gradient.
+
+    `step` counts from 1 and matters at the first step only, and only with dampening.
+    """
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    step: int
+    dampening: float = 0.0
+    nesterov: bool = False
+    grad_scale: float = 1.0
+    maximize: bool = False
+    constants: Array = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+        _check_not_negative(momentum=self.momentum)
+        _check_finite(
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            dampening=self.dampening,
+            grad_scale=self.grad_scale,
+        )
+        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+            raise ValueError(
+                f"nesterov: needs a momentum above 0 and no dampening, got momentum"
+                f" {self.momentum}, dampening {self.dampening}"
+            )
+        scale = -self.grad_scale if self.maximize else self.grad_scale
+        kept = 1.0 if self.step == 1 else 1.0 - self.dampening
+        _freeze(self, (scale, self.weight_decay, self.momentum, kept, -self.lr))
+
+
+Scalars = AdamScalars | LionScalars | AdagradScalars | SgdScalars
+
+_RULES: dict[type[Scalars], Rule] = {
+    AdamScalars: Rule.ADAM,
+    LionScalars: Rule.LION,
+    AdagradScalars: Rule.ADAGRAD,
+    SgdScalars: Rule.SGD,
+}
+_NAMES = {
+    Rule.ADAM: ("exp_avg", "exp_avg_sq"),
+    Rule.LION: ("exp_avg",),
+    Rule.ADAGRAD: ("sum",),
+    Rule.SGD: ("momentum_buffer",),
+}
+_NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
+
+
+def rule_of(scalars: type[Scalars]) -> Rule:
+    """The rule whose numbers a class holds."""
+    return _RULES[scalars]
+
+
+def state_names(
+    scalars: type[Scalars], *, amsgrad: bool = False, momentum: bool = True
+) -> tuple[str, ...]:
+    """Names of a rule's states, in the order in which kernels take them.
+
+    `amsgrad` adds the third state of Adam (FP32 states only); SGD without `momentum` has none.
+    """
+    rule = rule_of(scalars)
+    if rule is Rule.SGD and not momentum:
+        return ()
+    return _NAMES[rule] + (("max_exp_avg_sq",) if rule is Rule.ADAM and amsgrad else ())
+
+
+def is_signed(name: str) -> bool:
+    """Whether a state can be negative: it has another 8-bit code than one that cannot."""
+    return name not in _NEVER_NEGATIVE
+
+
+def _freeze(scalars: Scalars, constants: tuple[float, ...]) -> None:
+    object.__setattr__(scalars, "constants", np.array(constants, dtype=np.float32))
+
+
+def _check_step(step: int) -> None:
+    if step < 1:
+        raise ValueError(f"step: expected 1 or more, got {step}")
+
+
+def _check_fractions(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name}: expected 0 <= {name} < 1, got {value}")
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{name}: expected a finite number of 0 or more, got {value}")
+
+
+def _check_finite(**values: float) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name}: expected a finite number, got {value}")

@@ -1,0 +1,97 @@
+"""Gradients on their way into an accumulator in device memory: the twin of `kernels.gradients`.
+
+The same functions on tensors, with the same guarantee across the two: stored values and fp64
+partials have the same bits (a NaN is a NaN), so that the norm, and with it the clipping, does not
+depend on whether a gradient was summed before or after it left the device. One pass reads the
+gradient, stores or adds it, and leaves per block of `NORM_BLOCK` elements the sum of squares of
+what was stored; a partial that is not finite says that the block has an element that is not.
+
+Unscaling is not done here: as on the CPU, the optimizer's pass multiplies by `grad_scale`, which
+holds the clip coefficient, too, and is known only when all partials are.
+"""
+
+from functools import cache
+
+import torch
+
+from offload.kernels.gradient_loop import Action
+from offload.kernels.gradients import NORM_BLOCK, norm_blocks
+from offload.kernels.triton_launch import Kernel, bits, check, float_of, launch, loaded, numel_of
+
+__all__ = [
+    "NORM_BLOCK",
+    "add_gradient",
+    "copy_gradient",
+    "norm_blocks",
+    "promote_add_gradient",
+    "sum_squares",
+]
+
+_UNROLL = 32  # rows in flight per warp: 4 KiB of fp32
+
+
+def copy_gradient(dst: torch.Tensor, src: torch.Tensor, partials: torch.Tensor) -> None:
+    """dst = src, converted if the formats differ, and bit for bit if they do not.
+
+    `dst` and `src` are (numel,) of float32, bfloat16 or float16, `partials` (blocks,) of float64.
+    """
+    check("src", src, src.dtype, numel_of("dst", dst), dst)
+    _run(Action.COPY, dst, src, src, partials)
+
+
+def add_gradient(dst: torch.Tensor, src: torch.Tensor, partials: torch.Tensor) -> None:
+    """dst += src, into an fp32 accumulator."""
+    promote_add_gradient(dst, dst, src, partials)
+
+
+def promote_add_gradient(
+    dst: torch.Tensor, old: torch.Tensor, src: torch.Tensor, partials: torch.Tensor
+) -> None:
+    """dst = old + src in fp32: the second backward pass, when a 16-bit accumulator grows."""
+    numel = numel_of("dst", dst)
+    check("dst", dst, torch.float32, numel, dst)
+    check("old", old, old.dtype, numel, dst)
+    check("src", src, src.dtype, numel, dst)
+    _run(Action.ADD, dst, old, src, partials)
+
+
+def sum_squares(src: torch.Tensor, partials: torch.Tensor) -> None:
+    """Only the partials of `src`."""
+    _run(Action.SUM, src, src, src, partials)
+
+
+def _run(
+    action: Action,
+    dst: torch.Tensor,
+    old: torch.Tensor,
+    src: torch.Tensor,
+    partials: torch.Tensor,
+) -> None:
+    numel = numel_of("dst" if action is not Action.SUM else "src", dst)
+    check("dst" if action is not Action.SUM else "src", dst, dst.dtype, numel, dst)
+    blocks = norm_blocks(numel)
+    check("partials", partials, torch.float64, blocks, dst)
+    launch(
+        _kernel(),
+        dst,
+        blocks,
+        *(bits(tensor) for tensor in (dst, old, src)),
+        partials,
+        numel,
+        ACTION=int(action),
+        SRC=int(float_of("src", src)),
+        OLD=int(float_of("old", old)),
+        DST=int(float_of("dst", dst)),
+        UNROLL=_UNROLL,
+        num_warps=1,
+    )
+
+
+@cache
+def _kernel() -> Kernel:
+    def gradient_kernel() -> Kernel:
+        from offload.kernels.triton_gradient_kernel import gradient_kernel
+
+        return gradient_kernel
+
+    return loaded(gradient_kernel)

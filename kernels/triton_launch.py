@@ -1,0 +1,121 @@
+"""What the launchers of Triton kernels share: is there a GPU, do the tensors fit, start the kernel.
+
+A launcher has the shape of its CPU twin (`triton_optimizer` of `optimizer`, and so on), takes
+tensors in device memory instead of arrays, and reads formats off their dtypes. It returns once the
+kernel is in the queue of the device's current stream, allocates nothing and synchronises with
+nothing.
+
+Each combination of formats and options is compiled once per process and kept on disk by Triton:
+changing scalars and lengths do not lead to another compilation. A tensor whose start is not a
+multiple of 16 bytes does, and is slow; slices of aligned buffers at whole blocks avoid that.
+
+Triton is imported at the first call. Where TRITON_INTERPRET=1 was set by then, kernels run in
+Triton's interpreter, on tensors in host memory: that is how they are tested without a GPU.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from offload.kernels.floats import Float
+
+Kernel = Any  # triton.JITFunction, or its interpreted twin
+
+OLDEST_TRITON = (3, 6)  # before that, sqrt_rn and div_rn flush denormals: not the CPU's bits
+_FLOATS = {torch.float32: Float.FP32, torch.bfloat16: Float.BF16, torch.float16: Float.FP16}
+
+
+class TritonUnavailableError(RuntimeError):
+    """Triton kernels cannot run here; the message says what is missing."""
+
+
+def missing() -> str | None:
+    """What Triton kernels lack on this machine, as a sentence; None if they can run."""
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed: pip install 'offload[gpu]'"
+    if _version(triton.__version__) < OLDEST_TRITON:
+        wanted = ".".join(map(str, OLDEST_TRITON))
+        return f"triton {wanted} or later is needed, {triton.__version__} is installed"
+    if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+        return "torch sees no CUDA device; kernels for host memory are in kernels.optimizer"
+    return None
+
+
+def loaded(importer: Callable[[], Kernel]) -> Kernel:
+    """The kernel that `importer` imports; TritonUnavailableError says why it cannot run."""
+    reason = missing()
+    if reason is not None:
+        raise TritonUnavailableError(f"Triton kernels cannot run: {reason}")
+    return importer()
+
+
+def launch(kernel: Kernel, like: torch.Tensor, programs: int, *args: Any, **options: Any) -> None:
+    """Queue `programs` programs of `kernel` on the device that `like` is on."""
+    if programs == 0:
+        return
+    if like.is_cuda:
+        where: AbstractContextManager[Any] = torch.cuda.device(like.device)
+    elif _is_interpreted(kernel):
+        where = nullcontext()
+    else:
+        raise ValueError(
+            f"expected tensors on a CUDA device, got them on {like.device}; the kernels for host "
+            "memory are in kernels.optimizer"
+        )
+    with where:
+        # Fused operations are written out; the compiler must not make others of what is left.
+        kernel[(programs,)](*args, enable_fp_fusion=False, **options)
+
+
+def numel_of(name: str, tensor: torch.Tensor) -> int:
+    """Length of a 1-D tensor; ValueError for any other number of dimensions."""
+    if tensor.ndim != 1:
+        raise ValueError(f"{name}: expected a 1-D tensor, got shape {tuple(tensor.shape)}")
+    return tensor.shape[0]
+
+
+def float_of(name: str, tensor: torch.Tensor) -> Float:
+    """The format of a tensor of floats; ValueError for any other dtype."""
+    kind = _FLOATS.get(tensor.dtype)
+    if kind is None:
+        expected = ", ".join(map(_short, _FLOATS))
+        raise ValueError(f"{name}: expected dtype {expected}, got {_short(tensor.dtype)}")
+    return kind
+
+
+def check(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, like: torch.Tensor
+) -> None:
+    """Raise ValueError unless `tensor` is a contiguous (numel,) of `dtype` where `like` is."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}: expected dtype {_short(dtype)}, got {_short(tensor.dtype)}")
+    if tensor.shape != (numel,):
+        raise ValueError(f"{name}: expected shape ({numel},), got {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {tensor.device}")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What kernels are given: 16-bit floats as int16, anything else as it is; the same memory."""
+    return tensor.view(torch.int16) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _is_interpreted(kernel: Kernel) -> bool:
+    import triton
+
+    return not isinstance(kernel, triton.JITFunction)

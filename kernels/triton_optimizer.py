@@ -1,0 +1,232 @@
+"""One optimizer step on flat tensors in device memory: the twin of `kernels.optimizer`.
+
+The rules, formats and random bits are those of `kernels.rules`, `kernels.convert`, `kernels.int8`
+and `kernels.noise`, and so are the results, bit for bit (a NaN is a NaN): which part of a
+parameter group a GPU steps and which part the CPU does not show in the weights.
+
+One pass reads and writes each array once. With states in fp32 or bf16 a program of the kernel is
+1024 elements; with 8-bit states it is four blocks of 256 that share a scale each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from offload.kernels.floats import Float
+from offload.kernels.int8 import BLOCK as CODE_BLOCK
+from offload.kernels.noise import Noise
+from offload.kernels.rules import (
+    AdamScalars,
+    Rule,
+    Scalars,
+    SgdScalars,
+    StateFormat,
+    rule_of,
+    state_names,
+)
+from offload.kernels.triton_launch import Kernel, bits, check, float_of, launch, loaded, numel_of
+from offload.kernels.variants import Master
+
+_BLOCK = 1024
+# Eight warps leave four elements to a thread: 16-byte accesses of fp32, and one layout for arrays
+# of all widths, so that nothing goes through shared memory. Of 16-bit and 8-bit arrays alone a
+# thread takes eight.
+_WARPS = {StateFormat.FP32: 8, StateFormat.BF16: 4, StateFormat.INT8: 4}
+_FORMATS = {
+    torch.float32: StateFormat.FP32,
+    torch.bfloat16: StateFormat.BF16,
+    torch.uint8: StateFormat.INT8,
+}
+_CONSTANTS = 8  # of Adam; the other rules have fewer
+_NO_NOISE = Noise(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What is fixed at compile time, besides the state count and the gradient's format."""
+
+    rule: Rule
+    flag: bool  # Adam decoupled, SGD nesterov
+    weight: Float
+    master: Master
+    states: StateFormat
+
+    @property
+    def draws(self) -> bool:
+        """Whether something is rounded stochastically."""
+        rounded = self.master is Master.NONE and self.weight is Float.BF16
+        return rounded or self.states is not StateFormat.FP32
+
+
+def optimizer_step(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scalars: Scalars,
+    *,
+    scales: Sequence[torch.Tensor] = (),
+    low: torch.Tensor | None = None,
+    master: torch.Tensor | None = None,
+    noise: Noise | None = None,
+) -> None:
+    """Update `weight`, `states` and what else is given, in place, from `grad`.
+
+    All tensors are (numel,), contiguous, on one device, and do not overlap; dtypes say what they
+    hold. `grad` and `weight` are float32, bfloat16 or float16. `states` are the rule's, in the
+    order of `state_names`, all float32, all bfloat16, or all uint8 codes of `kernels.int8` with
+    one float32 tensor (ceil(numel / 256),) in `scales` for each; three states with `AdamScalars`
+    are amsgrad (float32 only), and SGD without momentum has none.
+
+    The fp32 master of a 16-bit weight is `low` (int16, of a bfloat16 weight) or `master`
+    (float32). A bfloat16 weight with neither is rounded stochastically; so are bfloat16 and uint8
+    states. All that needs `noise`, of which `first` is the number of element 0 in its group.
+
+    Returns once the work is queued on the current stream; `grad` is left as it was. ValueError,
+    before anything is queued, names the argument that does not fit.
+    """
+    numel = numel_of("weight", weight)
+    variant = _variant(weight, states, scalars, low, master)
+    grad_float = float_of("grad", grad)
+    check("grad", grad, grad.dtype, numel, weight)
+    check("weight", weight, weight.dtype, numel, weight)
+    extra = _check_master(weight, low, master, numel)
+    _check_states(weight, states, scales, scalars, variant.states, numel)
+    if noise is None and variant.draws:
+        raise ValueError("noise: expected with stochastic rounding (16- or 8-bit), got None")
+    noise = noise or _NO_NOISE
+    constants = scalars.constants.tolist()
+    unused = weight  # a pointer that is not followed
+    launch(
+        _kernel(),
+        weight,
+        -(-numel // _BLOCK),
+        *(bits(tensor) for tensor in (grad, weight, extra)),
+        *(bits(tensor) for tensor in _padded(states, 3, unused)),
+        *(bits(tensor) for tensor in _padded(scales, 2, unused)),
+        numel,
+        noise.key,
+        noise.weight_key,
+        noise.first & 0xFFFFFFFF,
+        *constants,
+        *(0.0 for _ in range(_CONSTANTS - len(constants))),
+        RULE=int(variant.rule),
+        FLAG=variant.flag,
+        GRAD=int(grad_float),
+        WEIGHT=int(variant.weight),
+        MASTER=int(variant.master),
+        STATES=len(states),
+        FORMAT=int(variant.states),
+        BLOCK=_BLOCK,
+        num_warps=_WARPS[variant.states],
+    )
+
+
+@cache
+def _kernel() -> Kernel:
+    def step_kernel() -> Kernel:
+        from offload.kernels.triton_step_kernel import step_kernel
+
+        return step_kernel
+
+    return loaded(step_kernel)
+
+
+def _variant(
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scalars: Scalars,
+    low: torch.Tensor | None,
+    master: torch.Tensor | None,
+) -> _Variant:
+    weight_float = float_of("weight", weight)
+    flag = False
+    if isinstance(scalars, AdamScalars):
+        flag = scalars.decoupled
+    elif isinstance(scalars, SgdScalars):
+        flag = scalars.nesterov
+    state_format = StateFormat.FP32
+    if states:
+        found = _FORMATS.get(states[0].dtype)
+        if found is None:
+            raise ValueError(
+                f"states: expected dtype float32, bfloat16 or uint8, got {states[0].dtype}"
+            )
+        state_format = found
+    kind = _master(weight_float, low, master)
+    return _Variant(rule_of(type(scalars)), flag, weight_float, kind, state_format)
+
+
+def _master(weight: Float, low: torch.Tensor | None, master: torch.Tensor | None) -> Master:
+    """Which variant the arguments ask for; ValueError if they contradict each other."""
+    if low is not None and master is not None:
+        raise ValueError("low, master: expected one of them, got both")
+    if low is None and master is None:
+        if weight is Float.FP16:
+            raise ValueError(
+                "low, master: an FP16 weight needs a master, got none; only BF16 weights can be"
+                " rounded stochastically"
+            )
+        return Master.NONE
+    if weight is Float.FP32:
+        raise ValueError("low, master: an fp32 weight is its own master, expected neither")
+    if master is not None:
+        return Master.FP32
+    if weight is not Float.BF16:
+        raise ValueError(f"low: only a BF16 weight can be split, got {weight.name}")
+    return Master.SPLIT
+
+
+def _check_master(
+    weight: torch.Tensor, low: torch.Tensor | None, master: torch.Tensor | None, numel: int
+) -> torch.Tensor:
+    """The second array of the weight, or the weight for want of one."""
+    if low is not None:
+        check("low", low, torch.int16, numel, weight)
+        return low
+    if master is not None:
+        check("master", master, torch.float32, numel, weight)
+        return master
+    return weight
+
+
+def _check_states(
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    scalars: Scalars,
+    state_format: StateFormat,
+    numel: int,
+) -> None:
+    names = _names(scalars, len(states), state_format)
+    for name, state in zip(names, states, strict=True):
+        check(name, state, states[0].dtype, numel, weight)
+    expected = len(states) if state_format is StateFormat.INT8 else 0
+    if len(scales) != expected:
+        raise ValueError(
+            f"scales: expected {expected} for {len(states)} {state_format.name} states,"
+            f" got {len(scales)}"
+        )
+    blocks = -(-numel // CODE_BLOCK)
+    for name, scale in zip(names, scales, strict=bool(scales)):
+        check(f"scales of {name}", scale, torch.float32, blocks, weight)
+
+
+def _names(scalars: Scalars, count: int, state_format: StateFormat) -> tuple[str, ...]:
+    """Names of the states; ValueError if there are more or fewer than the rule has."""
+    amsgrad = isinstance(scalars, AdamScalars) and count == 3
+    if amsgrad and state_format is not StateFormat.FP32:
+        raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")
+    momentum = not isinstance(scalars, SgdScalars) or scalars.momentum != 0.0
+    names = state_names(type(scalars), amsgrad=amsgrad, momentum=momentum)
+    if len(names) != count:
+        listed = ", ".join(names) or "none"
+        raise ValueError(f"states: expected {len(names)} ({listed}), got {count}")
+    return names
+
+
+def _padded(
+    tensors: Sequence[torch.Tensor], count: int, unused: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    return [*tensors, *[unused] * (count - len(tensors))]

@@ -1,0 +1,202 @@
+"""A weight with the states of any rule in any format, stepped by the kernel or by its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.kernels import reference, reference_rules
+from offload.kernels.floats import Array, Float, Runner, serial
+from offload.kernels.int8 import BLOCK
+from offload.kernels.noise import Noise
+from offload.kernels.optimizer import optimizer_step, scale_blocks
+from offload.kernels.rules import (
+    AdagradScalars,
+    AdamScalars,
+    LionScalars,
+    Scalars,
+    SgdScalars,
+    StateFormat,
+    is_signed,
+    state_names,
+)
+from offload.kernels.variants import Master
+from tests.kernels.adam_cases import SPECIAL, assert_same
+
+NOISE = Noise(0x12345678, 0x9ABCDEF0, first=0xFFFFFE00)  # the numbers wrap in a long array
+RULES: dict[str, Scalars] = {
+    "adamw": AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37),
+    "adam": AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, decoupled=False, maximize=True),
+    "lion": LionScalars(1e-3, 0.9, 0.99, 0.1, grad_scale=0.37),
+    "adagrad": AdagradScalars(1e-2, 1e-10, 0.1, step=3, lr_decay=0.01, grad_scale=0.37),
+    "sgd": SgdScalars(1e-2, 0.0, 0.1, step=3, grad_scale=0.37),
+    "momentum": SgdScalars(1e-2, 0.9, 0.1, step=3, dampening=0.1, maximize=True),
+    "nesterov": SgdScalars(1e-2, 0.9, 0.1, step=3, nesterov=True),
+}
+WEIGHTS = [
+    (Float.FP32, Master.NONE),
+    (Float.BF16, Master.NONE),
+    (Float.BF16, Master.SPLIT),
+    (Float.BF16, Master.FP32),
+    (Float.FP16, Master.FP32),
+]
+Draw = Callable[[int], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How everything is stored."""
+
+    grad: Float = Float.BF16
+    weight: Float = Float.BF16
+    master: Master = Master.SPLIT
+    states: StateFormat = StateFormat.FP32
+
+    def __str__(self) -> str:
+        return "-".join(x.name.lower() for x in (self.grad, self.weight, self.master, self.states))
+
+
+@dataclass
+class Stored:
+    """Arrays as `optimizer_step` takes them."""
+
+    formats: Formats
+    names: tuple[str, ...]
+    weight: Array
+    states: list[Array]
+    scales: list[Array]
+    low: Array | None = None
+    master: Array | None = None
+
+    @classmethod
+    def draw(cls, scalars: Scalars, formats: Formats, numel: int, draw: Draw) -> Stored:
+        """Encoded draws: weight first, then the states, none negative that cannot be."""
+        momentum = not isinstance(scalars, SgdScalars) or scalars.momentum != 0
+        names = state_names(type(scalars), momentum=momentum)
+        weight = draw(numel)
+        values = [draw(numel) for _ in names]
+        positive = [v if is_signed(n) else np.abs(v) for n, v in zip(names, values, strict=True)]
+        return cls.of(formats, names, weight, positive)
+
+    @classmethod
+    def of(
+        cls,
+        formats: Formats,
+        names: tuple[str, ...],
+        weight: NDArray[np.float32],
+        values: list[NDArray[np.float32]],
+    ) -> Stored:
+        low = None
+        stored = reference.encode(weight, formats.weight)
+        if formats.master is Master.SPLIT:
+            stored, low = reference.split_master(weight)
+        master = weight.copy() if formats.master is Master.FP32 else None
+        states, scales = list[Array](), list[Array]()
+        for name, array in zip(names, values, strict=True):
+            if formats.states is StateFormat.INT8:
+                half = np.full(array.size, 0x8000, np.uint32)
+                codes, scale = reference.encode_int8(array, half, signed=is_signed(name))
+                states.append(codes)
+                scales.append(scale)
+            else:
+                kind = Float.FP32 if formats.states is StateFormat.FP32 else Float.BF16
+                states.append(reference.encode(array, kind))
+        return cls(formats, names, stored, states, scales, low, master)
+
+    def arrays(self) -> dict[str, Array]:
+        """Those that are there, by name."""
+        found = {"weight": self.weight}
+        found |= dict(zip(self.names, self.states, strict=True))
+        scale_names = [f"scale of {name}" for name in self.names][: len(self.scales)]
+        found |= dict(zip(scale_names, self.scales, strict=True))
+        optional = {"low": self.low, "master": self.master}
+        return found | {name: array for name, array in optional.items() if array is not None}
+
+    def copy(self) -> Stored:
+        return self.moved(0)
+
+    def moved(self, elements: int) -> Stored:
+        """A copy whose arrays each start so many elements after an allocation does."""
+
+        def room(array: Array) -> Array:
+            fresh = np.empty(array.size + elements, array.dtype)[elements:]
+            fresh[:] = array
+            return fresh
+
+        return self._mapped(room, room)
+
+    def part(self, lo: int, hi: int) -> Stored:
+        """The elements lo .. hi as views; lo is a block boundary if there are blocks."""
+        blocks = slice(lo // BLOCK, scale_blocks(hi))
+        return self._mapped(lambda array: array[lo:hi], lambda scale: scale[blocks])
+
+    def _mapped(
+        self, element_wise: Callable[[Array], Array], block_wise: Callable[[Array], Array]
+    ) -> Stored:
+        return replace(
+            self,
+            weight=element_wise(self.weight),
+            states=[element_wise(array) for array in self.states],
+            scales=[block_wise(array) for array in self.scales],
+            low=None if self.low is None else element_wise(self.low),
+            master=None if self.master is None else element_wise(self.master),
+        )
+
+    def step(
+        self, grad: Array, scalars: Scalars, noise: Noise | None = NOISE, run: Runner = serial
+    ) -> None:
+        optimizer_step(
+            grad, self.weight, self.states, scalars,
+            grad_float=self.formats.grad, weight_float=self.formats.weight,
+            state_format=self.formats.states, scales=self.scales,
+            low=self.low, master=self.master, noise=noise, run=run,
+        )  # fmt: skip
+
+    def reference_step(self, grad: Array, scalars: Scalars, noise: Noise = NOISE) -> None:
+        reference_rules.optimizer_step(
+            grad, self.weight, self.states, scalars,
+            grad_float=self.formats.grad, weight_float=self.formats.weight,
+            state_format=self.formats.states, scales=self.scales,
+            low=self.low, master=self.master, noise=noise,
+        )  # fmt: skip
+
+    def decoded(self, name: str) -> NDArray[np.float32]:
+        """A state's values."""
+        place = self.names.index(name)
+        if self.formats.states is StateFormat.INT8:
+            signed = is_signed(name)
+            return reference.decode_int8(self.states[place], self.scales[place], signed=signed)
+        kind = Float.FP32 if self.formats.states is StateFormat.FP32 else Float.BF16
+        return reference.decode(self.states[place], kind)
+
+    def assert_same(self, other: Stored) -> None:
+        """Equal bits in all arrays; NaNs of fp16 weights keep a payload, which is not specified."""
+        expected = other.arrays()
+        for name, array in self.arrays().items():
+            wanted = expected[name]
+            if name == "weight" and self.formats.weight is Float.FP16:
+                array, wanted = (reference.decode(x, Float.FP16) for x in (array, wanted))
+            assert_same(array, wanted, name)
+
+
+def calm(seed: int) -> Draw:
+    """Values as they come up in training."""
+    rng = np.random.default_rng(seed)
+    return lambda numel: rng.standard_normal(numel).astype(np.float32)
+
+
+def wild(seed: int) -> Draw:
+    """Every kind of value against every other; some blocks without what is not finite."""
+    rng = np.random.default_rng(seed)
+
+    def draw(numel: int) -> NDArray[np.float32]:
+        values = rng.choice(SPECIAL, numel)
+        blocks = np.arange(numel) // BLOCK % 3
+        values[(blocks == 1) & ~np.isfinite(values)] = 0.5
+        tame = np.clip(np.nan_to_num(values), -1, 1)
+        return np.where(blocks == 2, tame, values).astype(np.float32)
+
+    return draw

@@ -1,0 +1,152 @@
+"""Stochastic rounding: reproducible bits, results right on average."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from offload.kernels import reference
+from offload.kernels.floats import Float
+from offload.kernels.noise import Noise, mix64, noise_of
+from offload.kernels.optimizer import optimizer_step
+from offload.kernels.rules import AdamScalars, LionScalars, SgdScalars, StateFormat
+
+NUMEL = 1 << 18
+
+
+def test_the_generator_is_the_documented_one() -> None:
+    """In plain integers; a change would make resumed runs differ from uninterrupted ones."""
+    key, first = 0xDEADBEEF, 0xFFFFFFFE
+    for place, got in enumerate(reference.random_bits(key, first, 5)):
+        x = ((first + place) % 2**32 * 0x9E3779B9) % 2**32 ^ key
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        assert int(got) == x ^ x >> 16
+
+
+def test_keys_are_pinned() -> None:
+    assert mix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # SplitMix64's first number from 0
+    assert noise_of(0, 0, 0) == Noise(0x238275BC, 0x38FCBE91)
+    assert noise_of(1, 2, 3) == Noise(0xD0734750, 0xFDE362B3)
+
+
+def test_keys_differ_between_neighbours() -> None:
+    words = product(range(9), range(9), range(99))
+    made = [noise_of(*word) for word in words]
+    keys = [noise.key for noise in made] + [noise.weight_key for noise in made]
+    assert len(set(keys)) > len(keys) - 8  # 16k draws of 32 bits: 0.03 collisions expected
+
+
+def test_a_key_outside_32_bits_is_named() -> None:
+    with pytest.raises(ValueError, match=r"key: expected 0 \.\. 2\*\*32 - 1"):
+        Noise(1 << 32, 0)
+
+
+def rounded_weights(value: float, noise: Noise) -> np.ndarray:
+    """A weight of `value` rounded to bf16 NUMEL times, by a step that changes nothing."""
+    weight = np.zeros(NUMEL, np.uint16)
+    grad = np.full(NUMEL, -value, np.float32)
+    scalars = SgdScalars(1.0, 0.0, 0.0, step=1)  # 0 - 1 * -value
+    optimizer_step(
+        grad, weight, [], scalars, grad_float=Float.FP32, weight_float=Float.BF16, noise=noise
+    )
+    return reference.decode(weight, Float.BF16)
+
+
+def rounded_moments(value: float, kind: StateFormat, noise: Noise) -> tuple[np.ndarray, np.ndarray]:
+    """exp_avg and exp_avg_sq, both of `value`, as they are stored."""
+    dtype = np.uint16 if kind is StateFormat.BF16 else np.uint8
+    states = [np.zeros(NUMEL, dtype) for _ in range(2)]
+    scales = [np.zeros(NUMEL // 256, np.float32) for _ in range(2)]
+    scales = scales if kind is StateFormat.INT8 else []
+    grad, weight = np.full(NUMEL, np.sqrt(value), np.float32), np.zeros(NUMEL, np.float32)
+    scalars = AdamScalars(0.0, 0.0, 0.0, 1.0, 0.0, step=1)
+    optimizer_step(
+        grad, weight, states, scalars, grad_float=Float.FP32, weight_float=Float.FP32,
+        state_format=kind, scales=scales, noise=noise,
+    )  # fmt: skip
+    if kind is StateFormat.BF16:
+        decoded = [reference.decode(state, Float.BF16) for state in states]
+    else:
+        decoded = [
+            reference.decode_int8(state, scale, signed=signed)
+            for state, scale, signed in zip(states, scales, (True, False), strict=True)
+        ]
+    return decoded[0], decoded[1]
+
+
+def assert_unbiased(values: np.ndarray, exact: float) -> None:
+    """The mean is within 5 standard errors; there are two values only, and the right ones."""
+    levels = np.unique(values)
+    assert levels.size == 2
+    low, high = (float(level) for level in levels)
+    assert low < exact < high
+    share = (exact - low) / (high - low)
+    got = float(np.mean(values == high))
+    assert abs(got - share) < 5 * np.sqrt(share * (1 - share) / values.size)
+
+
+@pytest.mark.parametrize("value", [1.001, -3.33e-5, 0.7071, 1e30])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_weight_is_right_on_average(value: float, step: int) -> None:
+    assert_unbiased(rounded_weights(value, noise_of(5, 0, step)), float(np.float32(value)))
+
+
+@pytest.mark.parametrize("value", [1.003, 0.29, 5.7e-9])
+@pytest.mark.parametrize("kind", [StateFormat.BF16, StateFormat.INT8])
+def test_moments_are_right_on_average_and_independent(value: float, kind: StateFormat) -> None:
+    root = np.float32(np.sqrt(value))
+    first, second = rounded_moments(value, kind, noise_of(6, 0, 1))
+    assert_unbiased(first, float(root))
+    assert_unbiased(second, float(root * root))
+    ups = np.corrcoef(first == first.max(), second == second.max())[0, 1]
+    assert abs(ups) < 5 / np.sqrt(NUMEL)
+
+
+def test_neighbours_and_steps_are_rounded_independently() -> None:
+    rows = [rounded_weights(1.001, noise_of(7, 0, step)) > 1.0 for step in range(1, 5)]
+    stacked = np.array(rows, np.float64)
+    for shift in (1, 2, 16, 256):
+        for row in stacked:
+            assert abs(np.corrcoef(row[:-shift], row[shift:])[0, 1]) < 5 / np.sqrt(NUMEL)
+    between = np.corrcoef(stacked) - np.eye(len(rows))
+    assert np.abs(between).max() < 5 / np.sqrt(NUMEL)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, 0.0, -0.0, 1.0, -1.5, 1e-40])
+def test_what_bf16_has_is_kept(value: float) -> None:
+    bf16 = reference.decode(reference.encode(np.array([value], np.float32), Float.BF16), Float.BF16)
+    momentum = np.zeros(4096, np.uint16)
+    optimizer_step(
+        np.full(4096, bf16[0], np.float32), np.zeros(4096, np.float32), [momentum],
+        LionScalars(0.0, 0.0, 0.0, 0.0), grad_float=Float.FP32, weight_float=Float.FP32,
+        state_format=StateFormat.BF16, noise=noise_of(8, 0, 1),
+    )  # fmt: skip
+    assert np.unique(reference.decode(momentum, Float.BF16)).tolist() == [bf16[0]]
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFC00000])
+def test_any_nan_stays_a_nan(bits: int) -> None:
+    grad = np.full(64, bits, np.uint32).view(np.float32)
+    weight, momentum = np.zeros(64, np.uint16), np.zeros(64, np.uint16)
+    optimizer_step(
+        grad, weight, [momentum], SgdScalars(1.0, 0.5, 0.0, 1), grad_float=Float.FP32,
+        weight_float=Float.BF16, state_format=StateFormat.BF16, noise=Noise(1, 2),
+    )  # fmt: skip
+    assert weight.tolist() == momentum.tolist() == [0x7FC0] * 64
+
+
+def test_bf16_second_moments_do_not_stick() -> None:
+    """v forgets a large start by a thousandth per step: below half a step of bf16."""
+    numel = 4096
+    states = [np.zeros(numel, np.uint16), reference.encode(np.ones(numel, np.float32), Float.BF16)]
+    weight, grad = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+    scalars = AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.0, step=1)
+    for step in range(1, 1001):
+        optimizer_step(
+            grad, weight, states, replace(scalars, step=step), grad_float=Float.FP32,
+            weight_float=Float.FP32, state_format=StateFormat.BF16, noise=noise_of(9, 0, step),
+        )  # fmt: skip
+    mean = float(reference.decode(states[1], Float.BF16).mean())
+    assert mean == pytest.approx(0.999**1000, rel=0.01)

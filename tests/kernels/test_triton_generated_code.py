@@ -1,0 +1,88 @@
+"""What Triton makes of the kernels for an H200: the operations written, wide accesses, loads first.
+
+Triton compiles for a GPU without one, down to machine code, so this runs everywhere.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATHS = 2  # every kernel is there twice: for whole blocks, and with masks for the last one
+
+
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """PTX of the variants in `triton_ptx`, compiled anew."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), environment.get("PYTHONPATH", "")])
+    )
+    program = [sys.executable, "-m", "tests.kernels.triton_ptx"]
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    compiled: dict[str, str] = json.loads(done.stdout)
+    return compiled
+
+
+def instructions(ptx: str) -> list[str]:
+    return re.findall(r"^\s*(?:@!?%\w+\s+)?([a-z][a-z0-9_]*(?:\.[\w:]+)*)\s+[^;]*;", ptx, re.M)
+
+
+def count(ptx: str) -> Counter[str]:
+    return Counter(instructions(ptx))
+
+
+@pytest.mark.parametrize(
+    ("variant", "elements", "expected"),
+    [  # elements per thread; operations per element
+        ("adamw", 4, {"fma": 5, "mul": 4, "div": 1, "sqrt": 1, "add": 0}),
+        ("adam bf16", 8, {"fma": 6, "mul": 3, "div": 1, "sqrt": 1, "add": 0}),
+        ("adamw int8", 8, {"fma": 5, "mul": 4, "div": 1, "sqrt": 1, "add": 2}),
+        ("amsgrad", 4, {"fma": 5, "mul": 4, "div": 1, "sqrt": 1, "add": 0}),
+        ("lion", 4, {"fma": 5, "mul": 2, "div": 0, "sqrt": 0, "add": 0}),
+        ("adagrad", 4, {"fma": 3, "mul": 1, "div": 1, "sqrt": 1, "add": 1}),
+        ("nesterov", 4, {"fma": 4, "mul": 2, "div": 0, "sqrt": 0, "add": 0}),
+    ],
+)
+def test_a_step_has_the_operations_of_its_rule(
+    ptx: dict[str, str], variant: str, elements: int, expected: dict[str, int]
+) -> None:
+    found = count(ptx[variant])
+    for operation, per_element in expected.items():
+        assert found[f"{operation}.rn.f32"] == per_element * elements * PATHS, operation
+
+
+def test_nothing_is_approximate_or_flushed_or_left_to_be_fused(ptx: dict[str, str]) -> None:
+    for variant, code in ptx.items():
+        for name in count(code):
+            assert not re.search(r"ftz|approx|full", name), (variant, name)
+            assert not re.fullmatch(r"(add|sub|mul|fma|mad)\.f(32|64)", name), (variant, name)
+
+
+@pytest.mark.parametrize("variant", ["adamw", "amsgrad", "adam bf16", "encode", "join"])
+def test_whole_blocks_are_read_and_written_in_vectors(ptx: dict[str, str], variant: str) -> None:
+    found = count(ptx[variant])
+    for access in ("ld", "st"):
+        assert found[f"{access}.global.v4.b32"] + found[f"{access}.global.v2.b32"] >= 1, access
+    assert not any(".shared" in name for name in found)
+
+
+@pytest.mark.parametrize(("variant", "loads"), [("copy", 32), ("add", 64)])
+def test_a_gradients_rows_are_loaded_before_the_first_is_stored(
+    ptx: dict[str, str], variant: str, loads: int
+) -> None:
+    found = count(ptx[variant])
+    assert found["fma.rn.f64"] == 32 * PATHS
+    assert found["add.rn.f64"] == 5  # 32 lanes in halves
+    accesses = [name[:2] for name in instructions(ptx[variant]) if ".global" in name]
+    assert accesses[:loads] == ["ld"] * loads
+    assert accesses[loads : loads + 32] == ["st"] * 32

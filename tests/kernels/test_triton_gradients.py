@@ -1,0 +1,163 @@
+"""Gradients that land in device memory have the bits, and the partials, of those on the CPU."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from offload.kernels import reference
+from offload.kernels.floats import Array, Float
+from offload.kernels.triton_gradients import (
+    NORM_BLOCK,
+    add_gradient,
+    copy_gradient,
+    norm_blocks,
+    promote_add_gradient,
+    sum_squares,
+)
+from tests.kernels import triton_device
+from tests.kernels.adam_cases import SPECIAL, assert_same
+from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
+
+__all__ = ["launches"]
+pytestmark = triton_device.MARKS
+
+SIZES = [0, 1, 33, 1025]
+PAIRS = [(dst, src) for dst in Float for src in Float]
+
+
+def gradient(numel: int, kind: Float, seed: int = 0) -> Array:
+    rng = np.random.default_rng(seed)
+    values = np.ldexp(rng.standard_normal(numel), rng.integers(-20, 10, numel))
+    return reference.encode(values.astype(np.float32), kind)
+
+
+def special(kind: Float, seed: int = 0) -> Array:
+    return reference.encode(np.random.default_rng(seed).choice(SPECIAL, 700), kind)
+
+
+def partials_for(numel: int) -> torch.Tensor:
+    return torch.full((norm_blocks(numel),), -1.0, dtype=torch.float64, device=DEVICE)
+
+
+def check_values(got: torch.Tensor, expected: Array, kind: Float) -> None:
+    """Equal bits; a NaN equals any other."""
+    assert_same(reference.decode(get(got), kind), reference.decode(expected, kind))
+
+
+def check_copy(src: Array, dst_float: Float, src_float: Float) -> None:
+    dst, partials = zeros(src.size, dst_float), partials_for(src.size)
+    copy_gradient(dst, put(src, src_float), partials)
+    expected = reference.encode(reference.decode(src, src_float), dst_float)
+    check_values(dst, expected, dst_float)
+    assert_same(get(partials), reference.partials(reference.decode(expected, dst_float)))
+
+
+@pytest.mark.parametrize(("dst_float", "src_float"), PAIRS)
+@pytest.mark.parametrize("numel", [17, 1025])
+def test_copy_matches_reference(numel: int, dst_float: Float, src_float: Float) -> None:
+    check_copy(gradient(numel, src_float), dst_float, src_float)
+
+
+@pytest.mark.parametrize(("dst_float", "src_float"), PAIRS)
+def test_copying_every_kind_of_value_matches_reference(dst_float: Float, src_float: Float) -> None:
+    check_copy(special(src_float), dst_float, src_float)
+    finite = special(src_float)
+    finite = finite[np.isfinite(reference.decode(finite, src_float))]
+    check_copy(finite, dst_float, src_float)
+
+
+def test_whole_blocks_have_the_sums_of_the_reference() -> None:
+    check_copy(gradient(NORM_BLOCK + 1001, Float.BF16), Float.BF16, Float.BF16)
+
+
+@pytest.mark.parametrize("src_float", list(Float))
+@pytest.mark.parametrize("numel", SIZES)
+def test_add_matches_reference(numel: int, src_float: Float) -> None:
+    src, old = gradient(numel, src_float), gradient(numel, Float.FP32, seed=1)
+    dst, partials = put(old), partials_for(numel)
+    add_gradient(dst, put(src, src_float), partials)
+    expected = old + reference.decode(src, src_float)
+    assert_same(get(dst), expected)
+    assert_same(get(partials), reference.partials(expected))
+
+
+@pytest.mark.parametrize("src_float", list(Float))
+@pytest.mark.parametrize("old_float", [Float.BF16, Float.FP16])
+def test_growing_accumulator_matches_reference(old_float: Float, src_float: Float) -> None:
+    for old, src in [
+        (gradient(1001, old_float), gradient(1001, src_float, 1)),
+        (special(old_float), special(src_float, 1)),
+    ]:
+        dst, partials = zeros(old.size, Float.FP32), partials_for(old.size)
+        promote_add_gradient(dst, put(old, old_float), put(src, src_float), partials)
+        with np.errstate(all="ignore"):
+            expected = reference.decode(old, old_float) + reference.decode(src, src_float)
+        assert_same(get(dst), expected)
+        assert_same(get(partials), reference.partials(expected))
+
+
+@pytest.mark.parametrize("kind", list(Float))
+@pytest.mark.parametrize("numel", SIZES)
+def test_sum_matches_reference(numel: int, kind: Float) -> None:
+    src, partials = gradient(numel, kind), partials_for(numel)
+    sum_squares(put(src, kind), partials)
+    assert_same(get(partials), reference.partials(reference.decode(src, kind)))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kind", list(Float))
+@pytest.mark.parametrize("place", [0, 31, 40])
+def test_one_bad_element_shows(bad: float, kind: Float, place: int) -> None:
+    src, partials = gradient(41, kind), partials_for(41)
+    src[place] = reference.encode(np.array([bad], np.float32), kind)[0]
+    sum_squares(put(src, kind), partials)
+    assert not math.isfinite(partials.item())
+
+
+def test_two_infinities_do_not_cancel() -> None:
+    ones = np.ones(100, np.float32)
+    ones[[3, 35]] = math.inf, -math.inf
+    partials = partials_for(100)
+    sum_squares(put(ones), partials)
+    assert partials.item() == math.inf
+
+
+def test_the_smallest_denormals_count() -> None:
+    partials = partials_for(1000)
+    sum_squares(put(np.full(1000, np.float32(1e-45))), partials)
+    assert partials.item() == 1000 * 2.0**-298
+
+
+def test_a_same_format_copy_keeps_nan_payloads() -> None:
+    src = np.full(40, 0x7F81, np.uint16)
+    dst = zeros(40, Float.BF16)
+    copy_gradient(dst, put(src, Float.BF16), partials_for(40))
+    np.testing.assert_array_equal(get(dst), src)
+
+
+def test_what_lies_beyond_is_left_alone() -> None:
+    dst, partials = put(np.full(1100, 7, np.float32)), torch.full((3,), 7.0, dtype=torch.float64)
+    partials = partials.to(DEVICE)
+    copy_gradient(dst[:1001], put(gradient(1001, Float.FP16), Float.FP16), partials[1:2])
+    assert (get(dst)[1001:] == 7).all()
+    assert get(partials)[[0, 2]].tolist() == [7, 7]
+
+
+def test_a_bad_argument_is_named() -> None:
+    dst, partials = zeros(10, Float.FP32), partials_for(10)
+    with pytest.raises(ValueError, match=r"src: expected shape \(10,\), got \(9,\)"):
+        add_gradient(dst, zeros(9, Float.BF16), partials)
+    with pytest.raises(ValueError, match=r"partials: expected shape \(1,\), got \(2,\)"):
+        sum_squares(dst, partials.repeat(2))
+    with pytest.raises(ValueError, match="partials: expected dtype float64, got float32"):
+        copy_gradient(dst, dst.clone(), partials.float())
+    with pytest.raises(ValueError, match=r"dst: expected a 1-D tensor, got shape \(2, 5\)"):
+        add_gradient(dst.view(2, 5), dst, partials)
+    with pytest.raises(ValueError, match="dst: expected dtype float32, got bfloat16"):
+        add_gradient(dst.bfloat16(), dst, partials)
+    with pytest.raises(ValueError, match="src: expected dtype float32, bfloat16, float16, got int"):
+        copy_gradient(dst, dst.int(), partials)
+    with pytest.raises(ValueError, match=r"src: expected a contiguous tensor, got strides \(2,\)"):
+        add_gradient(dst, zeros(20, Float.FP32)[::2], partials)

@@ -1,0 +1,95 @@
+"""Launchers import Triton when it is needed, and say what is missing where it cannot run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.kernels.triton_launch import check, missing
+from tests.kernels import triton_device
+from tests.kernels.triton_device import DEVICE, launches
+
+__all__ = ["launches"]
+pytestmark = triton_device.MARKS
+
+ROOT = Path(__file__).parents[2]
+IMPORTS = """
+import sys
+import torch
+import offload.kernels.triton_convert, offload.kernels.triton_optimizer
+from offload.kernels.triton_gradients import sum_squares
+from offload.kernels.triton_launch import TritonUnavailableError
+assert "triton" not in sys.modules, "imported before it was needed"
+"""
+CALL = """
+try:
+    sum_squares(torch.ones(3), torch.zeros(1, dtype=torch.float64))
+except TritonUnavailableError as error:
+    print(error)
+"""
+
+
+def run(program: str) -> str:
+    """What a fresh process prints that has no interpreter and sees no GPU."""
+    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_triton_the_error_says_so() -> None:
+    said = run(IMPORTS + "sys.modules['triton'] = None" + CALL)
+    assert "triton is not installed: pip install 'offload[gpu]'" in said
+
+
+def test_without_a_gpu_the_error_says_so() -> None:
+    assert "torch sees no CUDA device" in run(IMPORTS + CALL)
+
+
+def test_too_old_a_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    assert missing() is None
+    monkeypatch.setattr(triton, "__version__", "3.5.1+git")
+    assert missing() == "triton 3.6 or later is needed, 3.5.1+git is installed"
+
+
+def test_tensors_on_two_devices_are_an_error() -> None:
+    here, elsewhere = torch.zeros(2, device=DEVICE), torch.zeros(2, device="meta")
+    with pytest.raises(ValueError, match=r"grad: expected a tensor on .*, got one on meta"):
+        check("grad", elsewhere, torch.float32, 2, here)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes tensors in host memory")
+def test_host_memory_is_refused_on_a_gpu() -> None:
+    from offload.kernels.triton_gradients import sum_squares
+
+    with pytest.raises(ValueError, match="expected tensors on a CUDA device, got them on cpu"):
+        sum_squares(torch.ones(3), torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
+def test_scalars_and_lengths_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    from tests.kernels.triton_cases import NOISE, RULES, case
+
+    compiled: list[object] = []
+
+    def note(**what: object) -> None:
+        compiled.append(what["repr"])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    case(RULES["adamw"], 1024).on_device()
+    compiled.clear()
+    for numel in (1, 16, 1025, 3000):
+        made = case(RULES["adamw"], numel)
+        made.noise = NOISE.at(numel)
+        made.on_device()
+    case(RULES["lion"], 1024).on_device()
+    assert len(compiled) <= 1, compiled  # Lion's, if no other test has needed it
