@@ -1,21 +1,19 @@
-"""Parameters computed with in device memory and updated in host memory.
-
-`MirroredState` has its home in host memory or in a file and borrows a slot of device memory;
-`DeviceHomeState` lives in device memory and is staged through host memory piece by piece.
-"""
+"""Parameters computed with in device memory and at home elsewhere: `MirroredState`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
+from offload.swap.fences import Fences, OpenReads
 from offload.swap.io_backend import Priority
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
-from offload.swap.state import HostPiece, MemoryState, State
-from offload.swap.streams import CopyMark, CopyStream
+from offload.swap.state import HostPiece, State
+from offload.swap.streams import CopyMark, CopyStream, keeping, unfinished
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.extent import PAGE_NBYTES
@@ -24,54 +22,92 @@ from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
+if TYPE_CHECKING:
+    from offload.swap.device_home import DeviceHomeState
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The copy streams between host and device."""
+    """The copy streams between host and device, and what is still read in the device's memory."""
 
     to_device: CopyStream
     to_host: CopyStream
+    device: torch.device = field(default=torch.device("cpu"))
+    fences: Fences = field(default_factory=Fences)
+    # of each kind of state, whose copy in host memory somebody may be looking at
+    copied_out: dict[type, DeviceHomeState] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Wait for every copy."""
+        self.to_device.close()
+        self.to_host.close()
 
 
 class MirroredState(SlotState):
-    """A home in host memory or a file, mirrored in a slot of device memory while computed with."""
+    """A home in host memory or a file, mirrored in a slot of device memory while computed with.
+
+    The mirror is valid piece by piece: an update on the device changes both, one on the CPU the
+    home alone, and only what the mirror lacks is copied again.
+    """
 
     def __init__(
-        self, home: State, pool: SlotPool, links: Links, next_use: Callable[[], float]
-    ) -> None:
-        """`pool` is one of device memory."""
+        self, home: State, pool: SlotPool, links: Links, reads: OpenReads,
+        next_use: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """`pool` is one of device memory; `reads` are those of all its slots."""
         super().__init__(home.name, home.nbytes, home.piece_nbytes, pool, next_use)
         self._home = home
         self._links = links
-        self._arrival: CopyMark | None = None  # None: the slot's content is not valid
+        self._reads = reads
+        self._lacking: set[int] = set(range(self.pieces))  # pieces that the slot has not got
+        self._arrival = CopyMark()  # of the last piece that was copied into the slot
+        self._before_copy: tuple[CopyMark, ...] = ()  # what works in the slot's memory until then
+        self._updated: set[int] = set()  # changed in the slot, on their way home
 
     # ---------------------------------------------------------------- what the pool asks
     def can_drop(self) -> bool:
-        arrived = self._arrival is None or self._arrival.done()
-        return self._slot is not None and arrived and not self._slot.in_use()
+        return self._slot is not None and self._arrival.done() and not self._slot.in_use()
+
+    def drop(self) -> None:
+        self._reads.mark_now(self)
+        if self._slot is not None:
+            self._links.fences.retire(self._slot.extent, (*self._before_copy, self._arrival))
+        super().drop()
 
     def _forget_arrival(self) -> None:
-        self._arrival = None
+        self._lacking = set(range(self.pieces))
+        self._arrival = CopyMark()
+        self._before_copy = ()
+        self._updated.clear()
 
     def leave(self) -> None:
-        """A mirror is never dirty: `wrote` copies home at once."""
+        """A mirror is never dirty: what changes it takes the change home at once."""
 
     def transit(self) -> Callable[[], None] | None:
-        mark = self._arrival
-        return mark.wait if mark is not None and not mark.done() else None
+        return None if self._arrival.done() else self._arrival.wait
+
+    # ---------------------------------------------------------------- whom the model reads
+    def still_read(self) -> bool:
+        return self._slot is not None and self._slot.in_use()
+
+    def read_until(self, mark: CopyMark) -> None:
+        self._before_copy = unfinished((*self._before_copy, mark))
 
     # ---------------------------------------------------------------- compute side
+    def _is_whole(self) -> bool:
+        return self._slot is not None and not self._lacking
+
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         with self._lock:
-            if self._slot is not None and self._arrival is not None:
+            self._reads.mark()
+            if self._is_whole():
                 return True
         if not self._home.bring(next_use=next_use, priority=priority):
             return False
-        if next_use is not None and self._home.residency() is Residency.ARRIVING:
-            return True  # the second leg follows when it is asked for again, or by `tensor`
         if not self._take_slot(next_use):
             return False
-        self._fill()
+        if next_use is None or self._home.residency() is not Residency.ARRIVING:
+            self._fill()  # else when it is asked for again, or by `tensor`
         return True
 
     def _take_slot(self, next_use: float | None) -> bool:
@@ -87,30 +123,62 @@ class MirroredState(SlotState):
             return False
         with self._lock:
             self._slot = lease
+            self._before_copy = self._links.fences.claim(lease.extent)
             self._pool.register(self)
         return True
 
     def _fill(self) -> None:
+        """Start copying what the slot lacks. Fresh memory is waited for by nobody: a copy waits
+        for the last reader of what the memory held before."""
         source = self._home.tensor()
         with self._lock:
-            if self._slot is not None and self._arrival is None:
-                target = self._slot.tensor[: self.nbytes]
-                self._arrival = self._links.to_device.copy(target, source)
+            if self._slot is None or not self._lacking:
+                return
+            self._reads.mark_now(self)
+            before, self._before_copy = self._before_copy, ()
+            for span in self._spans(self._lacking):
+                target = self._slot.tensor[span]
+                self._arrival = self._links.to_device.copy(target, source[span], after=before)
+                self._pool.traffic.filled_nbytes += span.stop - span.start
+            self._lacking = set()
+            # The home must keep the bytes in host memory until they have left.
+            self._links.to_device.transfer(
+                self._arrival, f"{self.name} on its way to the device", keeping(source)
+            )
+
+    def _spans(self, pieces: Iterable[int]) -> list[slice]:
+        """The bytes of some pieces, neighbours together."""
+        spans: list[slice] = []
+        for piece in sorted(pieces):
+            span = self.span(piece)
+            if spans and spans[-1].stop == span.start:
+                spans[-1] = slice(spans[-1].start, span.stop)
+            else:
+                spans.append(span)
+        return spans
 
     def tensor(self) -> torch.Tensor:
         while True:
             self.bring(next_use=None, priority=Priority.URGENT)
             with self._lock:
-                if self._slot is not None and self._arrival is not None:
+                if self._slot is not None and not self._lacking:
                     self._arrival.before_compute()
+                    self._reads.note(self)
                     return self._slot.tensor[: self.nbytes]
 
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled from host memory: use host_blank")
 
-    def wrote(self) -> None:
+    def note_use(self) -> None:
         with self._lock:
-            if self._slot is None or self._arrival is None:
+            self._pool.traffic.needed_nbytes += self.nbytes
+            mirrored = self._is_whole()
+        if not mirrored:
+            self._home.note_use()
+
+    def wrote(self, *, soon: bool = False) -> None:
+        with self._lock:
+            if self._slot is None or self._lacking:
                 raise StateError(f"{self.name} holds no device memory that could have been written")
             source = self._slot.tensor[: self.nbytes]
         self._links.to_host.copy(self._home.blank(), source).wait()
@@ -118,7 +186,7 @@ class MirroredState(SlotState):
 
     def residency(self) -> Residency:
         with self._lock:
-            if self._slot is None or self._arrival is None:
+            if not self._is_whole():
                 return Residency.ABSENT
             return Residency.CLEAN if self._arrival.done() else Residency.ARRIVING
 
@@ -131,12 +199,8 @@ class MirroredState(SlotState):
 
     def host_wrote(self) -> None:
         self._home.wrote()
-        self._stale()
-
-    def _stale(self) -> None:
-        """The home is newer than the mirror."""
         with self._lock:
-            self._arrival = None
+            self._lacking = set(range(self.pieces))
 
     def bring_host(self, *, next_use: float) -> bool:
         return self._home.bring_host(next_use=next_use)
@@ -146,15 +210,36 @@ class MirroredState(SlotState):
 
     def wrote_piece(self, piece: int) -> None:
         self._home.wrote_piece(piece)
-        self._stale()
+        self._outdate(piece)
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
         return self._home.read_piece(piece, destination)
 
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
-        self._stale()
+        self._outdate(piece)
         return self._home.write_piece(piece, source)
 
+    def _outdate(self, piece: int) -> None:
+        """The home has new bytes of a piece: so has the slot only if they were made there."""
+        with self._lock:
+            if piece in self._updated:
+                self._updated.discard(piece)
+            else:
+                self._lacking.add(piece)
+
+    # ---------------------------------------------------------------- update on the device
+    def device_piece(self, piece: int) -> torch.Tensor | None:
+        with self._lock:
+            if self._slot is None or piece in self._lacking:
+                return None
+            self._arrival.before_compute()
+            return self._slot.tensor[self.span(piece)]
+
+    def used_device_piece(self, piece: int) -> None:
+        with self._lock:
+            self._updated.add(piece)
+
+    # ---------------------------------------------------------------- both
     def discard(self) -> None:
         with self._lock:
             if self._slot is not None:
@@ -162,54 +247,9 @@ class MirroredState(SlotState):
         self._home.discard()
 
     def settle(self) -> None:
+        self._arrival.wait()
         self._home.settle()
 
     def close(self) -> None:
         self.discard()
         self._home.close()
-
-
-class DeviceHomeState(MemoryState):
-    """Device memory is the home; the update's pieces are copied out and back."""
-
-    def __init__(
-        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links
-    ) -> None:
-        super().__init__(name, nbytes, piece_nbytes, lease)
-        self._links = links
-        self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
-
-    def host_tensor(self) -> torch.Tensor:
-        copy = torch.empty(self.nbytes, dtype=torch.uint8)
-        self._links.to_host.copy(copy, self.tensor()).wait()
-        self._on_host = copy
-        return copy
-
-    def host_blank(self) -> torch.Tensor:
-        self._on_host = torch.empty(self.nbytes, dtype=torch.uint8)
-        return self._on_host
-
-    def host_wrote(self) -> None:
-        if self._on_host is None:
-            raise StateError(f"{self.name}: host_wrote without host_tensor or host_blank before")
-        self._links.to_device.copy(self.tensor(), self._on_host).wait()
-        self._on_host = None
-
-    def host_piece(self, piece: int) -> HostPiece | None:
-        return None
-
-    def wrote_piece(self, piece: int) -> None:
-        raise StateError(f"{self.name} is staged: use write_piece")
-
-    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
-        span = self.span(piece)
-        target = destination[: span.stop - span.start]
-        self._links.to_host.copy(target, self._lease.tensor[span]).wait()
-        return Transfer.completed(None)
-
-    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
-        span = self.span(piece)
-        self._links.to_device.copy(
-            self._lease.tensor[span], source[: span.stop - span.start]
-        ).wait()
-        return Transfer.completed(None)

@@ -105,6 +105,10 @@ class FileState(SlotState):
         """Lease a slot and, with `fill`, start reading into it. False where there is no room."""
         if fill is not None and None in self._blocks:
             raise StateError(f"{self.name} is read before it was ever written")
+        while (leaving := self._staged_departures(fill)) is not None:
+            if next_use is not None:
+                return False
+            _wait_all(leaving)
         size = round_up(self.nbytes, PAGE_NBYTES)
         if next_use is None:
             lease: Lease | None = self._pool.demand(size, self.name, self._class)
@@ -116,12 +120,26 @@ class FileState(SlotState):
             if self._slot is not None:  # another thread was faster
                 lease.free()
                 return True
+            if self._staged_departures(fill) is not None:  # one has just begun
+                lease.free()
+                return next_use is None and self._take_slot(next_use, fill)
             self._slot = lease
             self._pool.register(self)
             if fill is not None:
                 for piece in range(self.pieces):
                     self._arrivals[piece] = self._read(piece, self._slot_pages(piece), fill)
         return True
+
+    def _staged_departures(self, fill: Priority | None) -> list[Transfer[None]] | None:
+        """Staged pieces on their way home, if anything is to be read: what is there now is their
+        old version."""
+        with self._lock:
+            leaving = [] if fill is None else list(self._departures.values())
+        return leaving or None
+
+    def note_use(self) -> None:
+        with self._lock:
+            self._pool.traffic.needed_nbytes += self.nbytes
 
     def tensor(self) -> torch.Tensor:
         while True:
@@ -149,11 +167,13 @@ class FileState(SlotState):
             self._dirty = set(range(self.pieces))
         return view
 
-    def wrote(self) -> None:
+    def wrote(self, *, soon: bool = False) -> None:
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             self._dirty = set(range(self.pieces))  # first: a dirty copy is not dropped
+            if soon:
+                return
             leaving = list(self._departures.values())
         _wait_all(leaving)  # a piece has one write on its way at a time
         self.leave()
@@ -162,6 +182,7 @@ class FileState(SlotState):
     def host_piece(self, piece: int) -> HostPiece | None:
         self._raise_failure()
         with self._lock:
+            self._pool.traffic.needed_nbytes += self._piece_nbytes(piece)
             if self._slot is None:
                 return None
             moving = (self._arrivals.get(piece), self._departures.get(piece))
@@ -192,6 +213,7 @@ class FileState(SlotState):
     def discard(self) -> None:
         self.settle()
         with self._lock:
+            self._pool.traffic.dropped_nbytes += sum(map(self._piece_nbytes, self._dirty))
             self._dirty.clear()
             if self._slot is not None:
                 self.drop()
@@ -216,6 +238,9 @@ class FileState(SlotState):
         span = self.span(piece)
         return self._slot.pages(span.start, round_up(span.stop, PAGE_NBYTES))
 
+    def _piece_nbytes(self, piece: int) -> int:
+        return min(self.piece_nbytes, self.nbytes - piece * self.piece_nbytes)
+
     def _staged_pages(self, piece: int, staged: torch.Tensor) -> memoryview:
         span = self.span(piece)
         nbytes = round_up(span.stop - span.start, PAGE_NBYTES)
@@ -226,6 +251,7 @@ class FileState(SlotState):
     def _read(self, piece: int, pages: memoryview, priority: Priority) -> Transfer[None]:
         block = self._blocks[piece]
         assert block is not None, "checked by the caller"
+        self._pool.traffic.filled_nbytes += self._piece_nbytes(piece)
         return self._store.read(block, pages, priority=priority)
 
     def _depart(self, piece: int, pages: memoryview) -> Transfer[None]:

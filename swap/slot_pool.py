@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from offload.tiers.eviction import furthest_first
@@ -40,6 +41,24 @@ class CachedPiece(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of the states that borrow from a pool. What was needed and not filled was still in
+    memory from its last use; what was dropped had been used up before it was ever written."""
+
+    needed_nbytes: int = 0
+    filled_nbytes: int = 0
+    dropped_nbytes: int = 0
+
+    @property
+    def saved_reads_nbytes(self) -> int:
+        return max(0, self.needed_nbytes - self.filled_nbytes)
+
+    @property
+    def saved_writes_nbytes(self) -> int:
+        return self.dropped_nbytes
+
+
 class SlotPool:
     """Leases of `tier` that make room by giving up copies. Thread-safe."""
 
@@ -51,6 +70,7 @@ class SlotPool:
         # the work that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
         self.evictions = 0
+        self.traffic = Traffic()
 
     def register(self, piece: CachedPiece) -> None:
         """`piece` holds a copy now (under the lock)."""

@@ -52,6 +52,7 @@ class State(abc.ABC):
         return slice(start, min(start + self.piece_nbytes, self.nbytes))
 
     in_place = False  # True: `tensor()` is the home itself and never moves
+    at_home_on_device = False  # True: device memory is the home; the CPU's update stages it
 
     # compute side -------------------------------------------------------------------------
     @abc.abstractmethod
@@ -75,8 +76,14 @@ class State(abc.ABC):
         """
 
     @abc.abstractmethod
-    def wrote(self) -> None:
-        """The compute side changed the buffer: start taking it home."""
+    def wrote(self, *, soon: bool = False) -> None:
+        """The compute side changed the buffer: start taking it home.
+
+        With `soon`, it is used up soon: it goes home only if its memory is needed before that.
+        """
+
+    def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
+        """The compute side needs the buffer: counted, to tell how much was still in memory."""
 
     @abc.abstractmethod
     def residency(self) -> Residency: ...
@@ -119,6 +126,23 @@ class State(abc.ABC):
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         """Take the piece home from `source`, which must not change until the transfer is done."""
 
+    # update side, on the device -----------------------------------------------------------
+    def device_piece(self, piece: int) -> torch.Tensor | None:
+        """The piece in device memory, if it is there: as home, or as a valid copy of it.
+
+        Work that the thread's current stream is given from here on sees it, and may change it. The
+        view keeps it there. None where the caller has to copy what `host_piece` or `read_piece`
+        gives.
+        """
+        return None
+
+    def used_device_piece(self, piece: int) -> None:  # noqa: B027 - nothing to do without one
+        """The current stream was given all its work on `device_piece(piece)`.
+
+        Where that is a copy of a home elsewhere, the caller takes the changed bytes there, too, and
+        then calls `wrote_piece` or `write_piece`; the copy stays valid.
+        """
+
     # both ---------------------------------------------------------------------------------
     @abc.abstractmethod
     def discard(self) -> None:
@@ -151,7 +175,7 @@ class MemoryState(State):
     def blank(self) -> torch.Tensor:
         return self.tensor()
 
-    def wrote(self) -> None:
+    def wrote(self, *, soon: bool = False) -> None:
         """Home already."""
 
     def residency(self) -> Residency:

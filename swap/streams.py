@@ -1,57 +1,225 @@
-"""Copies between host and device memory, beside the computation.
+"""Copies between host and device memory, and work beside the model's, ordered by events.
 
-On a GPU copies run on a stream of their own and hand over by events, never by synchronising. On a
-CPU a copy is a copy: the same calls, done when they return.
+    model's stream   ── forward k ──┬─ forward k+1 ──┬──────────────     `mark_here`: an event
+                                    │ last reader    │ waits for the arrival
+    to device        ── copy j ─────┴─ copy into the memory of k ───
+    to host          ── copy of a gradient, after the event of its producer ──
+
+A copy waits for the events it is given and for nothing else; a thread waits only where it needs
+the bytes themselves. On a CPU a copy is a copy: the same calls, done when they return.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from offload.swap.transfer import Transfer
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class CopyMark:
-    """A copy that was started. `event` is None where copies are done when they return."""
+    """A place in a stream: everything the stream was given before it. `event` is None where that
+    is done when it returns."""
 
     event: torch.cuda.Event | None = None
+    device: torch.device | None = None
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
 
     def before_compute(self) -> None:
-        """What the current stream does from here on sees the copy."""
+        """What the current stream of this thread does from here on sees what the mark stands for"""
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def wait(self) -> None:
-        """Block this thread until the copy is done."""
+        """Block this thread until it is done."""
         if self.event is not None:
             self.event.synchronize()
 
 
-class CopyStream:
-    """Starts copies in order. One per direction; counts what it moves. Thread-safe on a GPU as
-    far as PyTorch's streams are."""
+def mark_here(device: torch.device) -> CopyMark:
+    """Everything that the current stream of this thread was given so far."""
+    if device.type != "cuda":
+        return CopyMark()
+    return _mark(torch.cuda.current_stream(device), device)
+
+
+def _mark(stream: torch.cuda.Stream, device: torch.device) -> CopyMark:
+    # `blocking`: a thread that waits sleeps. It must not take a core from the optimizer.
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return CopyMark(event, device)
+
+
+def unfinished(marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
+    """Those that somebody may have to wait for."""
+    return tuple(mark for mark in marks if not mark.done())
+
+
+def keeping(*tensors: torch.Tensor) -> Callable[[], object]:
+    """Something to call when a copy is done, that keeps `tensors` until it is forgotten."""
+    return lambda: tensors
+
+
+class WorkStream:
+    """A stream of one's own for computing beside the model. For one thread."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Inside, this is the current stream of the thread: `mark_here`, `before_compute`, copies
+        and kernels mean it."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class CopyStream:
+    """Starts copies in order. One per direction; counts what it moves.
+
+    Threads may share it as far as PyTorch's streams are shared: copies start in some order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._watcher = _Watcher()
         self.moved_nbytes = 0
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> CopyMark:
+    def copy(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        after: Iterable[CopyMark] | None = None,
+    ) -> CopyMark:
         """Start `destination = source` (1D uint8, equal length, one of them on the device).
 
-        Starts after everything the current stream was given so far: that may still read what
-        `destination` held, or be writing `source`.
+        Starts after what `after` marks; by default after everything the current stream was given
+        so far, which may still read what `destination` held, or be writing `source`. Both must
+        stay what they are until the mark is done (see `transfer`).
         """
         self.moved_nbytes += source.numel()
         if self._stream is None:
             destination.copy_(source)
             return CopyMark()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        marks = [mark_here(self._device)] if after is None else after
+        for mark in marks:
+            if mark.event is not None:
+                self._stream.wait_event(mark.event)
         with torch.cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return CopyMark(event)
+            _start(destination, source)
+        return _mark(self._stream, self._device)
+
+    def transfer(
+        self, mark: CopyMark, what: object, then: Callable[[], object] | None = None
+    ) -> Transfer[None]:
+        """The copy that `mark` (of this stream) stands for, as a transfer; nobody has to wait.
+
+        `then` runs when the copy is done, before the transfer is; until then it is kept, and with
+        it what it refers to, such as the memory of both ends. Its errors are the transfer's.
+        """
+        return self._watcher.watch(mark, what, then)
+
+    def await_oldest(self) -> bool:
+        """Wait for the oldest copy that `transfer` was called for; False if all are done."""
+        return self._watcher.await_oldest()
+
+    def close(self) -> None:
+        """Wait for every copy, and end the thread that watches them."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._watcher.close()
+
+
+def _start(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Watched:
+    mark: CopyMark
+    transfer: Transfer[None]
+    then: Callable[[], object] | None
+
+    def end(self) -> None:
+        try:
+            self.mark.wait()
+            if self.then is not None:
+                self.then()
+        except BaseException as error:  # noqa: BLE001 - raised in whoever waits
+            self.transfer.fail(error)
+            return
+        finally:
+            self.then = None  # what it kept may go, before anybody is told
+        self.transfer.complete(None)
+
+
+class _Watcher:
+    """Waits for marks of one stream, which are done in the order they were made. Its thread starts
+    with the first mark that is not done when it comes: never, where copies are done at once."""
+
+    def __init__(self) -> None:
+        self._watched: deque[_Watched] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def watch(
+        self, mark: CopyMark, what: object, then: Callable[[], object] | None
+    ) -> Transfer[None]:
+        entry = _Watched(mark, Transfer(what), then)
+        transfer = entry.transfer
+        if mark.event is None:
+            entry.end()
+            return transfer
+        with self._changed:
+            inline = self._closing
+            if not inline:
+                self._start_thread()
+                self._watched.append(entry)
+                self._changed.notify()
+        if inline:
+            entry.end()
+        return transfer
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="offload-copies", daemon=True)
+            self._thread.start()
+
+    def await_oldest(self) -> bool:
+        with self._changed:
+            transfer = self._watched[0].transfer if self._watched else None
+        if transfer is None or threading.current_thread() is self._thread:
+            return False
+        transfer.wait()
+        return True
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not self._watched and not self._closing:
+                    self._changed.wait()
+                if not self._watched:
+                    return
+                entry = self._watched[0]
+            entry.end()
+            with self._changed:
+                self._watched.popleft()
+            del entry
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()

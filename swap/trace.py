@@ -30,15 +30,16 @@ class Trace:
     def learnt(self) -> bool:
         return bool(self._expected)
 
-    def use(self, group: int) -> None:
-        """Record that `group` is used now. Repeats in a row count once."""
+    def use(self, group: int) -> bool:
+        """Record that `group` is used now. False for a repeat in a row, which counts once."""
         if self._recorded:
             if self._recorded[-1] == group:
-                return
+                return False
             self._successors[self._recorded[-1]] = group
         self._recorded.append(group)
         if self._expected:
             self._follow(group)
+        return True
 
     def _follow(self, group: int) -> None:
         position = self._next_position(group)

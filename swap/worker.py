@@ -6,6 +6,7 @@ TBB) has to survive beside PyTorch's own.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
@@ -35,6 +36,12 @@ class ParallelRunner:
             if threads > 1
             else None
         )
+
+    def sharing(self, min_share: int) -> ParallelRunner:
+        """A runner on the same threads, for bodies whose elements are worth more or less."""
+        runner = copy.copy(self)
+        runner._min_share = min_share
+        return runner
 
     def __call__(self, body: Callable[[int, int], None], n: int) -> None:
         shares = min(self.threads, max(1, n // self._min_share))

@@ -164,6 +164,35 @@ def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):
         assert bench.ledger.accounts[TierName.NVME].used_nbytes == PAGE
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_read_waits_for_the_staged_write_of_a_newer_version(tmp_path, threaded):
+    """Right after a step on nvme its chunks are still on their way home from staging memory: what
+    the file holds under their name until then is the version before."""
+    held = threading.Event()
+
+    def pwritev(fd, buffers, offset):
+        assert held.wait(10)
+        return os.pwritev(fd, buffers, offset)
+
+    held.set()
+    for bench in make_bench(tmp_path, ThreadsBackend(pwritev=pwritev)):
+        state = bench.filled("record", 1)
+        state.drop()
+        held.clear()
+        staged = HostMemory(PAGE).tensor(0, PAGE)
+        written = state.write_piece(0, staged.fill_(2))
+        assert not state.bring(next_use=1.0), "a prefetch does not wait"
+        assert state.residency() is Residency.ABSENT
+        release = threading.Timer(0.1 if threaded else 0.0, held.set)
+        release.start()
+        if not threaded:
+            release.join()
+        assert state.tensor().unique().tolist() == [2]
+        written.wait()
+        release.join()
+        bench.ledger.check_integrity()
+
+
 def test_concurrent_readers_of_a_pool_that_is_too_small_all_see_their_own_bytes(bench):
     states = [bench.filled(str(i), i, 2 * PAGE) for i in range(5)]
     wrong: list[int] = []

@@ -1,0 +1,123 @@
+"""What is known of one saved storage: its pieces, and where each of them is.
+
+             filled            write begins            write done
+(device) ───────────▶ DIRTY ───────────────▶ LEAVING ─────────────▶ CLEAN ◀──────┐
+                        ▲                       │                     │ evicted   │ read done
+                        └───── write failed ────┘                     ▼           │
+                                                                   ABSENT ──▶ ARRIVING
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.swap.activation_window import Slot
+from offload.swap.block_store import StoredBlock
+from offload.swap.streams import CopyMark
+from offload.swap.transfer import Transfer
+
+
+class Whereabouts(enum.Enum):
+    """Of one piece; each says who owns its bytes."""
+
+    DIRTY = "dirty"  # the slot, alone
+    LEAVING = "leaving"  # the slot; a write reads it
+    CLEAN = "clean"  # slot and block, equal
+    ABSENT = "absent"  # the block, alone
+    ARRIVING = "arriving"  # the block; a read fills the slot
+
+
+class Token:
+    """Held by everything that was packed from one storage. Its death frees the bytes."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A range of a saved storage that moves in one transfer."""
+
+    number: int  # of its record: a larger one was saved later and is needed earlier
+    offset_bytes: int
+    nbytes: int
+    slot: Slot | None = None
+    copied: CopyMark = field(default_factory=CopyMark)  # the last copy into or out of the slot
+    block: StoredBlock | None = None
+    departure: Transfer[None] | None = None
+    arrival: Transfer[None] | None = None
+    read_for_next_use: bool = False  # what comes next out of the slot was read for it
+    dead: bool = False
+
+    @property
+    def whereabouts(self) -> Whereabouts:
+        if self.slot is None:
+            return Whereabouts.ABSENT
+        if self.departure is not None:
+            return Whereabouts.LEAVING
+        if self.block is None:
+            return Whereabouts.DIRTY
+        return Whereabouts.ARRIVING if self.arrival is not None else Whereabouts.CLEAN
+
+
+class WeakMemory:
+    """A 1D uint8 tensor that does not keep its storage alive."""
+
+    __slots__ = ("_device", "_offset_bytes", "_reference", "_storage_nbytes", "nbytes")
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        storage = flat.untyped_storage()
+        self._reference = StorageWeakRef(storage)
+        self._device = flat.device
+        self._offset_bytes = int(flat.storage_offset())
+        self._storage_nbytes = storage.nbytes()
+        self.nbytes = flat.numel()
+
+    @property
+    def key(self) -> int:
+        """The storage's identity: no other storage has it while this object lives."""
+        return int(self._reference.cdata)
+
+    def revive(self) -> torch.Tensor | None:
+        """The tensor, if somebody else keeps its storage alive and at its size."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        if storage is None or storage.nbytes() != self._storage_nbytes:
+            return None
+        return bytes_of(storage, self._device, self._offset_bytes, self.nbytes)
+
+
+def bytes_of(
+    storage: torch.UntypedStorage, device: torch.device, start: int, nbytes: int
+) -> torch.Tensor:
+    """1D uint8 over bytes `[start, start + nbytes)` of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, start, (nbytes,), (1,))
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """Bytes `[start_bytes, start_bytes + nbytes)` of a storage as they were at `version`."""
+
+    number: int
+    device: torch.device
+    start_bytes: int
+    nbytes: int
+    version: int
+    token: weakref.ref[Token]
+    on_device: WeakMemory  # the storage that was saved, later the one that was given out last
+    pieces: list[Piece] = field(default_factory=list)
+    complete: bool = False  # all pieces are there
+    given_out: bool = False  # `on_device` is what was given out
+    ahead: tuple[torch.Tensor, CopyMark] | None = None  # brought to the device before its use
+
+    def covers(self, start_bytes: int, stop_bytes: int, version: int, itemsize: int) -> bool:
+        """Whether a tensor over that range of the storage can be made from this record."""
+        inside = self.start_bytes <= start_bytes and stop_bytes <= self.start_bytes + self.nbytes
+        aligned = (start_bytes - self.start_bytes) % itemsize == 0
+        return self.complete and self.version == version and inside and aligned

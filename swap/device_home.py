@@ -1,0 +1,125 @@
+"""States at home in device memory.
+
+The device's update works on them in place; for the CPU's they are staged through host memory piece
+by piece. `DeviceRecordState` is such a home that the update alone works on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.swap.device_state import Links
+from offload.swap.state import HostPiece, MemoryState
+from offload.swap.streams import CopyMark, keeping, mark_here, unfinished
+from offload.swap.transfer import Transfer
+from offload.tiers.errors import StateError
+from offload.tiers.memory_tier import Lease
+
+
+class DeviceHomeState(MemoryState):
+    """Device memory is the home. What other streams do in it is remembered by marks: whoever works
+    in it next waits for them, on its own stream."""
+
+    at_home_on_device = True
+
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links
+    ) -> None:
+        super().__init__(name, nbytes, piece_nbytes, lease)
+        self._links = links
+        self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
+        self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
+
+    def _before_here(self) -> None:
+        """What the current stream is given from here on comes after what others do."""
+        self._busy = unfinished(self._busy)
+        for mark in self._busy:
+            mark.before_compute()
+
+    def _copied(self, mark: CopyMark) -> None:
+        self._busy = unfinished((*self._busy, mark))
+
+    # ---------------------------------------------------------------- compute side
+    def tensor(self) -> torch.Tensor:
+        self._before_here()
+        return super().tensor()
+
+    # ---------------------------------------------------------------- host side
+    def host_tensor(self) -> torch.Tensor:
+        copy = self.host_blank()
+        self._before_here()
+        self._links.to_host.copy(copy, self._lease.tensor[: self.nbytes]).wait()
+        return copy
+
+    def host_blank(self) -> torch.Tensor:
+        """Pageable and outside of any budget: one at a time of each kind of state is kept."""
+        before = self._links.copied_out.get(type(self))
+        if before is not None:
+            before._on_host = None
+        self._links.copied_out[type(self)] = self
+        self._on_host = torch.empty(self.nbytes, dtype=torch.uint8)
+        return self._on_host
+
+    def host_wrote(self) -> None:
+        if self._on_host is None:
+            raise StateError(f"{self.name}: host_wrote without host_tensor or host_blank before")
+        self._before_here()
+        target = self._lease.tensor[: self.nbytes]
+        self._links.to_device.copy(target, self._on_host).wait()
+        self._on_host = None
+        self._links.copied_out.pop(type(self), None)
+
+    # ---------------------------------------------------------------- update on the CPU
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return None
+
+    def wrote_piece(self, piece: int) -> None:
+        raise StateError(f"{self.name} is staged: use write_piece")
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        target = destination[: span.stop - span.start]
+        self._before_here()
+        mark = self._links.to_host.copy(target, self._lease.tensor[span])
+        self._copied(mark)
+        return self._links.to_host.transfer(mark, f"{self.name} to the host", keeping(target))
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        source = source[: span.stop - span.start]
+        self._before_here()
+        mark = self._links.to_device.copy(self._lease.tensor[span], source)
+        self._copied(mark)
+        return self._links.to_device.transfer(mark, f"{self.name} to the device", keeping(source))
+
+    # ---------------------------------------------------------------- update on the device
+    def device_piece(self, piece: int) -> torch.Tensor | None:
+        self._before_here()
+        return self._lease.tensor[self.span(piece)]
+
+    def used_device_piece(self, piece: int) -> None:
+        self._copied(mark_here(self._links.device))
+
+    # ---------------------------------------------------------------- both
+    def settle(self) -> None:
+        for mark in self._busy:
+            mark.wait()
+
+    def close(self) -> None:
+        marks = (*self._busy, mark_here(self._links.device))
+        self._links.fences.retire(self._lease.extent, marks)
+        super().close()
+
+
+class DeviceRecordState(DeviceHomeState):
+    """What the update alone works with, on the device. Whoever else looks at it (loading, reading
+    values out) looks at a copy in host memory, one such copy at a time."""
+
+    def tensor(self) -> torch.Tensor:
+        return self.host_tensor()
+
+    def blank(self) -> torch.Tensor:
+        return self.host_blank()
+
+    def wrote(self, *, soon: bool = False) -> None:
+        self.host_wrote()

@@ -1,0 +1,432 @@
+"""Saved activations away from the device: what travels, what stays, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offload.swap.activation_record import Whereabouts
+from offload.swap.activation_window import ActivationWindow
+from offload.swap.activations import ActivationTier, Parked
+from offload.swap.block_store import BlockStore
+from offload.swap.device_state import Links
+from offload.swap.streams import CopyStream
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.errors import StorageError
+from offload.tiers.extent import TierName
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import HostMemory
+from offload.tiers.memory_tier import MemoryTier
+
+PAGE = 4096
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Bench:
+    """A tier of activations, and what it stands on."""
+
+    tier: ActivationTier
+    window: ActivationWindow
+    files: FileTier
+    ledger: Ledger
+    store: BlockStore
+    links: Links
+
+    def park(self, tensor: Tensor) -> Parked:
+        parked = self.tier.keep(tensor)
+        assert parked is not None
+        return parked
+
+    def stays(self, tensor: Tensor) -> bool:
+        return self.tier.keep(tensor) is None
+
+    @property
+    def disk_nbytes(self) -> int:
+        return self.files.account.by_class[StateClass.ACTIVATIONS]
+
+    def whereabouts(self) -> list[Whereabouts]:
+        """Of the first piece of every living record, in the order they were saved."""
+        return [r.pieces[0].whereabouts for _, r in sorted(self.tier._records.items())]
+
+    def assert_nothing_is_left(self) -> None:
+        self.tier.settle()
+        assert self.tier.parked_nbytes == 0
+        assert self.disk_nbytes == 0
+        assert self.window.arena.used_nbytes == 0
+        assert self.store.statistics().live_blocks == 0
+        self.ledger.check_integrity()
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """A factory: `window` and `disk` in pages. At the end the books must balance."""
+    made: list[Bench] = []
+
+    def build(
+        window: int = 64, disk: int = 1024, *, stored: bool = True, in_place: bool = True,
+        least_nbytes: int = 1, backend: Any = None,
+    ) -> Bench:  # fmt: skip
+        lock, ledger = threading.RLock(), Ledger()
+        host = MemoryTier(TierName.HOST, window * PAGE, HostMemory(window * PAGE), ledger)
+        lease = host.lease(window * PAGE, owner="window", state_class=StateClass.ACTIVATIONS)
+        files = FileTier(disk * PAGE, [1.0], ledger)
+        store = BlockStore([SwapFile(tmp_path)], files, backend or ThreadsBackend(), lock=lock)
+        links = Links(CopyStream(CPU), CopyStream(CPU))
+        cut = ActivationWindow(lease)
+        tier = ActivationTier(
+            cut, store if stored else None, disk * PAGE if stored else 0, links, lock,
+            device=CPU, in_place=in_place, least_nbytes=least_nbytes,
+        )  # fmt: skip
+        made.append(Bench(tier, cut, files, ledger, store, links))
+        return made[-1]
+
+    yield build
+    for bench in made:
+        bench.store.close()
+        bench.ledger.check_integrity()
+
+
+def noise(pages: float, seed: int = 0) -> Tensor:
+    """Of so many pages, fp32, with a graph behind it as an activation has."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(int(pages * PAGE) // 4, generator=generator)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+# ------------------------------------------------------------------------------ what travels
+def test_what_is_parked_comes_back_with_shape_stride_and_bits(make: Make) -> None:
+    bench = make()
+    base = noise(4).view(64, 64)
+    for tensor in (base, base.t(), base[3:9, ::2], base.view(torch.int32), base[0].expand(5, 64)):
+        expected = tensor.clone()
+        back = bench.park(tensor).tensor()
+        assert same(back, expected)
+        assert back.stride() == tensor.stride()
+
+
+def test_views_of_one_storage_travel_once_and_come_back_over_one_storage(make: Make) -> None:
+    bench = make()
+    base = noise(6)
+    expected = [chunk.clone() for chunk in base.chunk(3)]
+    parked = [bench.park(chunk) for chunk in base.chunk(3)]
+    del base
+    assert bench.tier.statistics.parked_nbytes == 6 * PAGE
+    back = [each.tensor() for each in parked]
+    assert all(same(b, e) for b, e in zip(back, expected, strict=True))
+    assert len({each.untyped_storage().data_ptr() for each in back}) == 1
+
+
+def test_a_small_view_of_a_large_storage_travels_alone(make: Make) -> None:
+    bench = make()
+    large = noise(400)
+    parked = bench.park(large[PAGE:][:PAGE])
+    assert bench.tier.statistics.parked_nbytes == PAGE * 4
+    expected = large[PAGE:][:PAGE].clone()
+    del large
+    assert same(parked.tensor(), expected)
+
+
+def test_a_storage_changed_between_two_saves_travels_twice(make: Make) -> None:
+    bench = make()
+    x = noise(4)
+    first, before = bench.park(x), x.clone()
+    x.add_(1)
+    second, after = bench.park(x), x.clone()
+    del x
+    assert same(first.tensor(), before)
+    assert same(second.tensor(), after)
+
+
+def test_a_new_tensor_where_a_parked_one_lay_is_not_mistaken_for_it(make: Make) -> None:
+    bench = make()
+    kept = []
+    addresses = set()
+    for seed in range(20):
+        x = noise(2, seed)
+        addresses.add(x.data_ptr())
+        kept.append(bench.park(x))
+        del x
+    assert len(addresses) < 20  # the allocator did give the same memory again
+    assert all(same(parked.tensor(), noise(2, seed)) for seed, parked in enumerate(kept))
+
+
+def test_what_would_free_nothing_stays(make: Make) -> None:
+    bench = make(least_nbytes=2 * PAGE)
+    assert bench.stays(noise(1))
+    assert bench.stays(noise(4).requires_grad_())
+    assert bench.stays(torch.nn.Parameter(noise(4)))
+    assert bench.stays(torch.randn(2, 4096, dtype=torch.complex64).conj())
+    assert bench.stays(noise(4).view(64, 64).to_sparse())
+    given = noise(4)
+    bench.tier.spare([given])
+    assert bench.stays(given[: 3 * PAGE // 4])
+    bench.tier.spare([])
+    assert not bench.stays(given)
+
+
+# ------------------------------------------------------------------------------ the disk
+def test_half_of_the_window_is_never_written(make: Make) -> None:
+    bench = make(window=64)
+    parked = [bench.park(noise(4, seed)) for seed in range(8)]
+    bench.tier.settle()
+    assert bench.disk_nbytes == 0
+    parked += [bench.park(noise(4, seed)) for seed in range(8, 10)]
+    bench.tier.settle()
+    assert bench.disk_nbytes == 8 * PAGE
+    assert bench.whereabouts()[:3] == [Whereabouts.CLEAN, Whereabouts.CLEAN, Whereabouts.DIRTY]
+
+
+def test_what_is_still_in_the_window_is_forwarded_without_a_read(make: Make) -> None:
+    bench = make(window=64)
+    parked = [bench.park(noise(4, seed)) for seed in range(16)]
+    for seed in reversed(range(16)):
+        assert same(parked[seed].tensor(), noise(4, seed))
+    assert bench.store.statistics().io.read_nbytes == 0
+    assert bench.tier.statistics.forwarded_nbytes == 16 * 4 * PAGE
+
+
+def test_what_is_still_on_the_device_is_given_back_as_it_is(make: Make) -> None:
+    bench = make()
+    x = noise(4)
+    parked = bench.park(x)
+    assert parked.tensor().data_ptr() == x.data_ptr()
+    assert bench.tier.statistics.forwarded_nbytes == 4 * PAGE
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["cpu", "gpu"])
+def test_many_times_the_window_come_back_in_reverse_and_are_read_ahead(
+    make: Make, in_place: bool
+) -> None:
+    bench = make(window=64, in_place=in_place)
+    parked = [bench.park(noise(4, seed)) for seed in range(100)]
+    bench.tier.settle()
+    assert bench.window.arena.used_nbytes <= 64 * PAGE
+    absent = bench.whereabouts().count(Whereabouts.ABSENT)
+    assert absent >= 80
+    ahead = 0
+    for seed in reversed(range(100)):
+        ahead += bench.whereabouts()[seed] is not Whereabouts.ABSENT
+        assert same(parked.pop().tensor(), noise(4, seed))
+    assert ahead >= 95  # all but those in the window when backward began were there beforehand
+    read = bench.store.statistics().io.read_nbytes
+    assert absent * 4 * PAGE <= read <= 90 * 4 * PAGE
+    assert bench.tier.statistics.forwarded_nbytes == 100 * 4 * PAGE - read
+    bench.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["cpu", "gpu"])
+def test_a_tensor_larger_than_the_window_goes_in_pieces(make: Make, in_place: bool) -> None:
+    bench = make(window=16, in_place=in_place)
+    parked = [bench.park(noise(50.5, seed)) for seed in range(3)]
+    for seed in (2, 1, 0, 2):
+        assert same(parked[seed].tensor(), noise(50.5, seed))
+    parked.clear()
+    bench.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["cpu", "gpu"])
+def test_what_came_back_may_be_kept_while_everything_else_moves_on(
+    make: Make, in_place: bool
+) -> None:
+    bench = make(window=16, in_place=in_place)
+    parked = [bench.park(noise(4, seed)) for seed in range(12)]
+    kept = [each.tensor() for each in parked]  # together three times the window
+    parked.clear()
+    later = [bench.tier.keep(noise(4, 100 + seed)) for seed in range(12)]  # some may have to stay
+    assert all(same(each, noise(4, seed)) for seed, each in enumerate(kept))
+    del later, kept
+    bench.assert_nothing_is_left()
+
+
+def test_without_a_store_the_window_is_their_home(make: Make) -> None:
+    bench = make(window=32, stored=False, in_place=False)
+    parked = [bench.park(noise(4, seed)) for seed in range(8)]
+    assert bench.stays(noise(4))
+    for seed in reversed(range(8)):
+        assert same(parked[seed].tensor(), noise(4, seed))
+    assert bench.links.to_host.moved_nbytes == 8 * 4 * PAGE
+    assert bench.links.to_device.moved_nbytes == 8 * 4 * PAGE
+    assert bench.tier.statistics.forwarded_nbytes == 0
+    parked.clear()
+    bench.assert_nothing_is_left()
+
+
+# ------------------------------------------------------------------------------ budgets
+def test_a_full_disk_leaves_the_rest_where_it_is_and_says_so_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make(window=16, disk=32)
+    kept: dict[int, Parked] = {}
+    with caplog.at_level(logging.WARNING):
+        for seed in range(30):
+            parked = bench.tier.keep(noise(4, seed))
+            if parked is not None:
+                kept[seed] = parked
+            assert bench.disk_nbytes <= 32 * PAGE
+    assert 8 <= len(kept) <= 12  # what disk and window hold
+    assert bench.tier.statistics.stayed_nbytes == (30 - len(kept)) * 4 * PAGE
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "16.0 KiB stay in device memory: nvme tier full" in said
+    assert "raise budget.nvme" in said
+    assert all(same(parked.tensor(), noise(4, seed)) for seed, parked in kept.items())
+    kept.clear()
+    bench.assert_nothing_is_left()
+
+
+def test_room_on_the_disk_is_used_again(make: Make) -> None:
+    bench = make(window=16, disk=32)
+    for seed in range(50):
+        parked = [bench.park(noise(4, seed + number)) for number in range(8)]
+        for number in reversed(range(8)):
+            assert same(parked.pop().tensor(), noise(4, seed + number))
+    assert bench.tier.statistics.stayed_nbytes == 0
+    bench.assert_nothing_is_left()
+
+
+# ------------------------------------------------------------------------------ ends
+def test_what_dies_without_a_backward_is_gone_at_once(make: Make) -> None:
+    bench = make(window=16)
+    parked = [bench.park(noise(4, seed)) for seed in range(40)]
+    bench.tier.settle()
+    assert bench.disk_nbytes > 100 * PAGE
+    parked.clear()  # no call of ours follows
+    assert bench.disk_nbytes == 0
+    assert bench.window.arena.used_nbytes == 0
+
+
+def test_dying_while_being_written_or_read_leaves_nothing(make: Make) -> None:
+    gate = threading.Event()
+
+    def slow(fd: int, buffers: Any, offset: int) -> int:
+        gate.wait(10)
+        return os.pwritev(fd, buffers, offset)
+
+    bench = make(window=16, backend=ThreadsBackend(pwritev=slow))
+    parked = [bench.park(noise(4, seed)) for seed in range(4)]
+    assert Whereabouts.LEAVING in bench.whereabouts()
+    parked.clear()
+    assert bench.window.arena.used_nbytes > 0  # the write reads it
+    gate.set()
+    bench.assert_nothing_is_left()
+
+
+def test_a_token_that_dies_inside_of_the_books_is_buried_by_the_next_call(make: Make) -> None:
+    bench = make(window=16)
+    parked = [bench.park(noise(4, seed)) for seed in range(8)]
+    bench.tier.settle()
+    with bench.tier._lock:
+        parked.clear()
+        assert bench.tier._records  # the lock is not entered twice
+    bench.assert_nothing_is_left()
+
+
+def test_a_cycle_is_buried_when_the_collector_finds_it(make: Make) -> None:
+    bench = make(window=16)
+    cycle: list[Any] = [bench.park(noise(4))]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    bench.assert_nothing_is_left()
+
+
+def test_a_failed_write_is_raised_where_room_is_needed_next(make: Make) -> None:
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    bench = make(window=16, backend=ThreadsBackend(pwritev=broken))
+    parked = []
+
+    def fill() -> None:
+        for seed in range(20):
+            parked.append(bench.park(noise(4, seed)))
+
+    with pytest.raises(StorageError, match="EIO"):
+        fill()
+    with contextlib.suppress(StorageError):  # of other writes under way, if there were any
+        bench.store.drain()
+
+
+def test_a_failed_read_is_raised_in_whoever_needs_the_bytes(make: Make) -> None:
+    broken: list[int] = []
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        if broken:
+            raise OSError(5, "Input/output error")
+        return os.preadv(fd, buffers, offset)
+
+    bench = make(window=16, backend=ThreadsBackend(preadv=read))
+    parked = [bench.park(noise(4, seed)) for seed in range(20)]
+    broken.append(5)
+    with pytest.raises(StorageError, match="EIO"):
+        parked[0].tensor()
+    broken.clear()
+    assert same(parked[0].tensor(), noise(4, 0))  # trying again is allowed
+
+
+# ------------------------------------------------------------------------------ any order
+@settings(
+    derandomize=True, max_examples=60, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(
+    window=st.sampled_from([4, 16, 40]), disk=st.sampled_from([8, 64, 1024]),
+    in_place=st.booleans(),
+    moves=st.lists(
+        st.tuples(st.sampled_from("saaarrrdk"), st.integers(0, 30), st.sampled_from([0.3, 2, 9])),
+        max_size=80,
+    ),
+)  # fmt: skip
+def test_whatever_is_saved_read_kept_and_dropped_the_bytes_are_right_and_the_budgets_hold(
+    make: Make, window: int, disk: int, in_place: bool,
+    moves: list[tuple[str, int, float]],
+) -> None:  # fmt: skip
+    bench = make(window=window, disk=disk, in_place=in_place)
+    saved: list[tuple[Parked, int, float]] = []
+    looked_at: list[tuple[Tensor, int, float]] = []
+    for count, (move, index, pages) in enumerate(moves):
+        if move in "sa":
+            parked = bench.tier.keep(noise(pages, count))
+            if parked is not None:
+                saved.append((parked, count, pages))
+        elif saved and move in "rk":
+            parked, seed, size = saved[index % len(saved)]
+            back = parked.tensor()
+            assert same(back, noise(size, seed))
+            if move == "k":
+                looked_at.append((back, seed, size))
+            del back, parked
+        elif saved and move == "d":
+            del saved[index % len(saved)]
+        assert bench.disk_nbytes <= disk * PAGE
+        assert bench.window.arena.used_nbytes <= window * PAGE
+        bench.window.arena.check()
+    for parked, seed, size in saved:
+        assert same(parked.tensor(), noise(size, seed))
+    assert all(same(back, noise(size, seed)) for back, seed, size in looked_at)
+    saved.clear()
+    looked_at.clear()
+    parked = back = None  # type: ignore[assignment]
+    bench.assert_nothing_is_left()

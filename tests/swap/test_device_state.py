@@ -1,0 +1,278 @@
+"""States of a device whose streams lag behind: who waits for whom, and for nobody else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from offload.swap.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device_state import Links, MirroredState
+from offload.swap.fences import Fences, OpenReads
+from offload.swap.outbox import Outbox
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import MemoryState
+from offload.swap.streams import CopyStream, WorkStream
+from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import HostMemory
+from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.tiers.residency import Residency
+from tests.swap.stream_simulation import CUDA, World, weak
+
+PAGES = 8
+
+
+@dataclass
+class Bench:
+    """A device of 8 pages (host memory in its place) and the streams around it."""
+
+    world: World
+    links: Links
+    host: MemoryTier
+    device: MemoryTier
+    pool: SlotPool
+    reads: OpenReads
+
+    def host_lease(self, pages: int) -> Lease:
+        return self.host.lease(pages * PAGE_NBYTES, owner="home", state_class=StateClass.PARAMETERS)
+
+    def mirrored(self, name: str, pages: int, fill: int, next_use: float = 1.0) -> MirroredState:
+        """Parameters of so many pages, a piece each, at home in host memory."""
+        lease = self.host_lease(pages)
+        lease.tensor.fill_(fill)
+        home = MemoryState(name, pages * PAGE_NBYTES, PAGE_NBYTES, lease)
+        return MirroredState(home, self.pool, self.links, self.reads, lambda: next_use)
+
+    def at_home(self, pages: int, kind: type[DeviceHomeState] = DeviceHomeState) -> DeviceHomeState:
+        lease = self.pool.demand(pages * PAGE_NBYTES, "home", StateClass.PARAMETERS)
+        return kind("home", pages * PAGE_NBYTES, PAGE_NBYTES, lease, self.links)
+
+    def reads_on_model_stream(self, view: torch.Tensor) -> torch.Tensor:
+        """Queue a kernel of the model that reads `view`; what it will have read."""
+        seen, source = torch.zeros_like(view), weak(view)
+        self.world.model.put(lambda: seen.copy_(source))
+        return seen
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    world = World(monkeypatch, eager_model=False)
+    ledger = Ledger()
+    host = MemoryTier(TierName.HOST, 1 << 20, HostMemory(1 << 20), ledger)
+    nbytes = PAGES * PAGE_NBYTES
+    device = MemoryTier(TierName.DEVICE, nbytes, HostMemory(nbytes), ledger)
+    links = Links(CopyStream(CUDA), CopyStream(CUDA), CUDA, Fences())
+    pool = SlotPool(device, threading.RLock())
+    yield Bench(world, links, host, device, pool, OpenReads(CUDA))
+    world.watching.set()
+    links.close()
+    ledger.check_integrity()
+
+
+def run(stream: CopyStream) -> None:
+    """Everything the stream was given happens now, and what that waits for."""
+    stream._stream.synchronize()  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------ slots that change hands
+@pytest.mark.parametrize("pages", [(8, 8), (5, 6), (3, 8)], ids=str)
+def test_a_slot_given_up_is_written_only_after_its_last_reader(bench: Bench, pages):
+    first = bench.mirrored("first", pages[0], 1)
+    second = bench.mirrored("second", pages[1], 2)
+    seen = bench.reads_on_model_stream(first.tensor())
+    run(bench.links.to_device)  # it has arrived; the model's stream is far behind
+    second.bring(next_use=None)
+    assert first.residency() is Residency.ABSENT
+    run(bench.links.to_device)
+    assert torch.equal(seen, torch.full_like(seen, 1))
+    assert second.tensor()[0] == 2
+
+
+def test_a_copy_waits_only_for_readers_of_its_own_range(bench: Bench):
+    old = [bench.mirrored(f"old {number}", 4, number + 1) for number in range(2)]
+    first = bench.reads_on_model_stream(old[0].tensor())
+    old[1].bring(next_use=None)  # looks around: nobody can read the first one any more
+    second = bench.reads_on_model_stream(old[1].tensor())
+    third = bench.mirrored("third", 3, 9)
+    run(bench.links.to_device)
+    third.bring(next_use=0.5)
+    assert [state.residency() for state in old] == [Residency.ABSENT, Residency.CLEAN]
+    run(bench.links.to_device)
+    assert [int(first[0]), int(second[0])] == [1, 0]  # the second reader's turn has not come
+
+
+def test_a_copy_into_memory_that_nobody_uses_waits_for_nobody(bench: Bench):
+    state = bench.mirrored("state", 4, 3)
+    reached: list[int] = []
+    bench.world.model.put(lambda: reached.append(1))
+    state.bring(next_use=1.0)
+    run(bench.links.to_device)
+    assert state.residency() is Residency.CLEAN
+    assert not reached
+
+
+def test_the_model_reads_a_mirror_only_after_its_arrival(bench: Bench):
+    state = bench.mirrored("state", 4, 7)
+    seen = bench.reads_on_model_stream(state.tensor())
+    bench.world.model.synchronize()
+    assert torch.equal(seen, torch.full_like(seen, 7))
+
+
+def test_a_stale_mirror_is_filled_again_only_after_its_readers(bench: Bench):
+    state = bench.mirrored("state", 4, 1)
+    seen = bench.reads_on_model_stream(state.tensor())
+    run(bench.links.to_device)
+    state.host_tensor().fill_(2)
+    state.host_wrote()
+    again = bench.reads_on_model_stream(state.tensor())
+    run(bench.links.to_device)
+    assert torch.equal(seen, torch.full_like(seen, 1))
+    bench.world.model.synchronize()
+    assert torch.equal(again, torch.full_like(again, 2))
+
+
+def test_a_mirror_that_somebody_still_views_is_filled_again_after_what_was_queued(bench: Bench):
+    state = bench.mirrored("state", 4, 1)
+    view = state.tensor()
+    seen = bench.reads_on_model_stream(view)
+    run(bench.links.to_device)
+    state.host_tensor().fill_(2)
+    state.host_wrote()
+    state.bring(next_use=None)
+    run(bench.links.to_device)
+    assert torch.equal(seen, torch.full_like(seen, 1))
+    assert view[0] == 2
+
+
+def test_whoever_takes_a_slots_place_waits_for_its_readers_too(bench: Bench):
+    mirror = bench.mirrored("mirror", 8, 1)
+    seen = bench.reads_on_model_stream(mirror.tensor())
+    run(bench.links.to_device)
+    home = bench.at_home(4)  # takes the slot, and never asks a mirror for anything
+    blank = torch.full((4 * PAGE_NBYTES,), 2, dtype=torch.uint8)
+    home.write_piece(0, blank).wait()
+    assert torch.equal(seen, torch.full_like(seen, 1))
+
+
+def test_a_home_in_host_memory_is_kept_until_its_copy_has_left(bench: Bench):
+    lease = bench.host_lease(2)
+    home = MemoryState("home", 2 * PAGE_NBYTES, PAGE_NBYTES, lease)
+    state = MirroredState(home, bench.pool, bench.links, bench.reads, lambda: 1.0)
+    bench.world.watching.clear()
+    state.bring(next_use=None)
+    assert lease.in_use()
+    bench.world.watching.set()
+    while bench.links.to_device.await_oldest():
+        pass
+    assert not lease.in_use()
+
+
+# ------------------------------------------------------------------ updates
+def test_what_the_device_updated_in_a_mirror_is_not_copied_there_again(bench: Bench):
+    state = bench.mirrored("state", 4, 1)
+    state.bring(next_use=None)
+    piece = state.device_piece(2)
+    assert piece is not None
+    run(bench.links.to_device)
+    piece.fill_(5)
+    state.used_device_piece(2)
+    for number in (1, 2):  # the CPU's and the device's
+        view = state.host_piece(number).wait()
+        view.fill_(6 if number == 1 else 5)
+        state.wrote_piece(number)
+    moved = bench.links.to_device.moved_nbytes
+    assert state.device_piece(1) is None
+    found = state.tensor().view(4, PAGE_NBYTES)
+    run(bench.links.to_device)
+    assert found[:, 0].tolist() == [1, 6, 5, 1]
+    assert bench.links.to_device.moved_nbytes - moved == PAGE_NBYTES
+
+
+def test_the_model_waits_for_the_update_of_a_home_on_the_device(bench: Bench):
+    state, work = bench.at_home(2), WorkStream(CUDA)
+    with work.entered():
+        piece = weak(state.device_piece(0))
+        bench.world.current().put(lambda: piece.fill_(4))
+        state.used_device_piece(0)
+    seen = bench.reads_on_model_stream(state.tensor())
+    bench.world.model.synchronize()
+    assert seen[0] == 4
+
+
+def test_a_piece_is_read_out_after_the_kernel_that_makes_it_and_before_the_next(bench: Bench):
+    state, staged = bench.at_home(2), torch.zeros(PAGE_NBYTES, dtype=torch.uint8)
+    view = weak(state.tensor()[:PAGE_NBYTES])
+    bench.world.model.put(lambda: view.fill_(3))
+    arrival = state.read_piece(0, staged)
+    state.tensor()  # the model's next kernel waits for the copy
+    bench.world.model.put(lambda: view.fill_(8))
+    bench.world.model.synchronize()
+    arrival.wait()
+    assert torch.equal(staged, torch.full_like(staged, 3))
+
+
+def test_a_home_that_is_closed_leaves_its_memory_to_the_next_when_it_is_done(bench: Bench):
+    old = bench.at_home(8)
+    seen = bench.reads_on_model_stream(old.tensor())
+    old._lease.tensor.fill_(1)
+    old.close()
+    state = bench.mirrored("state", 8, 2)
+    state.bring(next_use=None)
+    run(bench.links.to_device)
+    assert torch.equal(seen, torch.full_like(seen, 1))
+
+
+def test_records_are_looked_at_in_host_memory_one_at_a_time(bench: Bench):
+    records = [bench.at_home(2, DeviceRecordState) for _ in range(2)]
+    for number, record in enumerate(records):
+        record.blank().fill_(number)
+        record.wrote()
+    assert [int(record.tensor()[0]) for record in records] == [0, 1]
+    kept = [record for record in records if record._on_host is not None]
+    assert kept == records[1:]
+
+
+# ------------------------------------------------------------------ leaving
+def test_a_buffer_of_the_outbox_is_filled_again_only_when_it_has_left(bench: Bench):
+    buffers = [bench.host_lease(1).tensor for _ in range(2)]
+    outbox = Outbox(buffers, bench.links)
+    arrived = torch.zeros(5, PAGE_NBYTES, dtype=torch.uint8)
+    for number in range(5):
+        filled = outbox.take(PAGE_NBYTES)
+        to = weak(filled)
+        bench.world.model.put(lambda to=to, number=number: to.fill_(number + 1))
+        mark = outbox.send(arrived[number], filled)
+    bench.world.model.synchronize()  # as far as it gets, that is to the end: copies come between
+    told: list[bool] = []
+    outbox.when_left(mark, "gradients", lambda: told.append(True)).wait()
+    assert arrived[:, 0].tolist() == [1, 2, 3, 4, 5]
+    assert told == [True]
+
+
+def test_what_fails_after_a_copy_is_the_error_of_its_transfer(bench: Bench):
+    stream = bench.links.to_host
+    ends = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+
+    def fail() -> None:
+        raise OSError("no space")
+
+    failed = stream.transfer(stream.copy(*ends), "a copy", fail)
+    later = stream.transfer(stream.copy(*ends), "another")
+    later.wait()
+    with pytest.raises(OSError, match="no space"):
+        failed.wait()
+
+
+def test_without_streams_a_transfer_is_done_when_it_is_made():
+    stream = CopyStream(torch.device("cpu"))
+    source, target = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    done: list[bool] = []
+    transfer = stream.transfer(stream.copy(target, source), "a copy", lambda: done.append(True))
+    assert transfer.done()
+    assert done == [True]
+    assert torch.equal(target, source)
+    assert not stream.await_oldest()
