@@ -10,23 +10,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from offload.config_errors import render
 from offload.config_fields import (
     AutoBool,
-    AutoChunk,
     AutoDepth,
     AutoThreads,
     Budget,
     KeyedError,
     Percent,
+    Section,
     Split,
     Tier,
     TierSplit,
 )
 from offload.config_file import dump_yaml
 from offload.config_source import ConfigSource, load_source
+from offload.optimizer_config import OptimizerConfig
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
 from offload.train.config import TrainConfig
@@ -36,14 +37,14 @@ __all__ = ["OffloadConfig", "Percent", "Tier", "TierSplit"]
 AUTO_CHUNK_NUMEL = 1 << 20
 
 _MASTER_OF = {"fp32": "none", "bf16": "split", "fp16": "fp32"}
-_MASTERS_ALLOWED = {"fp32": ("none",), "bf16": ("split", "fp32"), "fp16": ("fp32",)}
+_MASTERS_ALLOWED = {
+    "fp32": ("none",),
+    "bf16": ("split", "fp32", "none"),
+    "fp16": ("fp32",),
+}
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class BudgetConfig(_Section):
+class BudgetConfig(Section):
     """Most bytes each tier may hold."""
 
     device: Budget = Field(None, description="Device memory: bytes, 8GiB, 80%, or auto.")
@@ -51,7 +52,7 @@ class BudgetConfig(_Section):
     nvme: Budget = Field(None, description="Swap files: bytes, 100GiB, 50% of free, or auto.")
 
 
-class NvmeConfig(_Section):
+class NvmeConfig(Section):
     """Where and how the nvme tier is read and written."""
 
     paths: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
@@ -78,28 +79,21 @@ class NvmeConfig(_Section):
         return self
 
 
-class ActivationConfig(_Section):
+class ActivationConfig(Section):
     """Where saved activations live, and whether they are kept or recomputed."""
 
     tier: Literal["device", "host", "nvme"] = Field(
-        "device", description="Tier of saved activations; only device for now."
+        "device",
+        description="Where what forward saves waits for backward. host: of use with a GPU only.",
     )
-    checkpoint: bool = Field(
-        False, description="Recompute each block's activations in backward (built-in models)."
+    checkpoint: bool | Literal["selective"] = Field(
+        False,
+        description="Recompute each repeated block's activations in backward. selective: keep "
+        "those of matrix products and attention.",
     )
 
-    @model_validator(mode="after")
-    def _check_tier(self) -> Self:
-        if self.tier != "device":
-            raise KeyedError(
-                f"tier: {self.tier} is not supported yet; use tier: device, "
-                "and checkpoint: true to save memory",
-                ("tier",),
-            )
-        return self
 
-
-class PlacementConfig(_Section):
+class PlacementConfig(Section):
     """Home of each class of state; an absent class is placed automatically."""
 
     parameters: Split = Field(None, description="A tier, or a split like {host: 40%, nvme: 60%}.")
@@ -110,41 +104,7 @@ class PlacementConfig(_Section):
     )
 
 
-class OptimizerConfig(_Section):
-    """The optimizer and how its states are kept."""
-
-    type: Literal["adamw", "adam"] = Field(
-        "adamw", description="adamw decays weights directly; adam adds the decay to the gradient."
-    )
-    lr: float = Field(1e-3, ge=0, description="Learning rate.")
-    betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
-        (0.9, 0.999), description="Decay rates of the two moments, each in [0, 1)."
-    )
-    eps: float = Field(1e-8, ge=0, description="Added to the denominator.")
-    weight_decay: float = Field(0.01, ge=0, description="Weight decay.")
-    amsgrad: bool = Field(False, description="Use the largest second moment seen.")
-    maximize: bool = Field(False, description="Ascend instead of descend.")
-    master: Literal["auto", "split", "fp32", "none"] = Field(
-        "auto",
-        description="Master weights: split (bf16 weight + 16-bit remainder), fp32 (a full copy), "
-        "none (fp32 weights are their own). auto: split for bf16, fp32 for fp16, none for fp32.",
-    )
-    states: Literal["fp32"] = Field("fp32", description="Format of the moments.")
-    chunk: AutoChunk = Field(
-        "auto",
-        description="Elements per piece streamed in the update: a multiple of 1024, rounded up to "
-        "one of 2048 where parameters have 16 bits (pieces are whole pages).",
-    )
-
-    @model_validator(mode="after")
-    def _check_betas(self) -> Self:
-        for beta in self.betas:
-            if not 0 <= beta < 1:
-                raise KeyedError(f"betas: {beta} is not in [0, 1)", ("betas",))
-        return self
-
-
-class LossScaleConfig(_Section):
+class LossScaleConfig(Section):
     """Dynamic loss scaling, for precision: fp16."""
 
     initial: float = Field(65536.0, gt=0, description="First scale.")
@@ -154,7 +114,20 @@ class LossScaleConfig(_Section):
     min: float = Field(1.0, gt=0, description="Smallest scale; an overflow there is an error.")
 
 
-class GroupsConfig(_Section):
+class ThreadsConfig(Section):
+    """How the cores are shared out. I/O threads are under `nvme`."""
+
+    optimizer: AutoThreads = Field(
+        "auto",
+        description="Threads of the CPU optimizer. auto: all cores where the model computes on the "
+        "CPU, too (it waits meanwhile, or both share); beside a GPU all but two.",
+    )
+    torch: AutoThreads = Field(
+        "auto", description="PyTorch's threads on the CPU. auto: as PyTorch has them."
+    )
+
+
+class GroupsConfig(Section):
     """How parameters are grouped for moving together."""
 
     blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
@@ -162,7 +135,7 @@ class GroupsConfig(_Section):
     )
 
 
-class ZeroConfig(_Section):
+class ZeroConfig(Section):
     """Sharding over ranks."""
 
     stage: int = Field(
@@ -170,7 +143,7 @@ class ZeroConfig(_Section):
     )
 
 
-class OffloadConfig(_Section):
+class OffloadConfig(Section):
     """Everything a run needs to know; every key is optional."""
 
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where the model computes.")
@@ -204,7 +177,16 @@ class OffloadConfig(_Section):
         ge=1,
         description="Backward passes whose gradients add up to one step.",
     )
+    micro_batches: int = Field(
+        1,
+        ge=1,
+        description="Pieces of each batch that a block runs over before the next block begins: "
+        "weights and gradients move once per step, activations of one piece at a time.",
+    )
     prefetch: AutoDepth = Field("auto", description="Groups fetched ahead; 0: none.")
+    threads: ThreadsConfig = Field(
+        default_factory=ThreadsConfig, description="How the cores are shared out."
+    )
     groups: GroupsConfig = Field(
         default_factory=GroupsConfig, description="Which parameters move together."
     )
@@ -229,6 +211,9 @@ class OffloadConfig(_Section):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         _check_master(self.precision, self.optimizer.master)
+        if self.optimizer.in_backward is True:
+            self._check_in_backward()
+        self._check_gradient_sums()
         if self.loss_scale is not None and self.precision != "fp16":
             raise KeyedError(
                 f"loss_scale: contradicts precision: {self.precision}; "
@@ -242,6 +227,50 @@ class OffloadConfig(_Section):
                 ("skip_nonfinite",),
             )
         return self
+
+    def _needs_all_gradients(self) -> tuple[str, tuple[str, ...]] | None:
+        """What has to know every gradient before the first update: its text and key."""
+        if self.clip_grad_norm is not None:
+            return f"clip_grad_norm: {self.clip_grad_norm:g}", ("clip_grad_norm",)
+        if self.precision == "fp16":
+            return "precision: fp16 (its loss scaling)", ("precision",)
+        if self.skip_nonfinite is True:
+            return "skip_nonfinite: true", ("skip_nonfinite",)
+        return None
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether 16-bit gradients of several passes add up, which takes fp32."""
+        return self.precision != "fp32" and self.gradient_accumulation_steps > 1
+
+    def _check_gradient_sums(self) -> None:
+        split = self.placement.gradients
+        if self.sums_gradients and split is not None and split.fractions.get("nvme"):
+            raise KeyedError(
+                f"placement.gradients: nvme contradicts gradient_accumulation_steps: "
+                f"{self.gradient_accumulation_steps} in {self.precision}: sums are kept in fp32, "
+                "and twice the bytes on disk never pay; set placement.gradients: host, or "
+                "micro_batches instead of accumulation, whose gradients move once in 16 bits",
+                ("placement", "gradients"),
+                ("gradient_accumulation_steps",),
+            )
+
+    def _check_in_backward(self) -> None:
+        other = self._needs_all_gradients()
+        if other is not None:
+            raise KeyedError(
+                f"optimizer.in_backward: true contradicts {other[0]}, which needs all gradients "
+                "before the first update; set in_backward: auto, or remove the other",
+                ("optimizer", "in_backward"),
+                other[1],
+            )
+
+    def owning_the_loop(self) -> OffloadConfig:
+        """For a training loop of ours, which takes every step it begins: `in_backward` resolved."""
+        if self.optimizer.in_backward != "auto":
+            return self
+        update = {"in_backward": self._needs_all_gradients() is None}
+        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update=update)})
 
     @classmethod
     def load(
@@ -289,7 +318,11 @@ class OffloadConfig(_Section):
     def resolved(self) -> OffloadConfig:
         """The same configuration with every `auto` that needs no machine filled in."""
         optimizer = self.optimizer.model_copy(
-            update={"master": self.master, "chunk": self.chunk_numel}
+            update={
+                "master": self.master,
+                "chunk": self.chunk_numel,
+                "in_backward": self.optimizer.in_backward is True,
+            }
         )
         update = {
             "optimizer": optimizer,

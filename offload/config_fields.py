@@ -9,13 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema
 
 from offload.tiers.units import parse_bytes, parse_percent
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 _AUTO = {"const": "auto"}
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,36 @@ class Percent:
 
     def __str__(self) -> str:
         return _percent(self.fraction)
+
+
+StateFormatName = Literal["fp32", "bf16", "int8"]
+STATE_FORMATS: tuple[StateFormatName, ...] = ("fp32", "bf16", "int8")
+
+
+@dataclass(frozen=True)
+class StateFormats:
+    """How the optimizer's states are kept in each tier."""
+
+    device: StateFormatName = "fp32"
+    host: StateFormatName = "fp32"
+    nvme: StateFormatName = "fp32"
+
+    def of(self, tier: str) -> StateFormatName:
+        name: StateFormatName = getattr(self, tier)
+        return name
+
+    @property
+    def uniform(self) -> bool:
+        return self.device == self.host == self.nvme
+
+    @property
+    def exact(self) -> bool:
+        return self == StateFormats()
+
+    def __str__(self) -> str:
+        if self.uniform:
+            return self.host
+        return ", ".join(f"{tier} {self.of(tier)}" for tier in TIERS)
 
 
 class UnknownNameError(ValueError):
@@ -128,6 +164,34 @@ def _dump_split(value: TierSplit | None) -> str | dict[str, str] | None:
     return {tier: _percent(share) for tier, share in shares.items()}
 
 
+def _parse_states(value: Any) -> StateFormats:
+    if isinstance(value, StateFormats):
+        return value
+    if isinstance(value, str):
+        name = _parse_state_format(value)
+        return StateFormats(name, name, name)
+    if not isinstance(value, dict) or not value:
+        raise ValueError(
+            "expected fp32, bf16, int8, or a format per tier like {host: fp32, nvme: int8}; "
+            f"found {value!r}"
+        )
+    for tier in value:
+        if tier not in TIERS:
+            raise UnknownNameError(str(tier), TIERS, "a tier")
+    return StateFormats(**{tier: _parse_state_format(name) for tier, name in value.items()})
+
+
+def _parse_state_format(value: Any) -> StateFormatName:
+    for name in STATE_FORMATS:
+        if value == name:
+            return name
+    raise UnknownNameError(str(value), STATE_FORMATS, "a format of states")
+
+
+def _dump_states(value: StateFormats) -> str | dict[str, str]:
+    return value.host if value.uniform else {tier: value.of(tier) for tier in TIERS}
+
+
 def _parse_auto_bool(value: Any) -> Any:
     if value == "auto" or isinstance(value, bool):
         return value
@@ -197,6 +261,23 @@ Split = Annotated[
     PlainValidator(_parse_split),
     PlainSerializer(_dump_split),
     WithJsonSchema(_SPLIT_SCHEMA),
+]
+_STATES_SCHEMA = {
+    "anyOf": [
+        {"enum": list(STATE_FORMATS)},
+        {
+            "type": "object",
+            "properties": {tier: {"enum": list(STATE_FORMATS)} for tier in TIERS},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+    ]
+}
+States = Annotated[
+    StateFormats,
+    PlainValidator(_parse_states),
+    PlainSerializer(_dump_states),
+    WithJsonSchema(_STATES_SCHEMA),
 ]
 AutoBool = Annotated[
     bool | Literal["auto"], PlainValidator(_parse_auto_bool), _auto_schema({"type": "boolean"})

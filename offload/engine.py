@@ -14,21 +14,25 @@ import torch
 from torch import nn
 
 from offload import machine
+from offload.activations import Activations
 from offload.config import OffloadConfig
 from offload.homes import TieredHomes, compute_device, this_machine
 from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
 from offload.model_state import StateDictHooks
 from offload.optimizer import OffloadOptimizer
-from offload.plan import Plan, make_plan, record_format, resolved_config
+from offload.plan import Plan, spare_host_nbytes
+from offload.planner import make_plan, resolved_config
 from offload.report import Report, TierReport
-from offload.swap.worker import ParallelRunner, available_cores
+from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.zero.discovery import Discovery, discover, managed
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
+from offload.zero.loading import load_group
 from offload.zero.loss_scale import LossScale
 from offload.zero.runtime import Runtime, RuntimeOptions
+from offload.zero.stepper import StepRules
 from offload.zero.values import ParameterValues
 
 _log = logging.getLogger("offload")
@@ -81,24 +85,25 @@ class Engine:
         originals = [dict(group.params) for group in discovery.groups]
         _translate_groups(discovery, translate)
 
-        self._run = ParallelRunner(available_cores())
-        self._run_blocks = ParallelRunner(available_cores(), min_share=4)
+        self._run = ParallelRunner(int(self.config.threads.optimizer))
+        if self.config.threads.torch != "auto":
+            torch.set_num_threads(self.config.threads.torch)
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
         self._runtime: Runtime | None = None
+        self._activations: Activations | None = None
         try:
             self._runtime = self._make_runtime(discovery, dtype)
             self._load(originals, initialiser, weights)
             self.values = ParameterValues(self._runtime)
             self.optimizer = self._make_optimizer(optimized, translate)
             self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
+            self._activations = Activations(model, discovery, config, self._homes.activations)
             self._runtime.start(model, self.values.adopt_written)
         except BaseException:
             self.close()
             raise
         self.optimizer.engine = self  # whoever keeps the optimizer keeps what it works with
-        self._finalizer = weakref.finalize(
-            self, _close_all, self._runtime, (self._run, self._run_blocks), self._homes
-        )
+        self._finalizer = weakref.finalize(self, _close_all, self._runtime, self._run, self._homes)
 
     # ---------------------------------------------------------------- building
     def _make_runtime(self, discovery: Discovery, dtype: torch.dtype) -> Runtime:
@@ -106,12 +111,18 @@ class Engine:
         options = RuntimeOptions(
             dtype=dtype,
             device=self.device,
-            record_format=record_format(config),
             chunk_numel=self.plan.chunk_numel,
+            seed=config.seed,
             accumulate_fp32=config.gradient_accumulation_steps > 1,
             prefetch=int(config.prefetch),
-            clip_grad_norm=config.clip_grad_norm,
-            skip_nonfinite=config.skips_nonfinite,
+            keep_records=spare_host_nbytes(self.plan) > 0,
+            micro_batches=config.micro_batches,
+            step_rules=StepRules(
+                config.clip_grad_norm,
+                config.skips_nonfinite,
+                in_backward=config.optimizer.in_backward is True,
+                passes=config.gradient_accumulation_steps,
+            ),
         )
         staging = self._homes.staging()
         runtime = Runtime(
@@ -119,11 +130,10 @@ class Engine:
             options,
             self._homes,
             self._run,
-            self._run_blocks,
             staging,
             _loss_scale(config),
         )
-        self._homes.pool.await_progress = runtime.updates.await_progress
+        self._homes.let_wait(runtime.updates.await_progress)
         return runtime
 
     def _load(
@@ -134,7 +144,9 @@ class Engine:
         assert self._runtime is not None, "made just before"
         files = SafetensorsWeights(weights) if weights is not None else None
         for group, params in zip(self._runtime.groups, originals, strict=True):
-            self._runtime.load_group(group, _values(group, params, initialiser, files))
+            values = _values(group, params, initialiser, files)
+            state = self._runtime.optimizer_states[group.index]
+            load_group(state, self._runtime.own, values)
             group.adopt()
             machine.trim_memory()  # the values of one group are freed before the next ones come
         if initialiser is not None:
@@ -191,8 +203,9 @@ class Engine:
         return Report(
             tiers=tiers,
             bytes_moved=self._homes.bytes_moved(),
-            steps=runtime.steps_taken,
-            skipped_steps=runtime.steps_skipped,
+            bytes_saved=self._homes.bytes_saved(),
+            steps=runtime.stepper.taken,
+            skipped_steps=runtime.stepper.skipped,
             gradient_norm=None if last is None else last.gradient_norm,
             loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
             prefetch_hits=runtime.trace.hits,
@@ -209,6 +222,8 @@ class Engine:
     def settle(self) -> None:
         """Wait for every pending update and every byte on its way."""
         self._open().settle()
+        if self._homes.activations is not None:
+            self._homes.activations.settle()
 
     # ---------------------------------------------------------------- checkpoints
     def save_checkpoint(self, path: str | Path) -> None:
@@ -246,7 +261,9 @@ class Engine:
         self._closed = True
         if hasattr(self, "_finalizer"):
             self._finalizer.detach()
-        _close_all(self._runtime, (self._run, self._run_blocks), self._homes)
+        if self._activations is not None:
+            self._activations.remove()
+        _close_all(self._runtime, self._run, self._homes)
 
     def __enter__(self) -> Engine:
         return self
@@ -263,16 +280,13 @@ class Engine:
             _log.warning("while closing after an error: %s", closing)
 
 
-def _close_all(
-    runtime: Runtime | None, runners: Sequence[ParallelRunner], homes: TieredHomes
-) -> None:
+def _close_all(runtime: Runtime | None, runner: ParallelRunner, homes: TieredHomes) -> None:
     """Threads, files and memory, in this order; also of an engine that was never closed."""
     try:
         if runtime is not None:
             runtime.close()
     finally:
-        for runner in runners:
-            runner.close()
+        runner.close()
         homes.close()
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import tempfile
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from offload import machine
+from offload.device_homes import DeviceHomes
+from offload.kernels import triton_launch
 from offload.plan import Plan, needed_nbytes, read_hardware
+from offload.swap.activation_window import ActivationWindow
+from offload.swap.activations import ActivationTier
 from offload.swap.backends import open_backend
 from offload.swap.block_store import BlockStore
-from offload.swap.device_state import DeviceHomeState, Links, MirroredState
+from offload.swap.device_state import Links
 from offload.swap.file_state import FileState
-from offload.swap.measure import measure_bandwidth
+from offload.swap.measure import Bandwidth, measure_bandwidth
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream
@@ -27,7 +35,9 @@ from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.zero.device_work import DeviceWork
 from offload.zero.layout import Layout
+from offload.zero.records import RecordFormat
 from offload.zero.runtime import NextUse
 
 if TYPE_CHECKING:
@@ -44,7 +54,6 @@ class TieredHomes:
         self, plan: Plan, nvme: NvmeConfig, device: torch.device, itemsize: int
     ) -> None:  # fmt: skip
         self.plan = plan
-        self._links = Links(CopyStream(device), CopyStream(device))
         self.ledger = Ledger()
         self.lock = threading.RLock()
         self._itemsize = itemsize
@@ -53,12 +62,13 @@ class TieredHomes:
             TierName.DEVICE: self._open_device(device),
         }
         self.pool = SlotPool(self._memory[TierName.HOST], self.lock)
-        self._device_pool = SlotPool(self._memory[TierName.DEVICE], self.lock)
+        self._device = DeviceHomes(plan, self._memory[TierName.DEVICE], device, self.lock)
         try:
-            self.store = self._open_store(nvme) if plan.uses_nvme else None
+            self.store = self._open_store(nvme) if plan.opens_files else None
         except NoSpaceError as error:
             raise PathError(f"nvme.paths: {error}") from error
         self._staging: list[Lease] = []
+        self.activations = self._open_activations(device)
 
     def _open_host(self, device: torch.device) -> MemoryTier:
         budget = self.plan.budgets[TierName.HOST]
@@ -91,6 +101,28 @@ class TieredHomes:
             raise
         return store
 
+    def _open_activations(self, device: torch.device) -> ActivationTier | None:
+        plan = self.plan.activations
+        if plan is None:
+            return None
+        with self.lock:
+            lease = self._memory[TierName.HOST].lease(
+                plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS
+            )
+        # on a CPU the copies into the window are no traffic between host and device
+        own = Links(CopyStream(device), CopyStream(device))
+        links = self._device.links if self.plan.gpu else own
+        return ActivationTier(
+            ActivationWindow(lease), self.store if plan.disk_nbytes else None, plan.disk_nbytes,
+            links, self.lock, device=device, in_place=not self.plan.gpu,
+            trim=machine.trim_memory if device.type == "cpu" else None,
+        )  # fmt: skip
+
+    @property
+    def keeper(self) -> ActivationTier | None:
+        """Takes saved activations, where they do not stay on the device."""
+        return self.activations
+
     # ---------------------------------------------------------------- states
     def parameters(self, index: int, name: str, layout: Layout, next_use: NextUse) -> State:
         tier = self.plan.parameters[index]
@@ -99,22 +131,31 @@ class TieredHomes:
         if not self.plan.gpu:  # used where they are
             return self._state(tier, label, size, piece, kind, next_use)
         if tier is TierName.DEVICE:
-            lease = self._device_pool.demand(size, label, kind)
-            return DeviceHomeState(label, size, piece, lease, self._links)
+            return self._device.at_home(label, size, piece, kind)
         home = self._state(tier, label, size, piece, kind, next_use)
-        return MirroredState(home, self._device_pool, self._links, next_use)
+        return self._device.mirrored(home, next_use)
 
     def gradients(
         self, index: int, name: str, layout: Layout, itemsize: int, next_use: NextUse
     ) -> State:
         tier = self.plan.gradients[index]
+        if itemsize > self._itemsize and tier is TierName.NVME:
+            tier = TierName.HOST  # fp32 sums nobody planned for: never a file of twice the size
         size, piece = layout.numel_trainable * itemsize, self.plan.chunk_numel * itemsize
-        return self._state(tier, f"{name} gradients", size, piece, StateClass.GRADIENTS, next_use)
+        label, kind = f"{name} gradients", StateClass.GRADIENTS
+        if self.plan.gpu and tier is TierName.DEVICE:
+            return self._device.at_home(label, size, piece, kind)
+        return self._state(tier, label, size, piece, kind, next_use)
 
     def record(self, index: int, name: str, chunk: int, nbytes: int, next_use: NextUse) -> State:
         tier = self.plan.records[index][chunk]
         label = f"{name} optimizer chunk {chunk}"
+        if self.plan.gpu and tier is TierName.DEVICE:
+            return self._device.record(label, nbytes)
         return self._state(tier, label, nbytes, nbytes, StateClass.OPTIMIZER, next_use)
+
+    def record_format(self, index: int, chunk: int) -> RecordFormat:
+        return self.plan.record_formats[self.plan.records[index][chunk]]
 
     def _state(
         self, tier: TierName, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
@@ -132,16 +173,34 @@ class TieredHomes:
                 lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
         return MemoryState(name, nbytes, piece_nbytes, lease)
 
+    def device_work(self) -> DeviceWork:
+        """What the update and the gradients use of the device beside the model."""
+        return self._device.work()
+
+    def let_wait(self, for_updates: Callable[[], bool]) -> None:
+        """Whoever finds no memory may wait for copies under way, and `for_updates` to go on."""
+        self.pool.await_progress = self._device.await_progress(for_updates)
+        self._device.pool.await_progress = self._device.await_progress(for_updates)
+
+    def gradient_sums(self) -> torch.Tensor:
+        """fp32 sums of one block's gradients over its micro-batches (1D, where it computes)."""
+        pool = self._device.pool if self.plan.gpu else self.pool
+        lease = pool.demand(self.plan.sums_nbytes, "gradient sums", StateClass.STAGING)
+        self._staging.append(lease)
+        return lease.tensor.view(torch.float32)
+
     def staging(self) -> list[torch.Tensor]:
         """The update's buffers (1D uint8, host memory)."""
+        buffers = []
         for index in range(self.plan.staging_buffers):
-            self._staging.append(
+            buffers.append(
                 self._memory[TierName.HOST].lease(
                     self.plan.staging_nbytes, owner=f"update buffer {index}",
                     state_class=StateClass.STAGING,
                 )
             )  # fmt: skip
-        return [lease.tensor for lease in self._staging]
+        self._staging += buffers
+        return [lease.tensor for lease in buffers]
 
     def bytes_moved(self) -> dict[str, int]:
         """Bytes over each link since the start."""
@@ -149,12 +208,28 @@ class TieredHomes:
         return {
             "nvme read": io.read_nbytes if io is not None else 0,
             "nvme write": io.write_nbytes if io is not None else 0,
-            "host to device": self._links.to_device.moved_nbytes,
-            "device to host": self._links.to_host.moved_nbytes,
+            **self._device.moved_nbytes(),
+            **(self.activations.bytes_moved() if self.activations is not None else {}),
+        }
+
+    def bytes_saved(self) -> dict[str, int]:
+        """Bytes that did not have to cross a link, because they were still where they are used, or
+        were used up before they were written."""
+        host, device = self.pool.traffic, self._device.pool.traffic
+        return {
+            "nvme read": host.saved_reads_nbytes,
+            "nvme write": host.saved_writes_nbytes,
+            "host to device": device.saved_reads_nbytes,
         }
 
     def close(self) -> None:
         """Close files (their bytes are gone with that) and unpin memory."""
+        try:
+            self._device.close()
+        finally:
+            self._close_memory()
+
+    def _close_memory(self) -> None:
         try:
             if self.store is not None:
                 self.store.close()
@@ -194,7 +269,23 @@ def this_machine(nvme: NvmeConfig, device: torch.device) -> Hardware:
     # Folders on one file system share what is free there.
     free = sum({path.stat().st_dev: nbytes for path, nbytes in reports.items()}.values())
     device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    return read_hardware(device_nbytes, free)
+    hardware = read_hardware(device_nbytes, free)
+    cuda = device.type == "cuda"
+    missing = triton_launch.missing() if cuda else "the model computes on the CPU"
+    return replace(
+        hardware, kernels_missing=missing,
+        measure_nvme=lambda: _bandwidth(tuple(sorted(reports))),
+    )  # fmt: skip
+
+
+@functools.cache
+def _bandwidth(folders: tuple[Path, ...]) -> Bandwidth:
+    """Of all paths together, measured once per process: about a fifth of a second each."""
+    measured = [measure_bandwidth(folder) for folder in folders]
+    return Bandwidth(
+        sum(each.read_bytes_per_s for each in measured),
+        sum(each.write_bytes_per_s for each in measured),
+    )
 
 
 def compute_device(config: OffloadConfig) -> torch.device:

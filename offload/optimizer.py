@@ -8,40 +8,42 @@ waits for that parameter's group.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.runtime import Hyper, Runtime, StepOutcome
+from offload.optimizer_kinds import KINDS
+from offload.tiers.errors import ConfigError, StateError, UnsupportedError
+from offload.zero.hyper import Hyper, HyperOf
+from offload.zero.runtime import Runtime
+from offload.zero.stepper import StepOutcome
 from offload.zero.values import ParameterValues
 
 if TYPE_CHECKING:
-    from offload.config import OptimizerConfig
+    from offload.optimizer_config import OptimizerConfig
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """AdamW or Adam over a runtime's groups. `state` stays empty: see `state_dict`."""
+    """One of the `optimizer_kinds` over a runtime's groups. `state` stays empty: see
+    `state_dict`."""
 
     def __init__(
         self, runtime: Runtime, values: ParameterValues, params: Params, config: OptimizerConfig
     ) -> None:  # fmt: skip
         self._runtime = runtime
         self._values = values
-        self._decoupled = config.type == "adamw"
-        self._amsgrad = config.amsgrad
+        self._kind = KINDS[config.type]
+        self._states = config.state_names
         self.last_step: StepOutcome | None = None
         self.engine: object = None  # kept alive with this optimizer
-        defaults = {
-            "lr": config.lr, "betas": tuple(config.betas), "eps": config.eps,
-            "weight_decay": config.weight_decay, "amsgrad": config.amsgrad,
-            "maximize": config.maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        super().__init__(params, config.numbers)
+        this = weakref.ref(self)  # the runtime must not keep the engine alive
+        runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. ConfigError for numbers that cannot work or parameters not managed here."""
@@ -57,9 +59,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         _check_numbers(group)
-        if bool(group["amsgrad"]) != self._amsgrad:
+        kept = self._kind.states(group)
+        if not set(kept) <= set(self._states) or "max_exp_avg_sq" in set(self._states) - set(kept):
             raise UnsupportedError(
-                "amsgrad differs between param groups; set optimizer.amsgrad for all of them"
+                f"a param group needs the states {', '.join(kept) or '(none)'} and this optimizer "
+                f"keeps {', '.join(self._states) or 'none'}; set amsgrad or momentum under "
+                "optimizer: for all param groups"
             )
         for param in group["params"]:
             if self._runtime.group_of(param) is None:
@@ -68,15 +73,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     "one of the model given to offload.initialize (or is no real floating point)"
                 )
 
-    def hyper_of(self) -> Callable[[nn.Parameter], Hyper | None]:
+    def hyper_of(self) -> HyperOf:
         """Each parameter's numbers as the param groups have them now; None if it is in none."""
         hypers: dict[int, Hyper] = {}
         for group in self.param_groups:
-            hyper = Hyper(
-                lr=float(group["lr"]), betas=(float(group["betas"][0]), float(group["betas"][1])),
-                eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
-                decoupled=self._decoupled, maximize=bool(group["maximize"]),
-            )  # fmt: skip
+            hyper = Hyper(self._kind.scalars, tuple(self._kind.numbers(group).items()))
             for param in group["params"]:
                 hypers[id(param)] = hyper
         return lambda param: hypers.get(id(param))
@@ -126,19 +127,35 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._values.write_state(param, state_dict["state"].get(number, {}))
 
 
+def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:
+    optimizer = reference()
+    if optimizer is None:
+        raise StateError("this engine's optimizer is gone; keep engine.optimizer while training")
+    return optimizer
+
+
 def _check_numbers(group: dict[str, Any]) -> None:
     """ValueError, as torch words it, for numbers outside their range."""
-    lr, betas = group["lr"], group["betas"]
+    lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not float(lr) >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
-    if not group["eps"] >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {group['eps']}")
+    for key, name in _NOT_NEGATIVE.items():
+        if key in group and not group[key] >= 0.0:
+            raise ValueError(f"Invalid {name}: {group[key]}")
+    betas = group.get("betas", ())
     if len({isinstance(beta, torch.Tensor) for beta in betas}) > 1:
         raise ValueError("betas must be either both floats or both Tensors")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if not group["weight_decay"] >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+
+# as torch names them
+_NOT_NEGATIVE = {
+    "eps": "epsilon value", "weight_decay": "weight_decay value", "momentum": "momentum value",
+    "lr_decay": "lr_decay value",
+}  # fmt: skip

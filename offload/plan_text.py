@@ -10,7 +10,8 @@ from rich.table import Table
 from torch import nn
 
 from offload.homes import compute_device, this_machine
-from offload.plan import Plan, breakdown, make_plan, needed_nbytes
+from offload.plan import Plan, breakdown, needed_nbytes
+from offload.planner import make_plan
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _CLASSES = (
     StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER, StateClass.STAGING,
+    StateClass.ACTIVATIONS,
 )  # fmt: skip
 
 
@@ -46,7 +48,7 @@ def _headline(config: OffloadConfig, plan: Plan, device: torch.device) -> Render
     table.add_row("groups", f"{len(plan.groups)}, the largest {_largest(plan)}")
     table.add_row("computes on", f"{device.type}, precision {config.precision}")
     table.add_row("master", f"{config.optimizer.master}, moments {config.optimizer.states}")
-    table.add_row("chunk", f"{plan.chunk_numel:,} elements")
+    table.add_row("chunk", f"{plan.chunk_numel:,} elements; {plan.prefetch} groups fetched ahead")
     for state_class, placement in plan.placements.items():
         chosen = getattr(config.placement, state_class) is None
         table.add_row(state_class, placement.describe() + (" (auto)" if chosen else ""))

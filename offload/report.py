@@ -32,6 +32,7 @@ class Report:
 
     tiers: dict[str, TierReport]
     bytes_moved: dict[str, int]
+    bytes_saved: dict[str, int]
     steps: int
     skipped_steps: int
     gradient_norm: float | None

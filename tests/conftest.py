@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 
 import pytest
+
+# The models here are tiny: PyTorch's threads would wait for each other longer than they compute,
+# ten times as long on a machine that is busy otherwise. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -35,6 +35,7 @@ class Unit:
     name: str
     module: nn.Module
     groups: list[int] = field(default_factory=list)
+    repeated: bool = False  # one of the model's blocks
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ def _units(
     if _is_whole(module, name, classes):
         params = _params(module.parameters())
         if params:
-            yield Unit(name, module), params
+            yield Unit(name, module, repeated=type(module).__name__ in classes), params
         return
     own = _params(module.parameters(recurse=False))
     if own:
@@ -95,7 +96,7 @@ def _units(
         path = f"{name}.{child_name}" if name else child_name
         if id(child) in repeated:
             params = _params(child.parameters())
-            yield Unit(path, child), params
+            yield Unit(path, child, repeated=True), params
         else:
             yield from _units(child, path, classes)
 
@@ -107,6 +108,8 @@ def _is_whole(module: nn.Module, name: str, classes: set[str]) -> bool:
         return False  # has no forward that could be hooked
     if not any(True for _ in module.children()):
         return True
+    if any(type(child).__name__ in classes for child in module.modules()):
+        return False
     numel = sum(param.numel() for param in module.parameters())
     return bool(name) and numel <= SMALL_UNIT_NUMEL
 

@@ -4,7 +4,7 @@ Each gradient is taken from autograd as soon as it is there and copied into one 
 with its squared norm fused into the copy. The first backward pass leaves 16-bit gradients as they
 are; a second one before the step makes the accumulator fp32, and the sum is the fp32 sum of the
 16-bit gradients. That rule depends on the number of passes alone, so the bits do not depend on
-where the accumulator lives.
+where the accumulator lives; how a gradient gets there is its path's secret.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from offload.kernels.floats import Array, Float, Runner
-from offload.kernels.gradients import add_gradient, copy_gradient, norm_blocks
+from offload.kernels.floats import Float, Runner
+from offload.swap.outbox import Outbox
 from offload.swap.state import State
-from offload.zero.bits import FLOAT_OF, array_of, flat_array
+from offload.swap.transfer import Transfer
+from offload.zero.bits import DTYPE_OF, FLOAT_OF
+from offload.zero.gradient_paths import (
+    DevicePartials,
+    DevicePath,
+    GradientPath,
+    HostPath,
+    LeavingPath,
+)
 from offload.zero.layout import Layout, ParamSpec
 
 # makes the accumulator of a given format: (group's layout, bytes per element) -> State
@@ -30,19 +38,35 @@ class GradientAccumulator:
 
     def __init__(
         self, name: str, layout: Layout, own: Float, accumulate: Float, make: Accumulators,
-        run: Runner,
+        run: Runner, used_after: int | None = None, partials: DevicePartials | None = None,
+        outbox: Outbox | None = None,
     ) -> None:  # fmt: skip
+        """`used_after`: an update uses the gradients up right after that many passes. `partials`
+        and `outbox` are there where gradients come on a device that runs kernels of ours."""
         self.name = name
         self._specs = [spec for spec in layout.params if spec.trainable]
         self._own = own
         self._make = make
-        self._run = run
+        self._used_after = used_after
+        self._spent = False
         self.format = accumulate
         self.state: State = make(accumulate.nbytes)
-        self._open: Array | None = None  # while gradients arrive: the accumulator's elements
+        self._path = self._choose_path(run, partials, outbox)
+        self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
         self._missing = 0  # gradients still expected in this backward pass
         self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
-        self._partials = [np.zeros(norm_blocks(spec.numel)) for spec in self._specs]
+        # All that was taken in is in the accumulator, and that is on its way home.
+        self.landed: Transfer[None] = Transfer.completed(None)
+
+    def _choose_path(
+        self, run: Runner, partials: DevicePartials | None, outbox: Outbox | None
+    ) -> GradientPath:
+        numels = [spec.numel for spec in self._specs]
+        if partials is not None and self.state.at_home_on_device:
+            return DevicePath(numels, partials)
+        if partials is not None and outbox is not None:
+            return LeavingPath(numels, partials, outbox, run)
+        return HostPath(numels, run)
 
     @property
     def has_any(self) -> bool:
@@ -50,40 +74,43 @@ class GradientAccumulator:
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Take in the gradient of parameter `index`; the last one expected closes the pass."""
-        source, kind = _contiguous(gradient, self._own)
+        source = _flat(gradient)
         if self.passes[index] and self.format is not Float.FP32:
             self._promote()
         target = self._slice(self._specs[index])
-        partials = self._partials[index]
         if self.passes[index]:
-            add_gradient(target, source, kind, partials, self._run)
+            self._path.add(index, target, source)
         else:
-            copy_gradient(target, source, self.format, kind, partials, self._run)
+            self._path.copy(index, target, source)
+        del target
         self.passes[index] += 1
         self._missing -= 1
         if self._missing == 0:
             self.close()
 
-    def _slice(self, spec: ParamSpec) -> Array:
+    def _slice(self, spec: ParamSpec) -> torch.Tensor:
         if self._open is None:
+            self.landed.wait()
             if self.has_any:
                 self.state.settle()  # the last pass may still be on its way home
             buffer = self.state.tensor() if self.has_any else self.state.blank()
-            self._open = array_of(buffer, self.format)
+            self._open = buffer.view(DTYPE_OF[self.format])
             self._missing = len(self._specs)
         return self._open[spec.offset : spec.stop]
 
     def _promote(self) -> None:
         """Make the accumulator fp32, with what it holds."""
-        old_state, old_format = self.state, self.format
-        old = self._open if self._open is not None else array_of(old_state.tensor(), old_format)
+        self.landed.wait()
+        old_state = self.state
+        old = self._open if self._open is not None else old_state.tensor()
+        old = old.view(DTYPE_OF[self.format])
         self._open = None
         self.state, self.format = self._make(Float.FP32.nbytes), Float.FP32
-        new = array_of(self.state.blank(), Float.FP32)
-        for spec, passes, partials in zip(self._specs, self.passes, self._partials, strict=True):
+        new = self.state.blank().view(torch.float32)
+        for index, (spec, passes) in enumerate(zip(self._specs, self.passes, strict=True)):
             if passes:
                 span = slice(spec.offset, spec.stop)
-                copy_gradient(new[span], old[span], Float.FP32, old_format, partials, self._run)
+                self._path.widen(index, new[span], old[span])
         self._open = new
         self._missing = len(self._specs)
         del old
@@ -91,30 +118,57 @@ class GradientAccumulator:
 
     def close(self) -> None:
         """No more gradients in this pass: let the accumulator go home. Idempotent."""
-        if self._open is not None:
-            self._open = None
-            self.state.wrote()
+        if self._open is None:
+            return
+        state, buffer, soon = self.state, self._open, self._last_pass
+        self._open = None
+
+        def go_home(_: torch.Tensor = buffer) -> None:  # until then the view keeps it in memory
+            state.wrote(soon=soon)
+
+        del buffer
+        self.landed = self._path.when_there(go_home, f"the gradients of {self.name}")
+
+    @property
+    def _last_pass(self) -> bool:
+        return self._used_after is not None and bool((self.passes >= self._used_after).all())
 
     def squared_norm(self) -> list[float]:
         """Sums of squares of what the accumulator holds, exact to sum with `math.fsum`."""
-        held = zip(self.passes, self._partials, strict=True)
-        return [float(part) for passes, partials in held if passes for part in partials]
+        held = [index for index, passes in enumerate(self.passes) if passes]
+        return [float(part) for index in held for part in self._path.squares(index)]
 
     def read(self, index: int) -> torch.Tensor | None:
-        """A copy of the accumulated gradient (fp32 or 16-bit), or None if there is none."""
-        if not self.passes[index]:
+        """A copy of the accumulated gradient (fp32 or 16-bit), or None if there is none
+        (any more: an update during backward uses them up)."""
+        if not self.passes[index] or self._spent:
             return None
+        self._arrive()
         spec = self._specs[index]
-        dtype = next(dtype for dtype, kind in FLOAT_OF.items() if kind is self.format)
-        flat = self.state.tensor().view(dtype)
+        flat = self.state.tensor().view(DTYPE_OF[self.format])
         return flat[spec.offset : spec.stop].view(spec.shape).clone()
+
+    def _arrive(self) -> None:
+        """Wait for what is on its way into the accumulator."""
+        self.landed.wait()
+        if self._open is not None:
+            self._path.when_there(lambda: None, f"the gradients of {self.name}").wait()
+
+    def spend(self) -> None:
+        """Give the memory back: an update has used the gradients up. Their norm is still known."""
+        self._spent = True
+        self._arrive()
+        self.state.discard()
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._arrive()
         self._open = None
         self._missing = 0
         self.passes[:] = 0
-        self.state.discard()
+        if not self._spent:
+            self.state.discard()
+        self._spent = False
 
 
 def total_norm(parts: list[float]) -> float:
@@ -124,11 +178,11 @@ def total_norm(parts: list[float]) -> float:
     return math.sqrt(math.fsum(parts))
 
 
-def _contiguous(gradient: torch.Tensor, own: Float) -> tuple[Array, Float]:
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    """Contiguous, 1D, of a format that accumulators know."""
+    gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    gradient = gradient.detach().to("cpu")
-    kind = FLOAT_OF.get(gradient.dtype)
-    if kind is None:  # e.g. a float64 gradient hook
-        gradient, kind = gradient.float(), Float.FP32
-    return flat_array(gradient.contiguous()), kind
+    if gradient.dtype not in FLOAT_OF:  # e.g. a float64 gradient hook
+        gradient = gradient.float()
+    return gradient.contiguous().reshape(-1)

@@ -102,7 +102,7 @@ class ParamGroup:
     def await_or_withhold(self) -> None:
         """An update was submitted: no parameter at home in place may show half of it."""
         if self.permanent:
-            self.wait_for_update()
+            self.gather()
         elif self.state.in_place:
             self.withhold()
 

@@ -2,8 +2,9 @@
 
 `aten::linear` saves `weight.t()`, a view that would keep the whole gathered buffer alive until
 backward. A handle `(group, shape, stride, offset)` is unpacked against the buffer that the group
-has by then. Tensors that are no views of a gathered buffer pass through, to the hooks that were
-active before ours if there are any (`save_on_cpu`, a checkpoint around the whole model).
+has by then. Tensors that are no views of a gathered buffer go to the hooks that were active before
+ours if there are any (`save_on_cpu`, a checkpoint around the whole model), else to the keeper of
+activations if there is one and it takes them; else they stay.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -42,19 +43,55 @@ class _Outer:
     packed: Any
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A tensor as it is. Autograd leaves it to hooks to see that nobody changed it since."""
+class Parked(Protocol):
+    """A saved tensor that a keeper has taken over."""
 
-    tensor: torch.Tensor
-    version: int
+    def tensor(self) -> torch.Tensor:
+        """Its values as they were when it was kept, without a graph."""
+        ...
+
+
+class Keeper(Protocol):
+    """Takes saved tensors elsewhere until backward needs them."""
+
+    def keep(self, tensor: torch.Tensor) -> Parked | None:
+        """What gives its values back; None where it stays."""
+        ...
+
+
+class SavedTensor:
+    """A tensor kept as it is, or parked. Autograd leaves it to hooks to see that nobody changed it
+    since: a detached tensor counts versions together with the one it is of, also without values.
+    """
+
+    __slots__ = ("_detached", "_parked", "_shape", "_version")
+
+    def __init__(self, tensor: torch.Tensor, parked: Parked | None) -> None:
+        # not the tensor itself: an output keeps the node that would keep it
+        self._detached = tensor.detach()
+        self._version = tensor._version
+        self._shape = tuple(tensor.shape)
+        self._parked = parked
+        if parked is not None:
+            self._detached.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def tensor(self) -> torch.Tensor:
+        version = self._detached._version
+        if version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {self._shape} is at version {version}, "
+                f"expected version {self._version}"
+            )
+        return self._detached if self._parked is None else self._parked.tensor()
 
 
 class HandleTable:
     """Knows gathered buffers by address and makes handles of views of them."""
 
-    def __init__(self, use: Callable[[ParamGroup], None]) -> None:
+    def __init__(self, use: Callable[[ParamGroup], None], keeper: Keeper | None = None) -> None:
         self._use = use  # told before a group is needed again, so that it can fetch ahead
+        self._keeper = keeper
         self._buffers: dict[int, ParamGroup] = {}  # storage address -> group
 
     def note(self, group: ParamGroup) -> None:
@@ -84,12 +121,13 @@ class HandleTable:
             group = self.group_of(tensor)
             if group is not None:
                 return _handle(group, tensor)
-            return _pass_on(tensor, outer)
+            return _pass_on(tensor, outer, self._keeper)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
     def views(self) -> AbstractContextManager[Any]:
-        """A context for what is recomputed in a backward pass: views of buffers stay views.
+        """A context for what is recomputed in a backward pass: views of buffers stay views, and
+        nothing is parked, as it is needed at once.
 
         A leaf is saved as the object it is, and a released parameter has no values: save what it
         is a view of now.
@@ -108,31 +146,27 @@ class HandleTable:
             return self._view(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        if packed.tensor._version != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {tuple(packed.tensor.shape)} is at version "
-                f"{packed.tensor._version}, expected version {packed.version}"
-            )
-        tensor: torch.Tensor = packed.tensor
+        tensor: torch.Tensor = packed.tensor()
         return tensor
 
     def _view(self, handle: Handle) -> torch.Tensor:
         group = handle.group
-        if group.version != handle.version:
+        trainable = group.dtype is not handle.dtype or handle.offset < group.layout.numel_trainable
+        if group.version != handle.version and trainable:
             raise StateError(
                 f"backward needs the parameters of {group.name} as they were in the forward, but "
-                "an optimizer step has changed them since; run backward before optimizer.step()"
+                "an optimizer step has changed them since; run backward before optimizer.step() "
+                "(or set optimizer.in_backward: false, if that is on)"
             )
         self._use(group)
         flat = group.flat().view(handle.dtype)
         return flat.as_strided(handle.shape, handle.stride, handle.offset)
 
 
-def _pass_on(tensor: torch.Tensor, outer: Hooks | None) -> Any:
-    if outer is None:
-        return _Kept(tensor, tensor._version)
-    return _Outer(outer[1], outer[0](tensor))
+def _pass_on(tensor: torch.Tensor, outer: Hooks | None, keeper: Keeper | None = None) -> Any:
+    if outer is not None:
+        return _Outer(outer[1], outer[0](tensor))
+    return SavedTensor(tensor, None if keeper is None else keeper.keep(tensor))
 
 
 def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:

@@ -9,8 +9,8 @@ the recomputed tensors are the checkpoint's to hold, and they are needed at once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class UnitHooks:
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
+        for unit, inner in _inner_modules(units):
+            self._install_inner(unit, inner)
 
     @staticmethod
     def had_an_engine(model: nn.Module) -> bool:
@@ -101,6 +103,29 @@ class UnitHooks:
         self._removable.append(module.register_forward_pre_hook(before, prepend=True))
         self._removable.append(module.register_forward_hook(after, always_call=True))
 
+    def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
+        """A module within a unit, called in backward on its own: a checkpoint around a part of the
+        unit computes that part again, when the unit itself has been released."""
+        groups = [self._groups[index] for index in unit.groups]
+        entered: list[bool] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            alone = torch._C._current_graph_task_id() != -1 and not all(g.in_use for g in groups)
+            entered.append(False)
+            if alone:
+                self._open_session()
+                self._enter(groups)
+                entered[-1] = True
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if entered and entered.pop():
+                for group in reversed(groups):
+                    group.leave()
+                self._close_session()
+
+        self._removable.append(inner.register_forward_pre_hook(before, prepend=True))
+        self._removable.append(inner.register_forward_hook(after, always_call=True))
+
     def _enter(self, groups: Sequence[ParamGroup]) -> None:
         for count, group in enumerate(groups):
             try:
@@ -111,6 +136,16 @@ class UnitHooks:
                 for done in groups[:count]:
                     done.leave()
                 raise
+
+    @contextmanager
+    def held(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
+        """`groups` are gathered and stay so inside."""
+        self._enter(groups)
+        try:
+            yield
+        finally:
+            for group in reversed(groups):
+                group.leave()
 
     def _open_session(self) -> None:
         outermost = not self._sessions
@@ -142,6 +177,16 @@ class UnitHooks:
     def remove(self) -> None:
         for handle in self._removable:
             handle.remove()
+
+
+def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
+    """Modules with parameters inside of a unit, each once, with the innermost unit around it."""
+    seen = {id(unit.module) for unit in units}
+    for unit in sorted(units, key=lambda unit: -unit.name.count(".") if unit.name else 1):
+        for inner in unit.module.modules():
+            if id(inner) not in seen and next(inner.parameters(), None) is not None:
+                seen.add(id(inner))
+                yield unit, inner
 
 
 class _Session:

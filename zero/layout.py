@@ -16,7 +16,8 @@ import torch
 
 from offload.tiers.units import round_up
 
-ALIGN_NUMEL = 64  # a parameter starts on a cache line and full vector in every dtype
+# A parameter starts on a cache line, a full vector in every dtype and a block of 8-bit states.
+ALIGN_NUMEL = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """What the optimizer keeps of one chunk of a group: one contiguous record, one move.
 
-    ├ exp_avg fp32 ┤├ exp_avg_sq fp32 ┤├ remainder int16, or master fp32 ┤├ max_exp_avg_sq ┤
+    ├ exp_avg ┤├ exp_avg_sq ┤├ remainder int16, or master fp32 ┤├ scales of 8-bit states ┤
 
-Each array is shifted by some cache lines more than the one before: arrays a power of two apart
-compete for the same cache sets.
+Which states there are is the optimizer's, how they are kept is a `StateFormat`. Each array is
+shifted by some cache lines more than the one before: arrays a power of two apart compete for the
+same cache sets.
 """
 
 from __future__ import annotations
@@ -11,22 +12,49 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from offload.kernels.floats import Array
+from offload.kernels.rules import BLOCK, SCALE_SUFFIX, StateFormat, is_signed
+from offload.kernels.state_codec import Stored, decode_state, encode_state
 from offload.tiers.units import round_up
 
 _STAGGER_NBYTES = 17 * 64
+_STATE_DTYPES: dict[StateFormat, np.dtype[Any]] = {
+    StateFormat.FP32: np.dtype(np.float32),
+    StateFormat.BF16: np.dtype(np.uint16),
+    StateFormat.INT8: np.dtype(np.uint8),
+}
+
+
+_MASTERS = ("low", "master")
 
 
 class Master(enum.StrEnum):
     """How the full-precision weight is kept."""
 
-    NONE = "none"  # the parameter is fp32 itself
+    NONE = "none"  # the parameter is fp32 itself, or bf16 rounded stochastically
     SPLIT = "split"  # bf16 weight + 16-bit remainder, lossless
     FP32 = "fp32"  # a copy of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array of a record: an element per parameter, or per `block` of them."""
+
+    name: str
+    dtype: np.dtype[Any]
+    block: int = 1
+
+    def numel(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def span(self, elements: slice) -> slice:
+        """Where a range of parameters that begins at a block boundary lies in the array."""
+        return slice(elements.start // self.block, self.numel(elements.stop))
 
 
 @dataclass(frozen=True)
@@ -34,38 +62,93 @@ class RecordFormat:
     """Which arrays a record has."""
 
     master: Master
-    amsgrad: bool = False
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # in the order in which kernels take them
+    state_format: StateFormat = StateFormat.FP32
 
     @cached_property
-    def fields(self) -> tuple[tuple[str, np.dtype[np.generic]], ...]:
-        fp32: np.dtype[np.generic] = np.dtype(np.float32)
-        int16: np.dtype[np.generic] = np.dtype(np.int16)
-        fields = [("exp_avg", fp32), ("exp_avg_sq", fp32)]
+    def fields(self) -> tuple[Field, ...]:
+        fields = [Field(name, _STATE_DTYPES[self.state_format]) for name in self.states]
         if self.master is Master.SPLIT:
-            fields.append(("low", int16))
+            fields.append(Field("low", np.dtype(np.int16)))
         if self.master is Master.FP32:
-            fields.append(("master", fp32))
-        if self.amsgrad:
-            fields.append(("max_exp_avg_sq", fp32))
+            fields.append(Field("master", np.dtype(np.float32)))
+        if self.state_format is StateFormat.INT8:
+            fields += [Field(_scale(n), np.dtype(np.float32), BLOCK) for n in self.states]
         return tuple(fields)
 
-    def _offsets(self, numel: int) -> list[int]:
+    def offsets(self, numel: int) -> list[int]:
         offsets, end = [], 0
-        for index, (_, dtype) in enumerate(self.fields):
+        for index, field in enumerate(self.fields):
             start = round_up(end, 64) + (_STAGGER_NBYTES if index else 0)
             offsets.append(start)
-            end = start + numel * dtype.itemsize
-        return [*offsets, end]
+            end = start + field.numel(numel) * field.dtype.itemsize
+        return [*offsets, max(end, 64)]  # an optimizer without states has records all the same
 
     def nbytes(self, numel: int) -> int:
         """Bytes of a record of `numel` elements."""
-        return self._offsets(numel)[-1]
+        return self.offsets(numel)[-1]
 
     def arrays(self, record: torch.Tensor, numel: int) -> dict[str, Array]:
-        """Views of a record (1D uint8 host memory), each `numel` long."""
+        """Views of a record (1D uint8 host memory), each as long as its field says."""
         buffer = record.numpy()
-        offsets = self._offsets(numel)
         return {
-            name: buffer[start : start + numel * dtype.itemsize].view(dtype)
-            for (name, dtype), start in zip(self.fields, offsets[:-1], strict=True)
+            field.name: buffer[start : start + field.numel(numel) * field.dtype.itemsize].view(
+                field.dtype
+            )
+            for field, start in zip(self.fields, self.offsets(numel)[:-1], strict=True)
         }
+
+    # ---------------------------------------------------------------- states as kernels take them
+    def states_of(self, arrays: dict[str, Array], span: slice) -> list[Array]:
+        return [arrays[name][span] for name in self.states]
+
+    def scales_of(self, arrays: dict[str, Array], span: slice) -> list[Array]:
+        """One array per state of 8 bits; `span` begins at a block boundary."""
+        if self.state_format is not StateFormat.INT8:
+            return []
+        return [arrays[_scale(name)][_blocks(span)] for name in self.states]
+
+    def field_spans(self, elements: slice) -> dict[str, slice]:
+        """Where a range of parameters that begins at a block boundary lies in each array."""
+        return {field.name: field.span(elements) for field in self.fields}
+
+    # ---------------------------------------------------------------- states as fp32
+    def in_format(self, arrays: dict[str, Array], other: RecordFormat) -> dict[str, Array]:
+        """The arrays as `other` keeps them (itself, or one with fp32 states)."""
+        if other == self:
+            return arrays
+        assert other.state_format is StateFormat.FP32, "formats are mixed in fp32"
+        rest = {name: array for name, array in arrays.items() if name in _MASTERS}
+        whole = slice(0, max((len(array) for array in arrays.values()), default=0))
+        return {name: self.read_state(arrays, name, whole) for name in self.states} | rest
+
+    def take_over(self, arrays: dict[str, Array], given: dict[str, Array]) -> None:
+        """The reverse of `in_format`: overwrite `arrays` from what that gave."""
+        for name, values in given.items():
+            if name in self.states:
+                self.write_state(arrays, name, slice(0, len(values)), values)
+            else:
+                arrays[name][:] = values
+
+    def read_state(self, arrays: dict[str, Array], name: str, span: slice) -> Array:
+        """A copy of part of a state in fp32."""
+        stored = self._stored(arrays, name, span)
+        return decode_state(stored, self.state_format, signed=is_signed(name))
+
+    def write_state(self, arrays: dict[str, Array], name: str, span: slice, values: Array) -> None:
+        """Overwrite part of a state; what `read_state` gave is kept exactly."""
+        stored = self._stored(arrays, name, span)
+        encode_state(values, stored, self.state_format, signed=is_signed(name))
+
+    def _stored(self, arrays: dict[str, Array], name: str, span: slice) -> Stored:
+        if self.state_format is not StateFormat.INT8:
+            return Stored(arrays[name][span])
+        return Stored(arrays[name][span], arrays[_scale(name)][_blocks(span)])
+
+
+def _blocks(span: slice) -> slice:
+    return slice(span.start // BLOCK, -(-span.stop // BLOCK))
+
+
+def _scale(name: str) -> str:
+    return name + SCALE_SUFFIX

@@ -6,8 +6,10 @@
     write              ├──────┤├──────┤├──────┤├──────┤
 
 `submit` returns at once: every group's update becomes *pending*, and whoever reads a group waits
-for that group's alone, so the optimizer of one step hides behind the next forward. The arithmetic
-and its order within each parameter do not depend on when or where a chunk is worked on.
+for that group's alone, so the optimizer of one step hides behind the next forward. Chunks whose
+records are at home on the device are queued there in their turn, and this thread goes on with the
+CPU's. The arithmetic and its order within each parameter do not depend on when or where a chunk is
+worked on.
 """
 
 from __future__ import annotations
@@ -15,131 +17,78 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
-from offload.kernels.adam import AdamScalars, adam_step
-from offload.kernels.floats import Array, Float, Runner
-from offload.swap.state import HostPiece, State
+from offload.kernels.floats import Array, Float
+from offload.kernels.optimizer import optimizer_step
+from offload.kernels.rules import SgdScalars, StateFormat
+from offload.swap.streams import mark_here
 from offload.swap.transfer import Transfer, all_of
-from offload.swap.worker import Worker
+from offload.swap.worker import ParallelRunner, Worker
+from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 from offload.zero.bits import array_of
-from offload.zero.gradients import GradientAccumulator
+from offload.zero.chunks import Chunk, GroupUpdate, Part, Segment
+from offload.zero.device_update import DeviceUpdate
+from offload.zero.device_work import DeviceWork
 from offload.zero.group import ParamGroup
-from offload.zero.records import RecordFormat
 
 _PAGE_NBYTES = 4096
+_LEAST_BLOCKS = 256  # of 8-bit states that are worth another thread
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive elements of a group that are updated with the same numbers."""
+class ExpectedUses:
+    """When a group's states are needed next, in uses from now."""
 
-    start: int
-    stop: int
-    scalars: AdamScalars
-
-
-@dataclass(slots=True)
-class OptimizerState:
-    """What is kept of one group: a record per chunk of its trainable part."""
-
-    group: ParamGroup
-    gradients: GradientAccumulator
-    chunks: list[range]
-    records: list[State]
-
-    @property
-    def in_place(self) -> bool:
-        """True if nothing of this group ever moves."""
-        states = (self.group.state, self.gradients.state, *self.records)
-        return all(state.in_place for state in states)
-
-
-@dataclass(slots=True)
-class GroupUpdate:
-    """One group's pending update."""
-
-    state: OptimizerState
-    segments: Sequence[Segment]
-    ready: Transfer[None]
-    done: Callable[[], None]  # after the last chunk: gradients are not read any more
-    weight_writes: list[Transfer[None]] = field(default_factory=list)
-    begun: bool = False
-
-    @property
-    def group(self) -> ParamGroup:
-        return self.state.group
-
-
-@dataclass(slots=True)
-class _Part:
-    """One class's bytes of a chunk: in place, or staged in a buffer."""
-
-    home: State
-    piece: int
-    in_place: HostPiece | None = None
-    staged: torch.Tensor | None = None
-    arrival: Transfer[None] | None = None
-
-    def wait(self) -> torch.Tensor:
-        if self.in_place is not None:
-            return self.in_place.wait()
-        assert self.arrival is not None, "started as one or the other"
-        assert self.staged is not None, "started as one or the other"
-        self.arrival.wait()
-        return self.staged
-
-    def send_home(self) -> Transfer[None] | None:
-        """Start taking the changed bytes home; a transfer only if they were staged."""
-        if self.in_place is not None:
-            self.home.wrote_piece(self.piece)
-            return None
-        assert self.staged is not None, "started as one or the other"
-        return self.home.write_piece(self.piece, self.staged)
-
-
-@dataclass(slots=True)
-class _Chunk:
-    update: GroupUpdate
-    elements: range
-    weight: _Part
-    record: _Part
-    gradient: _Part
-    buffer: torch.Tensor | None
-    last: bool
+    of_parameters: Callable[[ParamGroup], float]
+    of_records: Callable[[ParamGroup], float]
+    # Whether memory is left for records once everything that is needed sooner has its place. Where
+    # it is short, records on their way home would only stand in the way of parameters.
+    keep_records: bool = False
 
 
 class UpdateQueue:
     """Runs pending updates on a thread of its own. `buffers` are its staging memory (1D uint8)."""
 
     def __init__(
-        self, record_format: RecordFormat, own: Float, run: Runner,
-        buffers: Sequence[torch.Tensor], next_use: Callable[[ParamGroup], float],
+        self, own: Float, run: ParallelRunner, seed: int, buffers: Sequence[torch.Tensor],
+        expected: ExpectedUses, device: DeviceWork | None = None,
     ) -> None:  # fmt: skip
-        self._format = record_format
+        """`seed` is that of stochastic rounding; `device` what there is to work with beside the
+        CPU, if anything."""
         self._own = own
         self._run = run
+        self._run_blocks = run.sharing(_LEAST_BLOCKS)
+        self._seed = seed
         self._free = deque(buffers)
         self._staging = bool(buffers)  # False: every home is memory, nothing is ever staged
         self._lookahead = max(2, len(buffers) - 1)
-        self._next_use = next_use
+        self._expected = expected
         self._waiting: deque[GroupUpdate] = deque()
         self._unfinished: dict[int, GroupUpdate] = {}
         self._lock = threading.Lock()
-        self._chunks: Iterator[_Chunk] | None = None
-        self._active: deque[_Chunk] = deque()
+        self._device = DeviceWork.nothing() if device is None else device
+        self._device_update = DeviceUpdate(self._device, own, seed)
+        self._chunks: Iterator[Chunk] | None = None
+        self._active: deque[Chunk] = deque()
+        self._on_device: list[tuple[Chunk, Transfer[None]]] = []  # queued there, not done yet
         self._leaving: deque[tuple[torch.Tensor | None, Transfer[list[None]]]] = deque()
         self._worker = Worker("offload-update", self._work, self._fail)
 
     # ---------------------------------------------------------------- for the model's thread
     def submit(self, updates: Sequence[GroupUpdate]) -> None:
-        """Queue updates in order of next use; each one's `ready` fires when it can be read."""
+        """Queue updates in order of next use; each one's `ready` fires when it can be read.
+
+        What the model's stream was given so far may still read the weights and write the gradients.
+        """
+        so_far = mark_here(self._device.stream.device)
         with self._lock:
             self._raise_failure()  # nobody would ever end what is submitted to a dead thread
             for update in updates:
+                update.after = so_far
                 update.group.pending = update.ready
                 self._unfinished[update.group.index] = update
                 self._waiting.append(update)
@@ -185,8 +134,14 @@ class UpdateQueue:
 
     # ---------------------------------------------------------------- on the update thread
     def _work(self) -> bool:
-        """One round: keep reads ahead, compute one chunk, or wait for a write."""
+        with self._device.stream.entered():
+            return self._round()
+
+    def _round(self) -> bool:
+        """Keep reads ahead, compute or queue one chunk, or wait for a write. What the device does
+        is never waited for: its end wakes this thread."""
         self._reclaim(block=False)
+        landed = self._land()
         while len(self._active) < self._lookahead:
             chunk = self._next_chunk()
             if chunk is None:
@@ -195,7 +150,18 @@ class UpdateQueue:
         if self._active:
             self._compute(self._active.popleft())
             return True
-        return self._reclaim(block=True)
+        return landed or self._reclaim(block=True)
+
+    def _land(self) -> bool:
+        """Send home what the device has done."""
+        queued, self._on_device = self._on_device, []
+        for chunk, ended in queued:
+            if not ended.done():
+                self._on_device.append((chunk, ended))
+                continue
+            ended.wait()
+            self._send_home(chunk)
+        return len(self._on_device) < len(queued)
 
     def _reclaim(self, *, block: bool) -> bool:
         """Take back buffers whose writes are done; with `block`, wait for the oldest."""
@@ -208,7 +174,7 @@ class UpdateQueue:
             reclaimed = True
         return reclaimed
 
-    def _next_chunk(self) -> _Chunk | None:
+    def _next_chunk(self) -> Chunk | None:
         """Start the reads of the next chunk; None if there is none, or no buffer for it."""
         no_buffer = self._staging and not self._free
         if no_buffer and (self._active or not self._reclaim(block=True)):
@@ -230,67 +196,92 @@ class UpdateQueue:
                 return None
             update = self._waiting.popleft()
             update.begun = True
+        update.chunks_left = len(update.state.chunks)
+        update.after.before_compute()
         return update
 
-    def _start_chunks(self, update: GroupUpdate) -> Iterator[_Chunk]:
+    def _start_chunks(self, update: GroupUpdate) -> Iterator[Chunk]:
         state = update.state
         group = update.group
-        # The forward is next: let the weights be updated where it will read them, if there is room.
-        group.state.bring_host(next_use=self._next_use(group))
-        for index, (elements, record) in enumerate(zip(state.chunks, state.records, strict=True)):
-            parts = [
-                _Part(group.state, index), _Part(record, 0), _Part(state.gradients.state, index),
-            ]  # fmt: skip
-            buffer = self._stage(parts)
-            weight, kept, gradient = parts
-            last = index == len(state.chunks) - 1
-            yield _Chunk(update, elements, weight, kept, gradient, buffer, last)
+        by_device = all(record.at_home_on_device for record in state.records)
+        if not by_device or group.state.residency() is Residency.ABSENT:
+            # The forward is next: let the weights be updated where it will read them, if there is
+            # room.
+            group.state.bring_host(next_use=self._expected.of_parameters(group))
+        chunks = zip(state.chunks, state.records, state.formats, strict=True)
+        for index, (elements, record, record_format) in enumerate(chunks):
+            if self._expected.keep_records:
+                record.bring_host(next_use=self._expected.of_records(group))
+            chunk = Chunk(
+                update, elements, record_format, Part(group.state, index), Part(record, 0),
+                Part(state.gradients.state, index, before=state.gradients.landed),
+            )  # fmt: skip
+            chunk.buffer = self._stage(chunk)
+            yield chunk
 
-    def _stage(self, parts: Sequence[_Part]) -> torch.Tensor | None:
+    def _stage(self, chunk: Chunk) -> torch.Tensor | None:
         """Find each part in memory, or start reading it into a buffer; returns the buffer used."""
         buffer: torch.Tensor | None = None
         offset = 0
-        for part in parts:
+        for part in chunk.parts:
+            if chunk.by_device:
+                part.on_device = part.home.device_piece(part.piece)
+                if not part.needed_on_host:
+                    continue
             part.in_place = part.home.host_piece(part.piece)
             if part.in_place is not None:
                 continue
             if buffer is None:
                 buffer = self._free.popleft()
-            span = part.home.span(part.piece)
-            end = offset + round_up(span.stop - span.start, _PAGE_NBYTES)
+            end = offset + round_up(part.nbytes, _PAGE_NBYTES)
             part.staged = buffer[offset:end]
-            part.arrival = part.home.read_piece(part.piece, part.staged)
+            if part.on_device is None:  # else it is overwritten from there
+                part.arrival = part.home.read_piece(part.piece, part.staged)
             offset = end
         return buffer
 
-    def _compute(self, chunk: _Chunk) -> None:
-        weight, record = chunk.weight.wait(), chunk.record.wait()
-        gradient = chunk.gradient.wait()
-        update = chunk.update
+    def _compute(self, chunk: Chunk) -> None:
+        if not chunk.by_device:
+            self._step_here(chunk)
+            self._send_home(chunk)
+            return
+        ended = self._device_update.step(chunk)
+        if ended.done():
+            ended.wait()
+            self._send_home(chunk)
+            return
+        self._on_device.append((chunk, ended))
+        ended.then(lambda _: self._worker.wake())
+
+    def _step_here(self, chunk: Chunk) -> None:
+        weight, record, gradient = (part.wait() for part in chunk.parts)
         numel = len(chunk.elements)
-        grad_format = update.state.gradients.format
+        grad_format = chunk.update.state.gradients.format
         weights = array_of(weight[: numel * self._own.nbytes], self._own)
         grads = array_of(gradient[: numel * grad_format.nbytes], grad_format)
-        arrays = self._format.arrays(record, numel)
-        for segment in update.segments:
-            lo = max(segment.start, chunk.elements.start) - chunk.elements.start
-            hi = min(segment.stop, chunk.elements.stop) - chunk.elements.start
-            if lo < hi:
-                self._step(weights, grads, grad_format, arrays, slice(lo, hi), segment.scalars)
-        del weight, record, gradient, weights, grads, arrays
-        self._send_home(chunk)
+        arrays = chunk.record_format.arrays(record, numel)
+        for segment, span in chunk.segments():
+            self._step(chunk, segment, span, weights, grads, arrays)
 
     def _step(
-        self, weights: Array, grads: Array, grad_format: Float, arrays: dict[str, Array],
-        span: slice, scalars: AdamScalars,
+        self, chunk: Chunk, segment: Segment, span: slice, weights: Array, grads: Array,
+        arrays: dict[str, Array],
     ) -> None:  # fmt: skip
-        optional = {name: arrays[name][span] for name in arrays if name not in _MOMENTS}
-        adam_step(
-            grads[span], weights[span], arrays["exp_avg"][span], arrays["exp_avg_sq"][span],
-            scalars, grad_float=grad_format, weight_float=self._own, run=self._run, **optional,
+        kept = chunk.record_format
+        without = isinstance(segment.scalars, SgdScalars) and not segment.scalars.momentum
+        blocks = kept.state_format is StateFormat.INT8
+        optimizer_step(
+            grads[span], weights[span], [] if without else kept.states_of(arrays, span),
+            segment.scalars, grad_float=chunk.update.state.gradients.format,
+            weight_float=self._own, state_format=kept.state_format,
+            scales=[] if without else kept.scales_of(arrays, span),
+            low=arrays["low"][span] if "low" in arrays else None,
+            master=arrays["master"][span] if "master" in arrays else None,
+            noise=chunk.noise(self._seed, segment, span),
+            run=self._run_blocks if blocks else self._run,
         )  # fmt: skip
 
-    def _send_home(self, chunk: _Chunk) -> None:
+    def _send_home(self, chunk: Chunk) -> None:
         update = chunk.update
         weight_write = chunk.weight.send_home()
         record_write = chunk.record.send_home()
@@ -299,8 +290,10 @@ class UpdateQueue:
         writes = [write for write in (weight_write, record_write) if write is not None]
         if writes or chunk.buffer is not None:
             self._leaving.append((chunk.buffer, all_of(writes)))
-        chunk.weight.in_place = chunk.record.in_place = chunk.gradient.in_place = None
-        if chunk.last:
+        for part in chunk.parts:
+            part.let_go()
+        update.chunks_left -= 1
+        if not update.chunks_left:
             self._finish(update)
 
     def _finish(self, update: GroupUpdate) -> None:
@@ -325,16 +318,17 @@ class UpdateQueue:
                 update.ready.fail(error)
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 def merge(pieces: Sequence[Segment]) -> list[Segment]:
     """Neighbouring segments with equal numbers as one (fewer, longer kernel calls)."""
     merged: list[Segment] = []
     for piece in sorted(pieces, key=lambda segment: segment.start):
         last = merged[-1] if merged else None
-        if last is not None and last.stop == piece.start and last.scalars == piece.scalars:
-            merged[-1] = Segment(last.start, piece.stop, last.scalars)
+        if (
+            last is not None
+            and replace(last, start=piece.start, stop=piece.stop) == piece
+            and (last.stop == piece.start)
+        ):
+            merged[-1] = replace(last, stop=piece.stop)
         else:
             merged.append(piece)
     return merged

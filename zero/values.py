@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,20 @@ from offload.tiers.errors import BudgetError, StateError, TierFullError
 from offload.zero.bits import array_of, flat_array
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
+from offload.zero.optimizer_state import OptimizerState
+from offload.zero.records import Master, RecordFormat
 from offload.zero.runtime import Runtime
-from offload.zero.update import OptimizerState
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk that a parameter lies in: where in the chunk, and where in the parameter."""
+
+    arrays: dict[str, Array]  # of its record
+    record_format: RecordFormat
+    weights: Array
+    here: slice
+    there: slice
 
 
 class ParameterValues:
@@ -33,20 +44,19 @@ class ParameterValues:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._format = runtime.options.record_format
         self._own: Float = runtime.own
 
     # ---------------------------------------------------------------- one parameter's arrays
     def read(self, param: nn.Parameter, field: str) -> torch.Tensor:
-        """A copy of `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` or `master` (fp32, the shape of
-        the parameter)."""
+        """A copy of one of the optimizer's states or of `master` (fp32, the shape of the
+        parameter)."""
         group, index = self._find(param)
         spec = group.layout.params[index]
         out = np.zeros(spec.numel, dtype=np.float32)
-        for arrays, weights, here, there in self._chunks(group, spec, write=False):
-            out[there] = (
-                self._master(weights[here], arrays, here) if field == "master"
-                else arrays[field][here]
+        for chunk in self._chunks(group, spec, write=False):
+            out[chunk.there] = (
+                self._master(chunk) if field == "master"
+                else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
             )  # fmt: skip
         return torch.from_numpy(out).view(spec.shape)
 
@@ -60,11 +70,12 @@ class ParameterValues:
                 f"{tuple(spec.shape)}"
             )
         flat = flat_array(value.detach().to("cpu", torch.float32).contiguous())
-        for arrays, weights, here, there in self._chunks(group, spec, write=True):
+        for chunk in self._chunks(group, spec, write=True):
             if field == "master":
-                self._set_master(flat[there], weights[here], arrays, here)
+                self._set_master(flat[chunk.there], chunk)
             else:
-                arrays[field][here] = flat[there]
+                values = flat[chunk.there]
+                chunk.record_format.write_state(chunk.arrays, field, chunk.here, values)
         if field == "master":
             if not spec.trainable:
                 weights = array_of(group.state.host_tensor(), self._own)
@@ -72,7 +83,9 @@ class ParameterValues:
                 del weights
             group.state.host_wrote()
 
-    def _master(self, weights: Array, arrays: dict[str, Array], here: slice) -> Array:
+    def _master(self, chunk: _Chunk) -> Array:
+        arrays, here = chunk.arrays, chunk.here
+        weights = chunk.weights[here]
         if "master" in arrays:
             return arrays["master"][here].copy()
         full = np.empty(len(weights), dtype=np.float32)
@@ -82,35 +95,30 @@ class ParameterValues:
             decode(weights, full, self._own)
         return full
 
-    def _set_master(
-        self, full: Array, weights: Array, arrays: dict[str, Array], here: slice
-    ) -> None:
+    def _set_master(self, full: Array, chunk: _Chunk) -> None:
         full = np.ascontiguousarray(full)
-        if "low" in arrays:
-            split_master(full, weights, arrays["low"][here])
+        weights = chunk.weights[chunk.here]
+        if "low" in chunk.arrays:
+            split_master(full, weights, chunk.arrays["low"][chunk.here])
             return
         encode(full, weights, self._own)
-        if "master" in arrays:
-            arrays["master"][here] = full
+        if "master" in chunk.arrays:
+            chunk.arrays["master"][chunk.here] = full
 
-    def _chunks(
-        self, group: ParamGroup, spec: ParamSpec, *, write: bool
-    ) -> Iterator[tuple[dict[str, Array], Array, slice, slice]]:
-        """Record arrays and weights of each chunk that `spec` lies in, with the element ranges
-        within the chunk and within the parameter."""
+    def _chunks(self, group: ParamGroup, spec: ParamSpec, *, write: bool) -> Iterator[_Chunk]:
+        """The chunks of a group that `spec` lies in."""
         state = self._state_of(group)
         group.wait_for_update()
         weights = array_of(group.state.host_tensor(), self._own)
-        for elements, record in zip(state.chunks, state.records, strict=True):
+        for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
             lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
             if lo >= hi:
                 continue
-            chunk = weights[elements.start : elements.stop]
             here = slice(lo - elements.start, hi - elements.start)
             there = slice(lo - spec.offset, hi - spec.offset)
             with _record(record, write=write) as buffer:
-                arrays = self._format.arrays(buffer, len(elements))
-                yield arrays, chunk, here, there
+                arrays = kept.arrays(buffer, len(elements))
+                yield _Chunk(arrays, kept, weights[elements.start : elements.stop], here, there)
                 arrays.clear()  # the caller's name for them must not keep the record in memory
                 del buffer
 
@@ -119,14 +127,14 @@ class ParameterValues:
         """`step`, the moments and, where there is one, `master`; empty before the first update."""
         group, index = self._find(param)
         spec = group.layout.params[index]
-        if not spec.trainable or not self._runtime.steps[group.index][index]:
+        if not spec.trainable or not self._runtime.optimizer_states[group.index].steps[index]:
             return {}
-        step = float(self._runtime.steps[group.index][index])
+        step = float(self._runtime.optimizer_states[group.index].steps[index])
         found = {"step": torch.tensor(step)}
-        for name, _ in self._format.fields:
-            if name in _MOMENTS:
-                found[name] = self.read(param, name)
-        if any(name in ("low", "master") for name, _ in self._format.fields):
+        kept = self._state_of(group).formats[0]  # tiers differ in how they keep states only
+        for name in kept.states:
+            found[name] = self.read(param, name)
+        if kept.master is not Master.NONE:
             found["master"] = self.read(param, "master")
         return found
 
@@ -136,11 +144,10 @@ class ParameterValues:
         spec = group.layout.params[index]
         if not spec.trainable:
             return
-        self._runtime.steps[group.index][index] = int(state.get("step", 0))
-        for name, _ in self._format.fields:
-            if name in _MOMENTS:
-                value = state.get(name)
-                self.write(param, name, torch.zeros(spec.shape) if value is None else value)
+        self._runtime.optimizer_states[group.index].steps[index] = int(state.get("step", 0))
+        for name in self._state_of(group).formats[0].states:
+            value = state.get(name)
+            self.write(param, name, torch.zeros(spec.shape) if value is None else value)
         if "master" in state:
             self.write(param, "master", state["master"])
 
@@ -186,13 +193,13 @@ class ParameterValues:
         group.state.wrote()
         for index in indices:
             spec = group.layout.params[index]
-            for arrays, weights, here, _ in self._chunks(group, spec, write=True):
-                if "low" in arrays:
-                    arrays["low"][here] = 0
-                elif "master" in arrays:
-                    full = np.empty(here.stop - here.start, dtype=np.float32)
-                    decode(weights[here], full, self._own)
-                    arrays["master"][here] = full
+            for chunk in self._chunks(group, spec, write=True):
+                if "low" in chunk.arrays:
+                    chunk.arrays["low"][chunk.here] = 0
+                elif "master" in chunk.arrays:
+                    full = np.empty(chunk.here.stop - chunk.here.start, dtype=np.float32)
+                    decode(chunk.weights[chunk.here], full, self._own)
+                    chunk.arrays["master"][chunk.here] = full
         group.version += 1
 
     def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:

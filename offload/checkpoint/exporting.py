@@ -26,6 +26,7 @@ from offload.checkpoint.safetensors_file import (
     SafetensorsWriter,
     StoredTensor,
     TensorInfo,
+    field_info,
     file_nbytes,
 )
 from offload.kernels.convert import decode, encode, join_master
@@ -190,7 +191,7 @@ class _Weights:
     ) -> Array:
         file = self._manifest.groups[record.group].optimizer or ""
         name = self._manifest.optimizer.fields[field]
-        info = TensorInfo(f"{record.names[0]}.{field}", name, tuple(record.shape))
+        info = field_info(record, field, name)
         return self._read(file, self._reader.tensor(file, info), dtype, span)
 
     def _read(

@@ -46,6 +46,7 @@ def _check_numbers_format(engine: Engine, manifest: Manifest, path: Path) -> Non
         # rounding differs between the two, so a conversion could change weights by a bit
         ("optimizer.master", mine.master, saved.master),
         ("optimizer.type", mine.type, saved.type),
+        ("optimizer.states", mine.states, saved.states),
         ("optimizer.amsgrad", _amsgrad(mine), _amsgrad(saved)),
     ]
     for key, here, there in pairs:

@@ -15,10 +15,12 @@ from offload.checkpoint.folder import recover
 from offload.checkpoint.manifest import ParameterRecord
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo
+from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo, field_info
+from offload.kernels.floats import Array
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
-from offload.zero.update import OptimizerState
+from offload.zero.optimizer_state import OptimizerState
+from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -87,7 +89,7 @@ class _Loader:
         self, record: ParameterRecord, field: str, dtype: str
     ) -> tuple[str, StoredTensor]:
         file = self._manifest.groups[record.group].optimizer or ""
-        info = TensorInfo(f"{record.names[0]}.{field}", dtype, tuple(record.shape))
+        info = field_info(record, field, dtype)
         return file, self._reader.tensor(file, info)
 
     # ---------------------------------------------------------------- applying
@@ -109,7 +111,7 @@ class _Loader:
         for state in self._runtime.optimizer_states:
             if state.gradients.has_any:
                 state.gradients.clear()
-        self._runtime.has_unstepped_gradients = False
+        self._runtime.stepper.has_unstepped_gradients = False
 
     def _read_parameters(self, group: ParamGroup) -> None:
         itemsize = group.dtype.itemsize
@@ -129,24 +131,42 @@ class _Loader:
 
     def _read_optimizer(self, state: OptimizerState) -> None:
         specs = [spec for spec in state.group.layout.params if spec.trainable]
-        for elements, record in zip(state.chunks, state.records, strict=True):
+        for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
             with self._access.overwriting(record, 0) as raw:
-                self._read_record(raw, elements, specs)
+                self._read_record(raw, elements, specs, kept)
                 del raw
 
-    def _read_record(self, raw: torch.Tensor, elements: range, specs: list[ParamSpec]) -> None:
-        arrays = self._runtime.options.record_format.arrays(raw, len(elements))
-        for field, array in arrays.items():
-            array[:] = 0  # padding between parameters
-            for spec, here, there in overlaps(specs, elements):
+    def _read_record(
+        self, raw: torch.Tensor, elements: range, specs: list[ParamSpec], kept: RecordFormat
+    ) -> None:
+        saved, numel = model.saved_format(self._runtime), len(elements)
+        arrays = kept.arrays(raw, numel)
+        raw.zero_()  # padding between parameters
+        if kept == saved:
+            self._read_fields(arrays, elements, specs, saved)
+            return
+        read = saved.arrays(torch.zeros(saved.nbytes(numel), dtype=torch.uint8), numel)
+        self._read_fields(read, elements, specs, saved)
+        kept.take_over(arrays, read)
+
+    def _read_fields(
+        self, arrays: dict[str, Array], elements: range, specs: list[ParamSpec],
+        saved: RecordFormat,
+    ) -> None:  # fmt: skip
+        for spec, here, there in overlaps(specs, elements):
+            theirs, mine = saved.field_spans(there), saved.field_spans(here)
+            for field, array in arrays.items():
                 file, tensor = self._states[spec.name, field]
-                view = array[here].view(np.uint8).data
-                self._reader.read_into(file, tensor, there.start * array.itemsize, view)
+                view = array[mine[field]].view(np.uint8).data
+                start = theirs[field].start * array.itemsize
+                self._reader.read_into(file, tensor, start, view)
 
     def _read_steps(self, group: ParamGroup) -> None:
         for index, spec in enumerate(group.layout.params):
             if spec.trainable:
-                self._runtime.steps[group.index][index] = self._records[spec.name].steps
+                self._runtime.optimizer_states[group.index].steps[index] = self._records[
+                    spec.name
+                ].steps
 
     def _read_others(self) -> None:
         for name, tensor in model.other_tensors(self._engine).items():
@@ -159,8 +179,8 @@ class _Loader:
 
     def _read_numbers(self) -> None:
         manifest, runtime = self._manifest, self._runtime
-        runtime.steps_taken = manifest.steps_taken
-        runtime.steps_skipped = manifest.steps_skipped
+        runtime.stepper.taken = manifest.steps_taken
+        runtime.stepper.skipped = manifest.steps_skipped
         if runtime.loss_scale is not None and manifest.loss_scale is not None:
             runtime.loss_scale.scale = manifest.loss_scale.scale
             runtime.loss_scale.good_steps = manifest.loss_scale.good_steps

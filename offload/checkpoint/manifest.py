@@ -72,7 +72,9 @@ class ParamGroupRecord(_Record):
 class OptimizerRecord(_Record):
     type: str
     master: str
-    fields: dict[str, str]  # per element of a trainable parameter: name -> dtype
+    states: str = "fp32"
+    # Of a trainable parameter: name -> dtype. Per element, those named `*.scale` per block.
+    fields: dict[str, str]
     param_groups: list[ParamGroupRecord]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,10 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
+from offload.kernels.rules import StateFormat
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.records import Master, RecordFormat
+from offload.zero.runtime import Runtime
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -29,7 +33,7 @@ DTYPE_NAMES = {
     torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }  # fmt: skip
-_FIELD_DTYPES = {"float32": "F32", "int16": "I16"}
+_FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U8"}
 
 
 def check_at_rest(engine: Engine, doing: str) -> None:
@@ -44,7 +48,7 @@ def check_at_rest(engine: Engine, doing: str) -> None:
 
 def check_stepped(engine: Engine) -> None:
     """StateError if a save would lose gradients."""
-    if engine.runtime.has_unstepped_gradients:
+    if engine.runtime.stepper.has_unstepped_gradients:
         raise StateError(
             "gradients wait for optimizer.step() and are no part of a checkpoint: what is resumed "
             "from it would differ; save after the step, or drop them with optimizer.zero_grad()"
@@ -60,7 +64,7 @@ def parameter_records(engine: Engine) -> list[ParameterRecord]:
         ParameterRecord(
             names=list(spec.names), dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
             # trainable parameters come first in a layout, so both indices agree
-            steps=int(runtime.steps[group.index][index]) if spec.trainable else 0,
+            steps=int(runtime.optimizer_states[group.index].steps[index]) if spec.trainable else 0,
             group=group.index,
         )
         for group in runtime.groups
@@ -102,14 +106,27 @@ def buffer_records(tensors: dict[str, torch.Tensor]) -> list[BufferRecord]:
     ]
 
 
+def saved_format(runtime: Runtime) -> RecordFormat:
+    """How a checkpoint keeps optimizer records: as they are. Where tiers keep them in several
+    formats: with states in fp32, since what is where may be another time otherwise."""
+    formats = {kept for state in runtime.optimizer_states for kept in state.formats}
+    if len(formats) == 1:
+        return formats.pop()
+    return replace(next(iter(formats)), state_format=StateFormat.FP32) if formats else _EMPTY
+
+
+_EMPTY = RecordFormat(Master.NONE)  # of a frozen model
+
+
 # --------------------------------------------------------------------------- numbers
 def optimizer_record(engine: Engine) -> OptimizerRecord:
     """The optimizer's kind and the numbers of its param groups."""
-    record_format = engine.runtime.options.record_format
+    saved = saved_format(engine.runtime)
     return OptimizerRecord(
         type=engine.config.optimizer.type,
-        master=str(record_format.master),
-        fields={name: _FIELD_DTYPES[dtype.name] for name, dtype in record_format.fields},
+        master=str(saved.master),
+        states=saved.state_format.name.lower(),
+        fields={field.name: _FIELD_DTYPES[field.dtype.name] for field in saved.fields},
         param_groups=[
             ParamGroupRecord(
                 numbers={

@@ -26,7 +26,8 @@ from typing import Any
 import xxhash
 
 from offload.checkpoint.disk import start_writeback, storage_errors, write_all
-from offload.checkpoint.manifest import FileRecord, SectionRecord
+from offload.checkpoint.manifest import FileRecord, ParameterRecord, SectionRecord
+from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
@@ -49,6 +50,14 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+def field_info(parameter: ParameterRecord, field: str, dtype: str) -> TensorInfo:
+    """What an optimizer's array of a parameter is in a checkpoint."""
+    shape = tuple(parameter.shape)
+    if field.endswith(SCALE_SUFFIX):
+        shape = (-(-math.prod(shape) // BLOCK),)
+    return TensorInfo(f"{parameter.names[0]}.{field}", dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,15 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
 )
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
-from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.checkpoint.safetensors_file import (
+    ITEMSIZE,
+    SafetensorsWriter,
+    TensorInfo,
+    field_info,
+    file_nbytes,
+)
 from offload.zero.group import ParamGroup
-from offload.zero.update import OptimizerState
+from offload.zero.optimizer_state import OptimizerState
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -50,12 +56,9 @@ def optimizer_sections(
 ) -> dict[str, list[TensorInfo]]:
     """A group's optimizer tensors: one section per field, wide fields first (for alignment)."""
     trainable = [record for record in parameters if record.trainable]
-    ordered = sorted(fields.items(), key=lambda item: item[1] == "I16")
+    ordered = sorted(fields.items(), key=lambda item: -ITEMSIZE[item[1]])
     return {
-        field: [
-            TensorInfo(f"{record.names[0]}.{field}", dtype, tuple(record.shape))
-            for record in trainable
-        ]
+        field: [field_info(record, field, dtype) for record in trainable]
         for field, dtype in ordered
     }  # fmt: skip
 
@@ -73,8 +76,8 @@ class _Saver:
         self._manifest = Manifest(
             offload=__version__,
             precision=engine.config.precision,
-            steps_taken=self._runtime.steps_taken,
-            steps_skipped=self._runtime.steps_skipped,
+            steps_taken=self._runtime.stepper.taken,
+            steps_skipped=self._runtime.stepper.skipped,
             loss_scale=model.loss_scale_record(engine),
             optimizer=self._optimizer,
             groups=self._groups,
@@ -159,16 +162,18 @@ class _Saver:
             self._files[record.parameters] = file.finish()
 
     def _write_optimizer(self, folder: Path, state: OptimizerState, name: str) -> None:
-        record_format = self._runtime.options.record_format
+        saved = model.saved_format(self._runtime)
         specs = [spec for spec in state.group.layout.params if spec.trainable]
         sections = self._optimizer_sections(state.group)
         with SafetensorsWriter(folder / name, sections, {"group": state.group.name}) as file:
-            for elements, record in zip(state.chunks, state.records, strict=True):
+            chunks = zip(state.chunks, state.records, state.formats, strict=True)
+            for elements, record, kept in chunks:
                 with self._access.reading(record, 0) as raw:
-                    arrays = record_format.arrays(raw, len(elements))
+                    arrays = kept.in_format(kept.arrays(raw, len(elements)), saved)
                     for _, here, _ in overlaps(specs, elements):
+                        spans = saved.field_spans(here)
                         for field in sections:
-                            part = arrays[field][here].view(np.uint8)
+                            part = arrays[field][spans[field]].view(np.uint8)
                             file.append(field, part.data)
                     del raw, arrays
             self._files[name] = file.finish()

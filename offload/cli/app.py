@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from offload import __version__
+from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
 from offload.cli.errors import GuardedGroup
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="The configuration's format.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(bench_app, name="bench")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML configuration.")]
 Overrides = Annotated[

@@ -63,6 +63,7 @@ def run(
 
     Blocks until done. The engine is closed however it ends.
     """
+    config = config.owning_the_loop()
     console = console or Console(highlight=False)
     batches = _Batches.of(config)
     checkpoint = folder.latest_checkpoint() if resume else None

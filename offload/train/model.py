@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, H hidden, N heads, K key/value heads, D head size, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +85,7 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], heads, -1).transpose(1, 2)  # BSH to BNSD
 
 
-@dataclass(frozen=True)
-class Rotary:
+class Rotary(NamedTuple):
     """Angles of one forward, computed on the fly: nothing to store, move or save."""
 
     cosine: Tensor  # SD
@@ -205,12 +204,12 @@ class LanguageModel(nn.Module):
 
 
 def build_meta_model(config: OffloadConfig) -> LanguageModel:
-    """The model of `config.train` on the meta device: shapes without memory."""
+    """The model of `config.train` on the meta device: shapes without memory.
+
+    What `placement.activations.checkpoint` says is the engine's to do.
+    """
     with torch.device("meta"):
-        return LanguageModel(
-            config.train.model,
-            checkpoint_activations=config.placement.activations.checkpoint,
-        )
+        return LanguageModel(config.train.model)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -67,6 +67,8 @@ def test_training_goes_on_bit_for_bit_under_another_placement_and_chunk_size(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], precision: str, accumulate: int
 ) -> None:
     keys: dict[str, Any] = {"gradient_accumulation_steps": accumulate}
+    if accumulate > 1 and precision != "fp32":  # sums in fp32 are refused on nvme
+        before, after = ({**placement, "gradients": "host"} for placement in (before, after))
     if precision == "fp16":
         keys["loss_scale"] = {"growth_interval": 2}  # the scale changes after the resume
     first, second = batches(2 * accumulate), batches(3 * accumulate, seed=2)
@@ -96,7 +98,19 @@ def test_training_goes_on_bit_for_bit_under_another_placement_and_chunk_size(
 
 @pytest.mark.parametrize(
     "optimizer",
-    [{"master": "fp32"}, {"amsgrad": True}, {"type": "adam"}],
+    [
+        {"master": "fp32"},
+        {"amsgrad": True},
+        {"type": "adam"},
+        {"type": "lion"},
+        {"type": "adagrad"},
+        {"type": "sgd"},
+        {"type": "sgd", "momentum": 0.9},
+        {"states": "bf16"},
+        {"states": "int8"},
+        {"type": "lion", "states": "int8"},
+        {"master": "none"},
+    ],
     ids=lambda keys: str(keys),
 )
 def test_every_kind_of_optimizer_state_survives(tmp_path: Path, optimizer: dict[str, Any]) -> None:

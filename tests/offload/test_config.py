@@ -147,14 +147,21 @@ BAD_VALUES = [
     ("placement: {optimizer: {host: 40, nvme: 60}}", ["share of host is 40", "like 40%"]),
     ("placement: {optimizer: 3}", ["expected a tier", "found 3"]),
     (
-        "placement:\n  activations:\n    tier: host",
-        ["run.yaml:3: placement.activations.tier: host is not supported yet", "checkpoint: true"],
+        "placement: {activations: {tier: disk}}",
+        ["'disk' is not allowed; allowed: device, host, nvme"],
     ),
+    ("placement: {activations: {checkpoint: always}}", ["placement.activations.checkpoint"]),
     (
         "precision: fp16\noptimizer:\n  master: split",
         ["run.yaml:3: optimizer.master: split contradicts precision: fp16", "bf16"],
     ),
-    ("precision: bf16\noptimizer: {master: none}", ["master: none contradicts precision: bf16"]),
+    ("precision: fp16\noptimizer: {master: none}", ["master: none contradicts precision: fp16"]),
+    ("optimizer: {type: muon}", ["optimizer.type: muon is not supported", "whole matrix"]),
+    ("optimizer: {type: sgd, betas: [0.9, 0.9]}", ["betas: sgd has none", "adamw or adam or lion"]),
+    ("optimizer: {states: fp8}", ["'fp8' is not a format of states", "allowed: fp32, bf16, int8"]),
+    ("optimizer: {states: {disk: int8}}", ["'disk' is not a tier"]),
+    ("optimizer:\n  amsgrad: true\n  states: int8", ["run.yaml:2", "contradicts states: int8"]),
+    ("optimizer: {type: sgd, nesterov: true}", ["nesterov: true needs momentum above 0"]),
     ("optimizer: {master: split}", ["master: split contradicts precision: fp32", "bf16"]),
     (
         "precision: bf16\nloss_scale: {initial: 8}",
@@ -263,7 +270,7 @@ def test_overrides_win_and_later_ones_win_over_earlier(write: Any) -> None:
         ("a..b=3", ["expected key=value"]),
         ("seed={a", ["-o seed={a", "not valid YAML"]),
         ("seed.x=1", ["-o seed.x=1: seed: expected a whole number"]),
-        ("precision=bf16", ["-o precision=bf16: optimizer.master: none contradicts"]),
+        ("precision=fp16", ["-o precision=fp16: optimizer.master: none contradicts"]),
         ("optimizer={master: split}", ["-o optimizer={master: split}: optimizer.master"]),
     ],
 )
@@ -349,3 +356,10 @@ def test_any_values_are_accepted_or_refused_with_a_config_error(values: dict[str
 def test_chunks_are_whole_pages_in_every_precision(precision: str, chunk: int, numel: int) -> None:
     config = OffloadConfig.load({"precision": precision, "optimizer": {"chunk": chunk}})
     assert config.chunk_numel == config.resolved().chunk_numel == numel
+
+
+def test_fp32_sums_of_16_bit_gradients_are_refused_on_nvme() -> None:
+    keys = {"gradient_accumulation_steps": 4, "placement": {"gradients": "nvme"}}
+    assert OffloadConfig.load(keys).gradient_accumulation_steps == 4
+    with pytest.raises(ConfigError, match=r"contradicts gradient_accumulation_steps: 4 in bf16"):
+        OffloadConfig.load({**keys, "precision": "bf16"})

@@ -56,7 +56,7 @@ def reference(tmp_path: Path) -> tuple[list[float], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("parameters", ["host", "nvme", "device", SPLIT], ids=str)
-@pytest.mark.parametrize("device_budget", ["1MiB", "48KiB"])
+@pytest.mark.parametrize("device_budget", ["1MiB", "84KiB"])
 def test_mirrored_parameters_train_to_the_same_bits(
     tmp_path, reference, mirrored, parameters, device_budget
 ):
@@ -64,7 +64,7 @@ def test_mirrored_parameters_train_to_the_same_bits(
         pytest.skip("all parameters are at home on the device: there is nothing to give up")
     budget = {"device": device_budget, "host": "16MiB", "nvme": "64MiB"}
     if parameters == SPLIT and device_budget != "1MiB":
-        budget["device"] = "96KiB"
+        budget["device"] = "120KiB"
     losses, values, report = run(tmp_path, parameters, budget=budget)
     assert losses == reference[0]
     assert_same_bits(values, reference[1])

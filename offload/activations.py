@@ -1,0 +1,60 @@
+"""What the engine does about saved activations besides placing them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from offload.swap.activations import ActivationTier
+from offload.zero.discovery import Discovery
+from offload.zero.recompute import Recomputation
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+_log = logging.getLogger("offload")
+
+
+class Activations:
+    """Of one model: recomputed blocks, and inputs and buffers that stay where they are."""
+
+    def __init__(
+        self, model: nn.Module, discovery: Discovery, config: OffloadConfig,
+        tier: ActivationTier | None,
+    ) -> None:  # fmt: skip
+        """To be made before the model's other hooks are installed."""
+        wanted = config.placement.activations
+        self._recomputation: Recomputation | None = None
+        if wanted.checkpoint:
+            self._recomputation = Recomputation(
+                discovery.units, selective=wanted.checkpoint == "selective", keeper=tier,
+                by_hooks=config.micro_batches == 1,
+            )  # fmt: skip
+        if tier is None and wanted.tier == "host":
+            _log.warning(
+                "placement.activations.tier: host changes nothing here: the model computes on the "
+                "CPU, and what it saves is in host memory already; use nvme, or checkpoint: true"
+            )
+        self._hook = None if tier is None else _spare_inputs(model, tier)
+
+    def remove(self) -> None:
+        """The model is as it was."""
+        if self._recomputation is not None:
+            self._recomputation.remove()
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _spare_inputs(model: nn.Module, tier: ActivationTier) -> Any:
+    """Inputs belong to the caller and buffers to the model: moving them would free nothing."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            leaves = [*pytree.tree_leaves((args, kwargs)), *module.buffers()]
+            tier.spare(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    return model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

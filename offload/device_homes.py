@@ -1,0 +1,112 @@
+"""The device's side of an engine's homes: streams, slots for mirrors, memory for our kernels."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from offload.kernels import triton_launch
+from offload.plan import Plan
+from offload.swap.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device_state import Links, MirroredState
+from offload.swap.fences import Fences, OpenReads
+from offload.swap.outbox import Outbox
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import State
+from offload.swap.streams import CopyStream, WorkStream, mark_here
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.zero.device_work import DeviceWork
+from offload.zero.runtime import NextUse
+
+_log = logging.getLogger("offload")
+
+
+class DeviceHomes:
+    """What `TieredHomes` opens where the model computes on a GPU (or where host memory stands in
+    for one). On a CPU there are no streams, and nothing is mirrored."""
+
+    def __init__(
+        self, plan: Plan, tier: MemoryTier, device: torch.device, lock: threading.RLock
+    ) -> None:
+        self._plan = plan.device
+        self._lock = lock
+        fences = Fences()
+        # The update has links of its own: a copy for a group that is needed later, waiting for its
+        # place, must not hold up the copy that somebody waits for.
+        self.links = Links(CopyStream(device), CopyStream(device), device, fences)
+        self._update_links = Links(CopyStream(device), CopyStream(device), device, fences)
+        self._stream = WorkStream(device)
+        self.pool = SlotPool(tier, lock)
+        self._reads = OpenReads(device)
+        self._leases: list[Lease] = []
+        mark_here(device).wait()  # what PyTorch has freed may still be read, by streams of its own
+        if device.type == "cuda" and plan.device is None:
+            _log.warning(
+                "gradients are converted and their norm is taken on the CPU, and each is waited "
+                "for: %s", triton_launch.missing(),
+            )  # fmt: skip
+
+    # ---------------------------------------------------------------- states
+    def mirrored(self, home: State, next_use: NextUse) -> State:
+        """Parameters at home elsewhere."""
+        return MirroredState(home, self.pool, self.links, self._reads, next_use)
+
+    def at_home(self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass) -> State:
+        """Parameters or gradients at home on the device."""
+        lease = self.pool.demand(nbytes, name, state_class)
+        return DeviceHomeState(name, nbytes, piece_nbytes, lease, self._update_links)
+
+    def record(self, name: str, nbytes: int) -> State:
+        """An optimizer record at home on the device."""
+        lease = self.pool.demand(nbytes, name, StateClass.OPTIMIZER)
+        return DeviceRecordState(name, nbytes, nbytes, lease, self._update_links)
+
+    # ---------------------------------------------------------------- work
+    def work(self) -> DeviceWork:
+        """Streams and memory for the update and the gradients."""
+        plan = self._plan
+        if plan is None:
+            return DeviceWork(self._stream, self._update_links)
+        buffers = [
+            self._lease(plan.staging_nbytes, f"update buffer {index} of the device")
+            for index in range(plan.staging_buffers)
+        ]
+        waiting = [
+            self._lease(plan.outbox_nbytes, f"gradients leaving, buffer {index}")
+            for index in range(plan.outbox_buffers)
+        ]
+        partials = self._lease(plan.partials_nbytes, "sums of squares").view(torch.float64)
+        outbox = Outbox(waiting, self.links) if waiting else None
+        return DeviceWork(self._stream, self._update_links, buffers, partials, outbox)
+
+    def _lease(self, nbytes: int, owner: str) -> torch.Tensor:
+        lease = self.pool.demand(nbytes, owner, StateClass.STAGING)
+        self._leases.append(lease)
+        return lease.tensor
+
+    def moved_nbytes(self) -> dict[str, int]:
+        """Bytes over both pairs of links since the start."""
+        both = (self.links, self._update_links)
+        return {
+            "host to device": sum(links.to_device.moved_nbytes for links in both),
+            "device to host": sum(links.to_host.moved_nbytes for links in both),
+        }
+
+    # ---------------------------------------------------------------- waiting
+    def await_progress(self, otherwise: Callable[[], bool]) -> Callable[[], bool]:
+        """For a pool that is out of room: copies on their way keep memory at both ends."""
+
+        def wait() -> bool:
+            streams = (self.links.to_device, self.links.to_host)
+            return any(stream.await_oldest() for stream in streams) or otherwise()
+
+        return wait
+
+    def close(self) -> None:
+        """Wait for every copy: the memory at both ends is given back after this."""
+        self.links.close()
+        self._update_links.close()

@@ -1,0 +1,108 @@
+"""`optimizer:`, the optimizer and how its states are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from offload.config_fields import AutoBool, AutoChunk, KeyedError, Section, StateFormats, States
+from offload.kernels.rules import WHY_NOT_MUON
+from offload.optimizer_kinds import KINDS
+
+_NUMBERS = tuple(dict.fromkeys(key for kind in KINDS.values() for key in kind.defaults))
+
+
+class OptimizerConfig(Section):
+    """The optimizer and how its states are kept. Numbers left out are those of torch.optim."""
+
+    type: Literal["adamw", "adam", "lion", "adagrad", "sgd"] = Field(
+        "adamw",
+        description="adamw decays weights directly; adam adds the decay to the gradient; lion, "
+        "adagrad and sgd keep one state instead of two (sgd without momentum none).",
+    )
+    lr: float = Field(1e-3, ge=0, description="Learning rate.")
+    betas: Annotated[tuple[float, float] | None, Field(strict=False)] = Field(
+        None, description="Decay rates of the moments, each in [0, 1). adamw, adam, lion."
+    )
+    eps: float | None = Field(None, ge=0, description="Added to the denominator. Not lion, sgd.")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay.")
+    amsgrad: bool | None = Field(
+        None, description="Use the largest second moment seen. adamw, adam."
+    )
+    momentum: float | None = Field(None, ge=0, description="Momentum of sgd.")
+    dampening: float | None = Field(None, ge=0, description="Dampening of sgd's momentum.")
+    nesterov: bool | None = Field(None, description="Nesterov's momentum. sgd.")
+    lr_decay: float | None = Field(None, ge=0, description="Decay of adagrad's learning rate.")
+    maximize: bool = Field(False, description="Ascend instead of descend.")
+    master: Literal["auto", "split", "fp32", "none"] = Field(
+        "auto",
+        description="Master weights: split (bf16 weight + 16-bit remainder), fp32 (a full copy), "
+        "none (fp32 weights are their own; bf16 weights are rounded stochastically, an "
+        "approximation). auto: split for bf16, fp32 for fp16, none for fp32.",
+    )
+    states: States = Field(
+        StateFormats(),
+        description="Format of the optimizer's states: fp32, bf16 or int8, or one per tier, like "
+        "{host: fp32, nvme: int8}. bf16 and int8 are approximations.",
+    )
+    in_backward: AutoBool = Field(
+        "auto",
+        description="Update each group as soon as its gradients are there, behind the rest of the "
+        "backward; every begun step must then be taken. auto: only in `offload train`, and there "
+        "where no clipping or skipping needs all gradients first.",
+    )
+    chunk: AutoChunk = Field(
+        "auto",
+        description="Elements per piece streamed in the update: a multiple of 1024, rounded up to "
+        "one of 2048 where parameters have 16 bits (pieces are whole pages).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, value: Any) -> Any:
+        """The numbers that the chosen optimizer has and nobody set."""
+        if not isinstance(value, Mapping):
+            return value
+        if value.get("type") == "muon":
+            raise KeyedError(f"type: muon is not supported. {WHY_NOT_MUON}", ("type",))
+        kind = KINDS.get(str(value.get("type", "adamw")))
+        return value if kind is None else {**kind.defaults, **value}
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        kind = KINDS[self.type]
+        for key in _NUMBERS:
+            if key not in kind.defaults and getattr(self, key) is not None:
+                having = [name for name, other in KINDS.items() if key in other.defaults]
+                raise KeyedError(
+                    f"{key}: {self.type} has none; remove it, or set type: {' or '.join(having)}",
+                    (key,),
+                    ("type",),
+                )
+        for beta in self.betas or ():
+            if not 0 <= beta < 1:
+                raise KeyedError(f"betas: {beta} is not in [0, 1)", ("betas",))
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise KeyedError(
+                "nesterov: true needs momentum above 0 and no dampening", ("nesterov",)
+            )
+        if self.amsgrad and not self.states.exact:
+            raise KeyedError(
+                f"amsgrad: true contradicts states: {self.states}: the largest second moment is "
+                "kept in fp32 only; set states: fp32",
+                ("amsgrad",),
+                ("states",),
+            )
+        return self
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The keys that the chosen optimizer's param groups have, and their values."""
+        return {key: getattr(self, key) for key in KINDS[self.type].defaults}
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The states kept per parameter."""
+        return KINDS[self.type].states(self.numbers)

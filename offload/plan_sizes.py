@@ -1,0 +1,164 @@
+"""Bytes of a model's states: counted from its own groups, nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.kernels.rules import StateFormat
+from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.tiers.units import round_up
+from offload.tuning import UNMEASURED
+from offload.zero.discovery import Discovery
+from offload.zero.layout import Layout, lay_out
+from offload.zero.records import Master, RecordFormat
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+STAGING_BUFFERS = 4  # read | compute | write, and one to spare
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+CLASSES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """One group's states. Bytes in whole pages, as the tiers account them."""
+
+    name: str
+    layout: Layout
+    parameters: int
+    gradients: int
+    records: tuple[int, ...]
+
+    @property
+    def optimizer(self) -> int:
+        return sum(self.records)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of the configuration that bytes depend on."""
+
+    itemsize: int
+    gradient_itemsize: int
+    record_formats: Mapping[TierName, RecordFormat]
+    chunk_numel: int
+    prefetch: int
+
+    def record_nbytes(self, numel: int) -> int:
+        """Of a record of `numel` elements, in the tier where it is largest."""
+        return _pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
+
+
+def measure(config: OffloadConfig, discovery: Discovery) -> tuple[GroupBytes, ...]:
+    """Bytes of every group's states."""
+    sizes = sizes_of(config)
+    return tuple(_group_bytes(plan.name, lay_out(plan.params), sizes) for plan in discovery.groups)
+
+
+def record_formats(config: OffloadConfig) -> dict[TierName, RecordFormat]:
+    """How an optimizer record is kept in each tier."""
+    optimizer = config.optimizer
+    return {
+        tier: RecordFormat(
+            Master(config.master), optimizer.state_names,
+            StateFormat[optimizer.states.of(tier).upper()],
+        )
+        for tier in TierName
+    }  # fmt: skip
+
+
+def sizes_of(config: OffloadConfig) -> Sizes:
+    itemsize = ITEMSIZE[config.precision]
+    several = config.gradient_accumulation_steps > 1
+    prefetch = UNMEASURED.prefetch if config.prefetch == "auto" else config.prefetch
+    return Sizes(
+        itemsize, 4 if several else itemsize, record_formats(config), config.chunk_numel, prefetch
+    )
+
+
+def _group_bytes(name: str, layout: Layout, sizes: Sizes) -> GroupBytes:
+    chunks = layout.chunks(sizes.chunk_numel)
+    return GroupBytes(
+        name=name or "(root)",
+        layout=layout,
+        parameters=_pages(layout.numel * sizes.itemsize),
+        gradients=_pages(layout.numel_trainable * sizes.gradient_itemsize),
+        records=tuple(sizes.record_nbytes(len(chunk)) for chunk in chunks),
+    )
+
+
+def with_records(group: GroupBytes, tiers: Sequence[TierName], sizes: Sizes) -> GroupBytes:
+    """The group with the bytes that its records have in the tiers they were given."""
+    chunks = group.layout.chunks(sizes.chunk_numel)
+    pairs = zip(tiers, chunks, strict=True)
+    records = tuple(_pages(sizes.record_formats[t].nbytes(len(chunk))) for t, chunk in pairs)
+    return replace(group, records=records)
+
+
+def window_nbytes_of(discovery: Discovery, groups: Sequence[GroupBytes]) -> int:
+    """Memory that copies of nvme state need at least: one unit's parameters, those of an enclosing
+    module that stay gathered meanwhile, and one group's gradients or one record.
+
+    They lie where earlier copies left room: with `n` copies in use, the space between them may be
+    in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
+    """
+    root = [groups[index].parameters for u in discovery.units if not u.name for index in u.groups]
+    other = max((max(group.gradients, *group.records, 0) for group in groups), default=0)
+    window = 0
+    for unit in discovery.units:
+        pieces = [groups[index].parameters for index in unit.groups]
+        pieces += [*(root if unit.name else ()), other]
+        window = max(window, sum(pieces) + (len(pieces) - 1) * max(pieces))
+    return window
+
+
+def largest_unit(discovery: Discovery, groups: Sequence[GroupBytes]) -> int:
+    """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's,
+    with the room between them that `window_nbytes_of` explains."""
+    root = [groups[index].parameters for u in discovery.units if not u.name for index in u.groups]
+    largest = sum(root)
+    for unit in discovery.units:
+        pieces = [groups[index].parameters for index in unit.groups] + (root if unit.name else [])
+        largest = max(largest, sum(pieces) + max(0, len(pieces) - 1) * max(pieces, default=0))
+    return largest
+
+
+def sums_nbytes_of(discovery: Discovery, groups: Sequence[GroupBytes]) -> int:
+    """fp32 gradients of the largest block, summed over its micro-batches."""
+    blocks = [unit.groups for unit in discovery.units if unit.repeated]
+    numels = [sum(groups[index].layout.numel_trainable for index in block) for block in blocks]
+    return _pages(max(numels, default=0) * 4)
+
+
+def staging_nbytes_of(
+    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes,
+    gpu: bool,
+) -> int:  # fmt: skip
+    """One buffer: the largest chunk of every class that may have to be staged."""
+    longest = max((g.layout.numel for g in groups), default=0)
+    numel = min(sizes.chunk_numel, longest)
+    per_class = {
+        StateClass.PARAMETERS: _pages(numel * sizes.itemsize),
+        StateClass.GRADIENTS: _pages(numel * sizes.gradient_itemsize),
+        StateClass.OPTIMIZER: sizes.record_nbytes(numel),
+    }
+    staged = {state_class: {TierName.NVME} for state_class in per_class}
+    if gpu:  # records there are stepped there
+        staged[StateClass.PARAMETERS].add(TierName.DEVICE)
+        staged[StateClass.GRADIENTS].add(TierName.DEVICE)
+        if TierName.DEVICE in placements[StateClass.GRADIENTS].tiers:
+            # also sums of more passes than were planned: those on nvme come to the host instead
+            per_class[StateClass.GRADIENTS] = _pages(numel * 4)
+    return sum(
+        nbytes for state_class, nbytes in per_class.items()
+        if staged[state_class].intersection(placements[state_class].tiers)
+    )  # fmt: skip
+
+
+def _pages(nbytes: int) -> int:
+    return round_up(max(nbytes, 1), PAGE_NBYTES)

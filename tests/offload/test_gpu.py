@@ -1,0 +1,307 @@
+"""Gradients and optimizer states on the device, stepped there: the bits of an all-host run.
+
+The kernels are Triton's, on the GPU if there is one. Without one they run in Triton's interpreter,
+and host memory stands in for the device's: slots, stagings, copies and the order of calls are those
+of a GPU, only the streams are missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import offload
+import offload.engine
+import offload.homes
+import offload.zero.update
+from offload.errors import UnsupportedError
+from offload.kernels import triton_gradients, triton_optimizer
+from offload.zero.group import GroupState
+from tests.kernels import triton_device
+from tests.kernels.triton_device import launches
+from tests.offload.engine_cases import (
+    HOST,
+    VOCABULARY,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+from tests.swap.stream_simulation import World
+
+__all__ = ["launches"]
+pytestmark = triton_device.MARKS
+
+STEPS = 2
+ON_GPU = triton_device.DEVICE == "cuda"
+BUDGET = {"device": "2MiB", "host": "16MiB", "nvme": "64MiB"}
+SPLIT = {"device": "40%", "host": "60%"}
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients and updates come from two threads; the interpreter knows one program at a time."""
+    if ON_GPU:
+        return
+    monkeypatch.setattr(triton_gradients, "_UNROLL", 4)  # it saves time on a GPU, and costs it here
+    lock = threading.Lock()
+    for module in (triton_gradients, triton_optimizer):
+        real = module.launch
+
+        def launch(*args: Any, real: Any = real, **options: Any) -> None:
+            with lock:
+                real(*args, **options)
+
+        monkeypatch.setattr(module, "launch", launch)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The engine's device; plans are those of a machine with a GPU of 1 GiB whose kernels run."""
+    if ON_GPU:
+        yield "cuda"
+        return
+    real = offload.engine.this_machine
+    monkeypatch.setattr(
+        offload.engine,
+        "this_machine",
+        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30, kernels_missing=None),
+    )
+    yield "cpu"
+
+
+class Block(nn.Module):
+    """Large enough for two chunks of 16-bit weights, small enough for an interpreter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 96, bias=False)
+        self.down = nn.Linear(96, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + y
+
+
+class Net(nn.Module):
+    """An embedding, two blocks, a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+Run = tuple[list[float], dict[str, Tensor], Any]
+
+
+def settings(folder: Path, placement: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    optimizer = {"chunk": 2048, "lr": 3e-3, **keys.pop("optimizer", {})}
+    return config(folder, {**HOST, **placement}, budget=BUDGET, optimizer=optimizer, **keys)
+
+
+def run(
+    folder: Path, placement: dict[str, Any], device: str, *, accumulate: int = 1, **keys: Any
+) -> Run:
+    given = settings(folder, placement, **keys) | {"device": device}
+    model = seeded(Net).to(device)
+    data = [tokens.to(device) for tokens in batches(STEPS * accumulate)]
+    with offload.initialize(model, given) as engine:
+        losses = losses_of(engine, data, accumulate)
+        states = {name: value.cpu() for name, value in states_of(engine).items()}
+        engine.check_integrity()
+        report = engine.report()
+    for tier in report.tiers.values():
+        assert tier.peak_nbytes <= tier.budget_nbytes
+    return losses, states, report
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Plans are those of a GPU without Triton."""
+    real = offload.engine.this_machine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            offload.engine,
+            "this_machine",
+            lambda *args: dataclasses.replace(real(*args), kernels_missing="the test says so"),
+        )
+        yield
+
+
+def on_host(folder: Path, device: str, **keys: Any) -> Run:
+    """All at home on the host, gradients and optimizer by the CPU's kernels: the reference."""
+    with no_kernels():
+        return run(folder, {}, device, **keys)
+
+
+def assert_same(found: Run, expected: Run) -> None:
+    assert found[0] == expected[0]
+    assert len(set(expected[0])) == len(expected[0])
+    assert_same_bits(found[1], expected[1])
+    assert found[2].gradient_norm == expected[2].gradient_norm
+
+
+NUMBERS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "split master": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "no master": {"precision": "bf16", "optimizer": {"master": "none"}},
+    "int8 states": {"precision": "bf16", "optimizer": {"states": "int8"}},
+    "bf16 states": {"precision": "bf16", "optimizer": {"states": "bf16", "master": "none"}},
+}
+
+
+@pytest.mark.parametrize("numbers", list(NUMBERS))
+def test_an_optimizer_split_between_device_and_host_changes_no_bit(tmp_path, device, numbers):
+    keys = {"clip_grad_norm": 0.5, **NUMBERS[numbers]}
+    found = run(tmp_path, {"optimizer": SPLIT}, device, **keys)
+    assert_same(found, on_host(tmp_path, device, **keys))
+    for tier in ("device", "host"):
+        assert found[2].tiers[tier].peak_by_class["optimizer"] > 0
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"optimizer": "device", "gradients": "device", "parameters": "device"},
+        {"optimizer": SPLIT, "gradients": "device", "parameters": "device"},
+        {"optimizer": SPLIT, "gradients": "nvme", "parameters": "nvme"},
+        {"optimizer": {"device": "30%", "nvme": "70%"}, "parameters": SPLIT,
+         "gradients": {"device": "50%", "host": "50%"}},
+        {"gradients": "device"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
+    tmp_path, device, placement
+):
+    keys: dict[str, Any] = {"precision": "bf16", "optimizer": {"in_backward": True}}
+    assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the links are real")
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {},
+        {"parameters": "nvme", "gradients": "nvme", "optimizer": SPLIT},
+        {"parameters": SPLIT, "gradients": SPLIT, "optimizer": SPLIT},
+    ],
+    ids=str,
+)
+def test_copies_that_take_their_time_change_no_bit(
+    tmp_path, device, monkeypatch, placement, in_backward
+):
+    """Copies happen when somebody waits for them, or a while later: whoever does not wait reads
+    what was there before, and whoever gives memory away too early has it written over."""
+    keys: dict[str, Any] = {"precision": "bf16", "optimizer": {"in_backward": in_backward}}
+    expected = on_host(tmp_path, device, **keys)
+    world = World(monkeypatch, eager_model=True)
+    monkeypatch.setattr(offload.homes, "DeviceHomes", world.device_homes)
+    assert_same(run(tmp_path, placement, device, **keys), expected)
+    assert world.delayed > 10
+
+
+def test_parameters_updated_on_the_device_are_asked_for_anew(tmp_path, device):
+    """A gather is where the model's stream comes to wait for the update's."""
+    everything = {"parameters": "device", "gradients": "device", "optimizer": "device"}
+    keys = settings(tmp_path, everything, precision="bf16")
+    with offload.initialize(seeded(Net).to(device), {**keys, "device": device}) as engine:
+        losses_of(engine, [tokens.to(device) for tokens in batches(1)])
+        groups = engine.runtime.groups
+        assert {group.residing for group in groups} == {GroupState.RELEASED}
+
+
+@pytest.mark.skipif(ON_GPU, reason="there nobody can hold the links up")
+def test_chunks_on_the_device_do_not_hold_up_those_of_the_cpu(tmp_path, device, monkeypatch):
+    """The CPU has stepped all its chunks while the device's are still on their way back."""
+    world = World(monkeypatch, eager_model=True)
+    monkeypatch.setattr(offload.homes, "DeviceHomes", world.device_homes)
+    stepped = queue.SimpleQueue[int]()
+    real = offload.zero.update.optimizer_step
+
+    def step(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        stepped.put(args[0].size)
+
+    monkeypatch.setattr(offload.zero.update, "optimizer_step", step)
+    keys = settings(tmp_path, {"optimizer": SPLIT}, precision="bf16")
+    with offload.initialize(seeded(Net), {**keys, "device": device}) as engine:
+        engine.backward(engine.module.loss(batches(1)[0]))
+        states = engine.runtime.optimizer_states
+        for state in states:
+            state.gradients.landed.wait()
+        world.watching.clear()
+        engine.optimizer.step()
+        pending = {state.group.index: state.group.pending for state in states}
+        by_cpu = [[not r.at_home_on_device for r in state.records] for state in states]
+        left = sum(
+            max(0, min(spec.stop, chunk.stop) - max(spec.offset, chunk.start))
+            for state in states
+            for spec in state.group.layout.params
+            for chunk, record in zip(state.chunks, state.records, strict=True)
+            if not record.at_home_on_device
+        )
+        while left:
+            left -= stepped.get(timeout=60)
+        waiting = [index for index, chunks in enumerate(by_cpu) if not all(chunks)]
+        assert any(any(by_cpu[index]) for index in waiting), "no group has chunks of both"
+        assert not any(pending[index].done() for index in waiting)
+        world.watching.set()
+        engine.settle()
+        assert all(update.done() for update in pending.values())
+
+
+@pytest.mark.parametrize("gradients", ["host", "device"])
+@pytest.mark.parametrize("planned", [True, False])
+def test_sums_of_several_passes_are_the_same_planned_or_not(tmp_path, device, gradients, planned):
+    keys: dict[str, Any] = {"precision": "bf16", "accumulate": 2}
+    if planned:
+        keys["gradient_accumulation_steps"] = 2
+    placement = {"gradients": gradients, "optimizer": SPLIT}
+    assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
+
+
+def test_weights_stepped_on_the_device_are_not_copied_there_again(tmp_path, device):
+    """The mirror is updated in place; what the CPU stepped has to come again."""
+    moved = {}
+    for where in ("device", "host"):
+        keys = settings(tmp_path, {"optimizer": where, "gradients": "device"}, precision="bf16")
+        with offload.initialize(seeded(Net).to(device), {**keys, "device": device}) as engine:
+            before = engine.report().bytes_moved["host to device"]
+            losses_of(engine, [tokens.to(device) for tokens in batches(STEPS)])
+            engine.settle()
+            moved[where] = engine.report().bytes_moved["host to device"] - before
+            nbytes = sum(group.state.nbytes for group in engine.runtime.groups)
+    assert moved == {"device": nbytes, "host": STEPS * nbytes}
+
+
+@pytest.mark.parametrize("state_class", ["gradients", "optimizer"])
+def test_without_kernels_what_needs_them_is_refused_and_says_what_is_missing(
+    tmp_path, device, state_class
+):
+    message = rf"placement.{state_class}: device needs kernels on the GPU, and the test says so"
+    with no_kernels(), pytest.raises(UnsupportedError, match=message):
+        run(tmp_path, {state_class: "device"}, device)

@@ -1,0 +1,167 @@
+"""Updates that begin during backward: same bits, and a loop that breaks the promise is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import ConfigError, StateError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+
+OPTIMIZER = {"lr": 3e-3, "chunk": 2048}
+
+
+def ahead(folder: Path, placement: dict[str, Any] = NVME, **keys: Any) -> dict[str, Any]:
+    return config(folder, placement, optimizer={**OPTIMIZER, "in_backward": True}, **keys)
+
+
+def test_updates_begin_before_the_backward_ends(tmp_path: Path) -> None:
+    """The last block's gradients come first: its update is pending while others still wait."""
+    pending: list[list[str]] = []
+    with offload.initialize(seeded(TinyLM, 0), ahead(tmp_path)) as engine:
+        losses_of(engine, batches(1))
+        runtime = engine.runtime
+        first = engine.module.blocks[0].norm.weight
+
+        def look(_: torch.Tensor) -> None:
+            pending.append([g.name for g in runtime.groups if g.version == 2])
+
+        first.register_post_accumulate_grad_hook(look)
+        losses_of(engine, batches(1, seed=2))
+    assert pending
+    assert any("blocks.1" in name for name in pending[0])
+    assert not any("embed" in name for name in pending[0])
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_a_learning_rate_schedule_changes_no_bit(tmp_path: Path, placement: Any) -> None:
+    def run(keys: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+        with offload.initialize(seeded(TinyLM), keys) as engine:
+            scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5)
+            losses = []
+            for tokens in batches(7):
+                losses += losses_of(engine, [tokens])
+                scheduler.step()
+            return losses, states_of(engine)
+
+    losses, states = run(ahead(tmp_path, placement))
+    expected_losses, expected = run(config(tmp_path, placement, optimizer=OPTIMIZER))
+    assert losses == expected_losses
+    assert_same_bits(states, expected)
+
+
+class Unused(nn.Module):
+    """One parameter of a group never gets a gradient, one only in every other pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+        self.sometimes = nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.always(x)
+        return self.sometimes(x) if self.calls % 2 else x
+
+
+def test_groups_with_unused_parameters_are_updated_at_the_step(tmp_path: Path) -> None:
+    def run(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
+        with offload.initialize(seeded(Unused), keys) as engine:
+            for number in range(4):
+                torch.manual_seed(number)
+                engine.module(torch.randn(3, 8)).square().sum().backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return states_of(engine)
+
+    assert_same_bits(run(ahead(tmp_path)), run(config(tmp_path, NVME, optimizer=OPTIMIZER)))
+
+
+class Adapted(nn.Module):
+    """A frozen layer whose weight backward needs after the adapter beside it is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down = nn.Linear(8, 2, bias=False)
+        self.up = nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_frozen_parameters_are_readable_while_their_group_is_updated(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(Adapted(), Adapted(), Adapted())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    def run(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
+        with offload.initialize(seeded(Model), keys) as engine:
+            for number in range(3):
+                torch.manual_seed(number)
+                engine.module(torch.randn(3, 8)).square().sum().backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return states_of(engine)
+
+    blocks = {"groups": {"blocks": ["Adapted"]}}
+    expected = run(config(tmp_path, NVME, optimizer=OPTIMIZER, **blocks))
+    assert_same_bits(run(ahead(tmp_path, **blocks)), expected)
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_a_second_backward_before_the_step_is_an_error(tmp_path: Path, placement: Any) -> None:
+    model = seeded(TinyLM)
+    with offload.initialize(model, ahead(tmp_path, placement)):
+        first, second = batches(2)
+        model.loss(first).backward()
+        with pytest.raises(StateError, match="gradient_accumulation_steps"):
+            model.loss(second).backward()
+
+
+def test_zero_grad_instead_of_a_step_is_an_error(tmp_path: Path) -> None:
+    model = seeded(TinyLM)
+    with offload.initialize(model, ahead(tmp_path)) as engine:
+        model.loss(batches(1)[0]).backward()
+        with pytest.raises(StateError, match=r"step\(\) after every backward"):
+            engine.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"clip_grad_norm": 1.0}, {"precision": "fp16"}, {"skip_nonfinite": True}],
+    ids=["clipping", "fp16", "skipping"],
+)
+def test_what_needs_all_gradients_contradicts_it(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="in_backward: true contradicts"):
+        offload.OffloadConfig.load({"optimizer": {"in_backward": True}, **keys})
+    resolved = offload.OffloadConfig.load(keys).owning_the_loop()
+    assert resolved.optimizer.in_backward is False
+
+
+def test_a_loop_of_ours_turns_it_on_by_itself() -> None:
+    assert offload.OffloadConfig.load({}).owning_the_loop().optimizer.in_backward is True
+    assert offload.OffloadConfig.load({}).resolved().optimizer.in_backward is False

@@ -1,0 +1,232 @@
+"""Every optimizer and format of states, through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import offload
+from offload.errors import UnsupportedError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    parameters_of,
+    seeded,
+    states_of,
+)
+
+STEPS = 6
+TIGHT = {"budget": {"host": "700KiB", "nvme": "64MiB"}}
+Run = tuple[list[float], dict[str, Tensor]]
+
+
+def run(folder: Path, placement: dict[str, Any], **keys: Any) -> Run:
+    with offload.initialize(seeded(TinyLM), config(folder, placement, **keys)) as engine:
+        losses = losses_of(engine, batches(STEPS))
+        engine.check_integrity()
+        return losses, states_of(engine)
+
+
+# ------------------------------------------------------------------------- torch's own
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of "Symbolic discovery of optimization algorithms", as written there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                c = beta1 * m + (1 - beta1) * p.grad
+                p.sub_(group["lr"] * (c.sign() + group["weight_decay"] * p))
+                m.copy_(beta2 * m + (1 - beta2) * p.grad)
+
+
+KINDS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]]] = [
+    ("adamw", {"lr": 3e-3, "weight_decay": 0.1}, torch.optim.AdamW),
+    ("adam", {"lr": 3e-3, "weight_decay": 0.1}, torch.optim.Adam),
+    ("adam", {"lr": 3e-3, "amsgrad": True, "weight_decay": 0.0}, torch.optim.Adam),
+    ("adagrad", {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.01}, torch.optim.Adagrad),
+    ("sgd", {"lr": 1e-2}, torch.optim.SGD),
+    ("sgd", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}, torch.optim.SGD),
+    ("sgd", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+    (
+        "lion",
+        {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
+        lambda params, **numbers: Lion(params, numbers),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "numbers", "build"), KINDS, ids=lambda case: str(case)[:40])
+def test_it_trains_as_the_same_optimizer_of_torch_does(
+    tmp_path: Path, name: str, numbers: dict[str, Any], build: Any
+) -> None:
+    model = seeded(TinyLM)
+    optimizer = build(model.parameters(), **numbers)
+    expected = []
+    for tokens in batches(STEPS):
+        loss = model.loss(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    keys = config(tmp_path, NVME, optimizer={"type": name, "chunk": 2048, **numbers})
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        losses = losses_of(engine, batches(STEPS))
+        found = parameters_of(engine)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for key, value in model.named_parameters():
+        torch.testing.assert_close(found[key], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------- placements
+FORMATS: list[dict[str, Any]] = [
+    {"precision": "fp32", "optimizer": {"states": "bf16"}},
+    {"precision": "fp32", "optimizer": {"states": "int8"}},
+    {"precision": "bf16", "optimizer": {"states": "bf16"}},
+    {"precision": "bf16", "optimizer": {"states": "int8"}},
+    {"precision": "bf16", "optimizer": {"states": "int8", "master": "none"}},
+    {"precision": "bf16", "optimizer": {"states": "fp32", "master": "none"}},
+    {"precision": "bf16", "optimizer": {"type": "lion", "states": "int8", "master": "fp32"}},
+    {"precision": "fp16", "optimizer": {"type": "sgd", "momentum": 0.9, "states": "bf16"}},
+    {"precision": "bf16", "optimizer": {"type": "adagrad"}},
+    {"precision": "bf16", "optimizer": {"type": "sgd"}},
+]
+
+
+@pytest.mark.parametrize("keys", FORMATS, ids=str)
+def test_no_placement_or_chunk_size_changes_a_bit(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Stochastic rounding depends on an element's place in its group, and on nothing else."""
+
+    def trained(placement: dict[str, Any], chunk: int, **more: Any) -> Run:
+        optimizer = {"lr": 3e-3, "chunk": chunk, **keys["optimizer"]}
+        return run(tmp_path, placement, **{**keys, "optimizer": optimizer, **more})
+
+    losses, states = trained(NVME, 2048, **TIGHT)
+    expected_losses, expected = trained(HOST, 4096)
+    assert losses == expected_losses
+    assert_same_bits(states, expected)
+    assert len(set(losses)) == STEPS
+
+
+def test_the_seed_decides_how_states_are_rounded(tmp_path: Path) -> None:
+    optimizer = {"states": "bf16"}
+    _, one = run(tmp_path, HOST, optimizer=optimizer)
+    _, same = run(tmp_path, HOST, optimizer=optimizer)
+    _, other = run(tmp_path, HOST, optimizer=optimizer, seed=1)
+    assert_same_bits(one, same)
+    assert any(not torch.equal(one[name], other[name]) for name in one if "exp_avg" in name)
+
+
+def test_low_bit_states_stay_near_fp32(tmp_path: Path) -> None:
+    exact, _ = run(tmp_path, HOST, optimizer={"lr": 3e-3})
+    for states, tolerance in (("bf16", 0.01), ("int8", 0.03)):
+        losses, _ = run(tmp_path, HOST, optimizer={"lr": 3e-3, "states": states})
+        assert losses != exact
+        assert losses == pytest.approx(exact, rel=tolerance)
+
+
+# ------------------------------------------------------------------------- a format per tier
+def test_each_tier_keeps_states_in_its_own_format(tmp_path: Path) -> None:
+    placement = {**HOST, "optimizer": {"host": "50%", "nvme": "50%"}}
+    keys = {"optimizer": {"chunk": 2048, "states": {"host": "fp32", "nvme": "int8"}}}
+    with offload.initialize(seeded(TinyLM), config(tmp_path, placement, **keys)) as engine:
+        losses_of(engine, batches(2))
+        bytes_of: dict[str, list[float]] = {"host": [], "nvme": []}
+        for group, tiers in zip(engine.plan.groups, engine.plan.records, strict=True):
+            chunks = group.layout.chunks(engine.plan.chunk_numel)
+            for tier, nbytes, chunk in zip(tiers, group.records, chunks, strict=True):
+                if len(chunk) == 2048:
+                    bytes_of[str(tier)].append(nbytes / len(chunk))
+        engine.check_integrity()
+    assert min(bytes_of["host"]) >= 8
+    assert max(bytes_of["nvme"]) <= 4  # two bytes and scales, in whole pages
+
+
+def test_a_mixture_of_formats_survives_a_checkpoint(tmp_path: Path) -> None:
+    placement = {**HOST, "optimizer": {"host": "50%", "nvme": "50%"}}
+    keys = {"optimizer": {"chunk": 2048, "states": {"host": "fp32", "nvme": "int8"}}}
+    with offload.initialize(seeded(TinyLM), config(tmp_path, placement, **keys)) as engine:
+        losses_of(engine, batches(3))
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = states_of(engine)
+        expected = losses_of(engine, batches(3, seed=4))
+    with offload.initialize(seeded(TinyLM, 1), config(tmp_path, placement, **keys)) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same_bits(states_of(engine), saved)
+        assert losses_of(engine, batches(3, seed=4)) == expected
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_low_bit_training_goes_on_bit_for_bit(tmp_path: Path, states: str) -> None:
+    keys = {"optimizer": {"states": states, "chunk": 2048}}
+    with offload.initialize(seeded(TinyLM), config(tmp_path, NVME, **keys)) as engine:
+        losses_of(engine, batches(3))
+        engine.save_checkpoint(tmp_path / "saved")
+        taken = engine.optimizer.state_dict()
+        expected = losses_of(engine, batches(3, seed=4))
+        states_after = states_of(engine)
+    with offload.initialize(seeded(TinyLM, 1), config(tmp_path, HOST, **keys)) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert losses_of(engine, batches(3, seed=4)) == expected
+        assert_same_bits(states_of(engine), states_after)
+    with offload.initialize(seeded(TinyLM, 1), config(tmp_path, HOST, **keys)) as engine:
+        engine.optimizer.load_state_dict(taken)
+        again = engine.optimizer.state_dict()
+        for number, state in taken["state"].items():
+            assert_same_bits(state, again["state"][number])
+
+
+# ------------------------------------------------------------------------- what contradicts
+@pytest.mark.parametrize(
+    ("optimizer", "group"),
+    [
+        ({"type": "sgd"}, {"momentum": 0.9}),
+        ({"type": "adamw"}, {"amsgrad": True}),
+        ({"type": "adamw", "amsgrad": True}, {"amsgrad": False}),
+    ],
+    ids=str,
+)
+def test_param_groups_cannot_need_states_that_are_not_kept(
+    tmp_path: Path, optimizer: dict[str, Any], group: dict[str, Any]
+) -> None:
+    model = seeded(TinyLM)
+    groups = [{"params": list(model.parameters()), **group}]
+    with pytest.raises(UnsupportedError, match="a param group needs the states"):
+        offload.initialize(model, config(tmp_path, HOST, optimizer=optimizer), parameters=groups)
+
+
+def test_a_param_group_without_momentum_among_others_keeps_its_state(tmp_path: Path) -> None:
+    """torch: momentum 0 leaves the buffer alone."""
+    model = seeded(TinyLM)
+    params = list(model.parameters())
+    groups = [{"params": params[:3]}, {"params": params[3:], "momentum": 0.0}]
+    optimizer = {"type": "sgd", "momentum": 0.9}
+    keys = config(tmp_path, HOST, optimizer=optimizer)
+    with offload.initialize(model, keys, parameters=groups) as engine:
+        losses = losses_of(engine, batches(STEPS))
+    plain = seeded(TinyLM)
+    params = list(plain.parameters())
+    groups = [{"params": params[:3]}, {"params": params[3:], "momentum": 0.0}]
+    reference = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
+    expected = []
+    for tokens in batches(STEPS):
+        loss = plain.loss(tokens)
+        loss.backward()
+        reference.step()
+        reference.zero_grad()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)

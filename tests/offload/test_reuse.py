@@ -1,0 +1,44 @@
+"""What is still in memory is not read again, and what is used up is never written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import offload
+from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
+
+STEPS = 4
+
+
+def trained(folder: Path, **keys: Any) -> tuple[offload.engine.Report, offload.plan.Plan]:
+    keys = {"optimizer": {"chunk": 2048}, **keys}
+    model = seeded(lambda: TinyLM(blocks=12))
+    with offload.initialize(model, config(folder, NVME, **keys)) as engine:
+        losses_of(engine, batches(STEPS))
+        engine.settle()
+        return engine.report(), engine.plan
+
+
+def test_with_room_for_everything_nothing_is_read_back(tmp_path: Path) -> None:
+    report, plan = trained(tmp_path)
+    assert report.bytes_moved["nvme read"] == 0
+    records = sum(group.optimizer for group in plan.groups)
+    assert report.bytes_saved["nvme read"] >= (STEPS - 1) * records * 0.9
+
+
+def test_with_little_room_less_is_saved_and_more_is_read(tmp_path: Path) -> None:
+    ample, _ = trained(tmp_path)
+    tight, _ = trained(tmp_path, budget={"host": "1400KiB", "nvme": "64MiB"})
+    assert tight.bytes_moved["nvme read"] > 0
+    assert tight.bytes_saved["nvme read"] < ample.bytes_saved["nvme read"]
+
+
+def test_gradients_used_up_in_backward_are_never_written(tmp_path: Path) -> None:
+    """Without it each step writes parameters, records and gradients; with it not the last."""
+    ahead, plan = trained(tmp_path, optimizer={"chunk": 2048, "in_backward": True})
+    later, _ = trained(tmp_path)
+    gradients = STEPS * sum(4 * group.layout.numel_trainable for group in plan.groups)
+    written = later.bytes_moved["nvme write"] - ahead.bytes_moved["nvme write"]
+    assert written >= gradients
+    assert ahead.bytes_saved["nvme write"] == gradients

@@ -1,0 +1,143 @@
+"""A chunk on its way through an update: its bytes of every class, and where they are worked on.
+
+A chunk is stepped where its optimizer record lives. The CPU works on bytes in host memory, in place
+or staged through a buffer there. The device works on bytes in its own memory: what is at home
+there, or mirrored there, in place; anything else is first had in host memory, as for the CPU, and
+copied across and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.kernels.noise import Noise, noise_of
+from offload.kernels.rules import Scalars
+from offload.swap.state import HostPiece, State
+from offload.swap.streams import CopyMark
+from offload.swap.transfer import Transfer
+from offload.zero.group import ParamGroup
+from offload.zero.optimizer_state import OptimizerState
+from offload.zero.records import RecordFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive elements of a group that are updated with the same numbers."""
+
+    start: int
+    stop: int
+    scalars: Scalars
+    step: int  # how often these elements have been updated, this time included
+
+
+@dataclass(slots=True)
+class GroupUpdate:
+    """One group's pending update."""
+
+    state: OptimizerState
+    segments: Sequence[Segment]
+    ready: Transfer[None]
+    done: Callable[[], None]  # after the last chunk: gradients are not read any more
+    weight_writes: list[Transfer[None]] = field(default_factory=list)
+    begun: bool = False
+    chunks_left: int = 0  # once begun: those that are not on their way home
+    after: CopyMark = field(default_factory=CopyMark)  # of the model's stream, when submitted
+
+    @property
+    def group(self) -> ParamGroup:
+        return self.state.group
+
+
+@dataclass(slots=True)
+class Part:
+    """One class's bytes of a chunk."""
+
+    home: State
+    piece: int
+    before: Transfer[None] | None = None  # until it is done, the bytes in host memory are not there
+    in_place: HostPiece | None = None  # in host memory, where `home` has them
+    staged: torch.Tensor | None = None  # in a buffer in host memory
+    arrival: Transfer[None] | None = None  # of what is staged; None: it is only written
+    on_device: torch.Tensor | None = None  # where `home` has them on the device
+    copied: torch.Tensor | None = None  # in a buffer on the device
+
+    @property
+    def nbytes(self) -> int:
+        span = self.home.span(self.piece)
+        return int(span.stop - span.start)
+
+    @property
+    def needed_on_host(self) -> bool:
+        """Whether the bytes are in host memory at some time, or come from there. For a part whose
+        `on_device` is settled."""
+        return self.on_device is None or not self.home.at_home_on_device
+
+    def wait(self) -> torch.Tensor:
+        """The bytes in host memory (1D uint8), once they are there and nothing reads them."""
+        if self.before is not None:
+            self.before.wait()
+        if self.in_place is not None:
+            return self.in_place.wait()
+        assert self.staged is not None, "started as one or the other"
+        if self.arrival is not None:
+            self.arrival.wait()
+        return self.staged
+
+    def device_bytes(self) -> torch.Tensor:
+        """The bytes on the device (1D uint8), as far as its streams have got."""
+        found = self.on_device if self.on_device is not None else self.copied
+        assert found is not None, "there, or copied there"
+        return found
+
+    def send_home(self) -> Transfer[None] | None:
+        """Start taking the changed bytes home; a transfer only if they were staged."""
+        if not self.needed_on_host:
+            return None  # they never left
+        if self.in_place is not None:
+            self.home.wrote_piece(self.piece)
+            return None
+        assert self.staged is not None, "started as one or the other"
+        return self.home.write_piece(self.piece, self.staged)
+
+    def let_go(self) -> None:
+        """Look at no memory of the home's any more."""
+        self.in_place = None
+        self.on_device = None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One chunk of one group's update."""
+
+    update: GroupUpdate
+    elements: range
+    record_format: RecordFormat
+    weight: Part
+    record: Part
+    gradient: Part
+    buffer: torch.Tensor | None = None  # in host memory, for what is staged
+
+    @property
+    def by_device(self) -> bool:
+        """Whether the device steps it, because its record is at home there."""
+        return self.record.home.at_home_on_device
+
+    @property
+    def parts(self) -> tuple[Part, Part, Part]:
+        return self.weight, self.record, self.gradient
+
+    def segments(self) -> Iterator[tuple[Segment, slice]]:
+        """What of the chunk is updated with which numbers: elements, counted within the chunk."""
+        for segment in self.update.segments:
+            lo = max(segment.start, self.elements.start) - self.elements.start
+            hi = min(segment.stop, self.elements.stop) - self.elements.start
+            if lo < hi:
+                yield segment, slice(lo, hi)
+
+    def noise(self, seed: int, segment: Segment, span: slice) -> Noise:
+        """Depends on the seed, the group, the step and an element's place in the group alone."""
+        noise = noise_of(seed, self.update.group.index, segment.step)
+        return noise.at(self.elements.start + span.start)

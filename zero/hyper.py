@@ -1,0 +1,29 @@
+"""The numbers of a step: per parameter as the user sets them, and as kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from offload.kernels.rules import LionScalars, Scalars
+
+Number = float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """One parameter's numbers of one step (from its param group), for one kind of optimizer."""
+
+    kind: type[Scalars]
+    numbers: tuple[tuple[str, Number], ...]  # the kind's fields that do not change with the step
+
+    def scalars(self, step: int, grad_scale: float) -> Scalars:
+        """For a parameter's update number `step`, counted from 1."""
+        counted = {} if self.kind is LionScalars else {"step": step}
+        return self.kind(**dict(self.numbers), **counted, grad_scale=grad_scale)  # type: ignore[arg-type]
+
+
+# The numbers of a parameter; None if it is in no param group.
+HyperOf = Callable[[nn.Parameter], Hyper | None]

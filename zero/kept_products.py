@@ -1,0 +1,154 @@
+"""Selective recomputation: what is dear to compute is kept, everything else is computed again.
+
+The idea and the choice of operations (matrix products, convolutions, attention) are those of
+`torch.utils.checkpoint.create_selective_checkpoint_contexts`. Unlike there, what is kept goes to
+the keeper of activations, a product that is changed in place afterwards is computed again instead
+of being an error, and a graph may be run backward several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.tiers.errors import StateError
+from offload.zero.handles import Keeper, SavedTensor
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
+
+
+class _Alias:
+    """A kept tensor while its block still runs: shares values and the version, but no graph, so
+    that a node's output does not keep the node."""
+
+    __slots__ = ("_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = _detached(tensor)
+        self._version = tensor._version
+
+    @property
+    def changed(self) -> bool:
+        return self.tensor._version != self._version
+
+
+class KeepProducts:
+    """One block's products, in the order they were computed."""
+
+    def __init__(self, keeper: Keeper | None) -> None:
+        self._keeper = keeper
+        # per call its operation and outputs; None: to be computed again
+        self.calls: list[tuple[Any, Any | None]] = []
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Around the block's forward."""
+        with _Watch(self._keep):
+            yield
+        self.calls = [(op, self._settled(outputs)) for op, outputs in self.calls]
+
+    def _keep(self, op: Any, run: Callable[[], Any]) -> Any:
+        outputs = run()
+        self.calls.append((op, pytree.tree_map_only(torch.Tensor, _Alias, outputs)))
+        return outputs
+
+    def _settled(self, outputs: Any) -> Any | None:
+        aliases = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, _Alias)]
+        if any(alias.changed for alias in aliases):
+            return None
+        return pytree.tree_map_only(_Alias, self._saved, outputs)
+
+    def _saved(self, alias: _Alias) -> SavedTensor:
+        parked = None if self._keeper is None else self._keeper.keep(alias.tensor)
+        return SavedTensor(alias.tensor, parked)
+
+    def again(self) -> AbstractContextManager[None]:
+        """Around the block's forward when it is computed again; may be entered several times."""
+        return _Again(self.calls_again)
+
+    @contextmanager
+    def calls_again(self) -> Iterator[None]:
+        left = iter(self.calls)
+
+        def replay(op: Any, run: Callable[[], Any]) -> Any:
+            known, outputs = next(left, (None, None))
+            if known is not op:
+                raise StateError(
+                    f"placement.activations.checkpoint: selective: a block computed {op} where it "
+                    f"computed {known} in forward; its forward must do the same each time, or set "
+                    "checkpoint: false"
+                )
+            return run() if outputs is None else _restored(outputs)
+
+        with _Watch(replay):
+            yield
+
+
+class _Again:
+    """A context that makes itself anew each time it is entered."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+class _Watch(TorchDispatchMode):
+    """Hands calls of dear operations to `take`, with a function that runs them."""
+
+    def __init__(self, take: Callable[[Any, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._take = take
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_dear(func, args, kwargs):
+            return func(*args, **kwargs)
+        return self._take(func, lambda: func(*args, **kwargs))
+
+
+def _is_dear(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """And not random: an attention that is not computed again draws no random numbers, and the
+    dropout after it would draw those."""
+    schema: Any = getattr(op, "_schema", None)
+    if schema is None:  # an operation of higher order
+        return False
+    name = schema.name.rpartition("::")[2]
+    if name in _PRODUCTS:
+        return not schema.is_mutable
+    return bool(name.startswith(_ATTENTION)) and not _drops_out(schema, args, kwargs)
+
+
+def _drops_out(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    for place, argument in enumerate(schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return False
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    # below autograd `detach` would count versions on its own
+    exclude = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+    with exclude:
+        return tensor.detach()
+
+
+def _restored(outputs: Any) -> Any:
+    """New tensors each time: autograd writes its graph into what an operation returns."""
+    return pytree.tree_map_only(SavedTensor, lambda saved: _detached(saved.tensor()), outputs)

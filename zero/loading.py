@@ -1,0 +1,60 @@
+"""A group's first values: parameters as given, optimizer states empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from offload.kernels.convert import encode, split_master
+from offload.kernels.floats import Array, Float
+from offload.zero.bits import array_of, flat_array
+from offload.zero.layout import ParamSpec
+from offload.zero.optimizer_state import OptimizerState
+
+
+def load_group(
+    state: OptimizerState, own: Float, values: Callable[[ParamSpec], torch.Tensor]
+) -> None:
+    """Set a group's parameters (from any float dtype), with fresh optimizer states."""
+    group = state.group
+    weights = array_of(group.state.host_blank(), own)
+    cached = {spec: values(spec) for spec in group.layout.params}
+    for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
+        full = _assemble(elements, cached)
+        arrays = kept.arrays(record.blank(), len(elements))
+        _clear(arrays)
+        _store(full, weights[elements.start : elements.stop], own, arrays)
+        del arrays
+        record.wrote()
+    frozen = range(group.layout.numel_trainable, group.layout.numel)
+    encode(_assemble(frozen, cached), weights[frozen.start : frozen.stop], own)
+    del weights
+    group.state.host_wrote()
+
+
+def _clear(arrays: dict[str, Array]) -> None:
+    for array in arrays.values():
+        array[:] = 0
+
+
+def _assemble(elements: range, values: dict[ParamSpec, torch.Tensor]) -> Array:
+    """fp32 values of a range of the flat buffer; zero where no parameter lies."""
+    full = np.zeros(len(elements), dtype=np.float32)
+    for spec, value in values.items():
+        lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
+        if lo < hi:
+            piece = value.detach().reshape(-1)[lo - spec.offset : hi - spec.offset]
+            full[lo - elements.start : hi - elements.start] = flat_array(piece.float().cpu())
+    return full
+
+
+def _store(full: Array, weights: Array, own: Float, arrays: dict[str, Array]) -> None:
+    """Full-precision values into the weights and, if it has one, the record's master."""
+    if "low" in arrays:
+        split_master(full, weights, arrays["low"])
+        return
+    encode(full, weights, own)
+    if "master" in arrays:
+        arrays["master"][:] = full

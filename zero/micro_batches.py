@@ -1,0 +1,393 @@
+"""Layer-wise micro-batching: a block runs over all micro-batches before the next block begins.
+
+    blocks of a step      0: a b c d   1: a b c d   2: a b c d        weights cross each link once
+    gradient accumulation a: 0 1 2     b: 0 1 2     c: 0 1 2  ...     ... once per micro-batch
+
+(GreedySnake calls it vertical scheduling.) The model is called with the whole batch. Each block
+splits its tensors along the first dimension, runs piece by piece into a graph of its own per piece,
+and gives the whole result on; in backward it goes through the pieces again, last to first as
+autograd would, while its gradients are summed, and hands on one gradient per parameter.
+
+In fp32 the result is bit for bit that of `torch.cat([block(piece) for piece in x.split(...)])`.
+In 16 bits the sum over pieces is kept in fp32 and rounded once.
+
+What cannot be split is refused: batch norm when it is installed, caches and other objects by their
+argument's name, and anything else that mixes samples by a comparison, the first time a class of
+blocks is called: two pieces together must give what each gives alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.discovery import Unit
+
+Forward = Callable[..., Any]
+# Entered around the backward of a block, with its groups (by index).
+BlockBackward = Callable[[Sequence[int]], AbstractContextManager[None]]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the norm; 16 bits: 5e-2
+
+
+class MicroBatching:
+    """Installed in every repeated block of a model. `remove` takes it out again."""
+
+    def __init__(self, count: int, units: Sequence[Unit], backward: BlockBackward) -> None:
+        """UnsupportedError where nothing can be split, or a block holds a batch norm."""
+        blocks = [unit for unit in units if unit.repeated]
+        if not blocks:
+            raise UnsupportedError(
+                f"micro_batches: {count} needs repeated blocks, and none were found in this model; "
+                "name their class in groups.blocks, or use gradient_accumulation_steps"
+            )
+        for unit in blocks:
+            _refuse_batch_norm(unit, count)
+        compared: set[tuple[type, tuple[bool, ...]]] = set()
+        self._blocks = [_Block(unit, count, backward, compared) for unit in blocks]
+
+    def remove(self) -> None:
+        for block in self._blocks:
+            block.remove()
+
+
+class _Block:
+    """One block: its forward is replaced by the loop over pieces."""
+
+    def __init__(
+        self, unit: Unit, count: int, backward: BlockBackward,
+        compared: set[tuple[type, tuple[bool, ...]]],
+    ) -> None:  # fmt: skip
+        self.unit = unit
+        self.count = count
+        self.backward = backward
+        # classes that were seen to treat samples alone, by which of their arguments were split
+        self._compared = compared
+        self.own_forward: Forward = unit.module.forward
+        self._overrides = "forward" in unit.module.__dict__
+        unit.module.forward = self
+
+    def remove(self) -> None:
+        if self._overrides:
+            self.unit.module.forward = self.own_forward
+        else:
+            del self.unit.module.__dict__["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        batch = self._batch(leaves)
+        training = torch.is_grad_enabled()
+        if batch < self.count:
+            if not training:  # nothing adds up: a small batch (generation) may go in one piece
+                return self.own_forward(*args, **kwargs)
+            raise StateError(
+                f"{self.unit.name}: a batch of {batch} cannot be split into micro_batches: "
+                f"{self.count}; use larger batches (the model gets all micro-batches at once), or "
+                "lower micro_batches"
+            )
+        _refuse_outer_checkpoint(self.unit)
+        pieces = _Pieces(leaves, structure, batch, self.count)
+        self._compare_once(pieces)
+        if not training:
+            whole = _Whole(batch)
+            for number in range(self.count):
+                whole.put(number, pieces, self.run(pieces.call(number, leaves)), self.unit.name)
+            return whole.result()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        whole = _Whole(batch)
+        # A tensor that requires a gradient, so that backward comes here even if no input does.
+        needed = torch.empty(0, requires_grad=True, device=tensors[0].device)
+        whole.outputs = list(_OverPieces.apply(self, pieces, whole, needed, *tensors))
+        return whole.result()
+
+    def run(self, call: tuple[Any, Any]) -> Any:
+        args, kwargs = call
+        return self.own_forward(*args, **kwargs)
+
+    def _batch(self, leaves: Sequence[Any]) -> int:
+        """The first dimension of the first tensor; UnsupportedError for other objects."""
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                raise UnsupportedError(
+                    f"{self.unit.name}: micro_batches cannot split a {type(leaf).__name__} given "
+                    "to the block; pass tensors and plain numbers only (transformers: "
+                    "use_cache=False)"
+                )
+        sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0]
+        if not sizes:
+            raise UnsupportedError(f"{self.unit.name}: no tensor is given to the block to split")
+        return sizes[0]
+
+    def _try_alone(self, pieces: _Pieces, number: int) -> list[torch.Tensor]:
+        try:
+            return _tensors(self.run(pieces.call(number, pieces.leaves)))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{self.unit.name}: it fails on a piece of its batch ({error}); a tensor it is "
+                "given has a first dimension as long as the batch that is not the batch, or it "
+                "needs the whole batch; use gradient_accumulation_steps instead of micro_batches"
+            ) from error
+
+    def _compare_once(self, pieces: _Pieces) -> None:
+        kind = type(self.unit.module)
+        if (kind, tuple(pieces.split)) in self._compared:
+            return
+        with torch.no_grad(), _evaluating(self.unit.module), _same_random(pieces):
+            alone = [self._try_alone(pieces, number) for number in (0, 1)]
+            together = _tensors(self.run(pieces.pair()))
+        for number, outputs in enumerate(alone):
+            _check_joinable(outputs, pieces.spans[number], self.unit.name)
+        for place, whole in enumerate(together):
+            joined = torch.cat([outputs[place] for outputs in alone])
+            if joined.shape != whole.shape or not _close(joined, whole):
+                raise UnsupportedError(
+                    f"{self.unit.name} ({kind.__name__}): two micro-batches together do not give "
+                    "what each gives alone, so it mixes samples, or its first dimension is not "
+                    "the batch; use gradient_accumulation_steps instead of micro_batches"
+                )
+        self._compared.add((kind, tuple(pieces.split)))
+
+
+class _Pieces:
+    """The arguments of a block, piece by piece. Tensors whose first dimension is the batch are
+    split (by views), everything else goes to every piece."""
+
+    def __init__(
+        self, leaves: Sequence[Any], structure: pytree.TreeSpec, batch: int, count: int
+    ) -> None:
+        self.leaves = leaves
+        self.structure = structure
+        bounds = [batch * number // count for number in range(count + 1)]
+        self.spans = [slice(lo, hi) for lo, hi in pairwise(bounds)]
+        self.split = [
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+            for leaf in leaves
+        ]
+
+    def call(self, number: int, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """(args, kwargs) of one piece, from whole leaves."""
+        return self._call(self.spans[number], leaves)
+
+    def pair(self) -> tuple[Any, Any]:
+        """(args, kwargs) of the first two pieces together."""
+        return self._call(slice(0, self.spans[1].stop), self.leaves)
+
+    def _call(self, span: slice, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        pairs = zip(leaves, self.split, strict=True)
+        chosen = [leaf[span] if split else leaf for leaf, split in pairs]
+        args, kwargs = pytree.tree_unflatten(chosen, self.structure)
+        return args, kwargs
+
+
+@dataclass(slots=True)
+class _Whole:
+    """The outputs of all pieces as one: tensors are filled piece by piece."""
+
+    batch: int
+    structure: pytree.TreeSpec | None = None
+    leaves: list[Any] = field(default_factory=list)  # what is no tensor; None in tensors' places
+    places: list[int] = field(default_factory=list)  # of tensors among the leaves
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+    def put(self, number: int, pieces: _Pieces, output: Any, name: str) -> list[torch.Tensor]:
+        """Copy a piece's outputs to their place; its tensors."""
+        leaves, structure = pytree.tree_flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        span = pieces.spans[number]
+        _check_joinable(tensors, span, name)
+        if self.structure is None:
+            self.structure = structure
+            self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            self.leaves = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+            self.outputs = [t.new_empty((self.batch, *t.shape[1:])) for t in tensors]
+        for whole, tensor in zip(self.outputs, tensors, strict=True):
+            whole[span] = tensor.detach()
+        return tensors
+
+    def result(self) -> Any:
+        assert self.structure is not None, "every piece was put"
+        for place, output in zip(self.places, self.outputs, strict=True):
+            self.leaves[place] = output
+        return pytree.tree_unflatten(self.leaves, self.structure)
+
+
+@dataclass(slots=True)
+class _InputGradients:
+    """Gradients of a block's inputs, whole. Those of split inputs are filled piece by piece, those
+    of inputs that all pieces share are summed."""
+
+    shapes: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
+    split: Sequence[bool]
+    found: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, place: int, span: slice, gradient: torch.Tensor) -> None:
+        if not self.split[place]:
+            known = self.found.get(place)
+            self.found[place] = gradient if known is None else known + gradient
+            return
+        if place not in self.found:
+            shape, dtype, device = self.shapes[place]
+            self.found[place] = torch.zeros(shape, dtype=dtype, device=device)
+        self.found[place][span] = gradient
+
+
+class _Entry(torch.autograd.Function):
+    """An input of one piece. Unlike a leaf, its graph does not keep the value alive."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sink: list[_InputGradients], place: int, span: slice, value: torch.Tensor,
+        needed: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.sink, ctx.place, ctx.span = sink, place, span
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.sink[0].take(ctx.place, ctx.span, gradient)
+        return None, None, None, None, None
+
+
+class _OverPieces(torch.autograd.Function):
+    """Forward builds a graph per piece and keeps their ends; backward runs them, last to first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, block: _Block, pieces: _Pieces, whole: _Whole, needed: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        places = [i for i, leaf in enumerate(pieces.leaves) if isinstance(leaf, torch.Tensor)]
+        differentiable = [
+            place for place, t in zip(places, tensors, strict=True) if t.requires_grad
+        ]
+        ctx.block, ctx.spans, ctx.places = block, pieces.spans, places
+        ctx.shapes = {p: (t.shape, t.dtype, t.device) for p, t in zip(places, tensors, strict=True)}
+        ctx.split = pieces.split
+        ctx.sink = []
+        ctx.ends = []
+        for number, span in enumerate(pieces.spans):
+            with torch.enable_grad():
+                call = _entered(pieces, number, differentiable, ctx.sink)
+                output = block.run(call)
+            produced = whole.put(number, pieces, output, block.unit.name)
+            ctx.ends.append([_edge(tensor) for tensor in produced])
+            del output, produced, call, span
+        return tuple(whole.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if ctx.ends is None:
+            raise RuntimeError(
+                "backward through a block under micro_batches a second time: its graphs are freed "
+                "in the first pass; call the model again"
+            )
+        ends, ctx.ends = ctx.ends, None
+        inputs = _InputGradients(ctx.shapes, ctx.split)
+        ctx.sink.append(inputs)
+        with ctx.block.backward(ctx.block.unit.groups):
+            for number in reversed(range(len(ends))):
+                span = ctx.spans[number]
+                pairs = zip(ends[number], gradients, strict=True)
+                roots = [(end, g[span]) for end, g in pairs if end is not None and g is not None]
+                if roots:
+                    torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
+                ends[number] = []
+        ctx.sink.clear()
+        return (None, None, None, None, *(inputs.found.get(place) for place in ctx.places))
+
+
+def _entered(
+    pieces: _Pieces, number: int, differentiable: Sequence[int], sink: list[_InputGradients]
+) -> tuple[Any, Any]:
+    """One piece's (args, kwargs), its differentiable inputs at the beginning of a new graph."""
+    span = pieces.spans[number]
+    leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in pieces.leaves]
+    args = pieces.call(number, leaves)
+    if not differentiable:
+        return args
+    flat, structure = pytree.tree_flatten(args)
+    for place in differentiable:
+        needed = torch.empty(0, requires_grad=True, device=flat[place].device)
+        flat[place] = _Entry.apply(sink, place, span, flat[place], needed)
+    args, kwargs = pytree.tree_unflatten(flat, structure)
+    return args, kwargs
+
+
+def _edge(tensor: torch.Tensor) -> Any:
+    """Where a piece's graph ends; it does not keep the tensor. None without a graph."""
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> None:
+    for tensor in tensors:
+        if tensor.dim() == 0 or tensor.shape[0] != span.stop - span.start:
+            raise UnsupportedError(
+                f"{name}: micro_batches cannot join an output of shape {tuple(tensor.shape)}, "
+                "whose first dimension is not the batch; use gradient_accumulation_steps"
+            )
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    distance = (a.double() - b.double()).norm()
+    return bool(distance <= _TOLERANCE.get(a.dtype, 5e-2) * b.double().norm())
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout: it would make any two runs differ."""
+    training = [each for each in module.modules() if each.training]
+    for each in training:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+def _same_random(pieces: _Pieces) -> AbstractContextManager[None]:
+    """Whatever random numbers are drawn inside, those drawn after it are the same."""
+    tensors = [leaf for leaf in pieces.leaves if isinstance(leaf, torch.Tensor)]
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return torch.random.fork_rng(devices=sorted(devices, key=str))
+
+
+def _refuse_batch_norm(unit: Unit, count: int) -> None:
+    for name, module in unit.module.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UnsupportedError(
+                f"micro_batches: {count}: {unit.name}.{name} is a {type(module).__name__}, which "
+                "mixes the samples of a batch; use gradient_accumulation_steps, or a norm over "
+                "features (LayerNorm, GroupNorm)"
+            )
+
+
+def _refuse_outer_checkpoint(unit: Unit) -> None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
+        raise UnsupportedError(
+            f"{unit.name}: the model checkpoints its blocks itself, around all micro-batches; turn "
+            "that off and set placement.activations.checkpoint: true, which works within them"
+        )

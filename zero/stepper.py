@@ -1,0 +1,260 @@
+"""Steps: gradients accumulated, then one decision for all groups, then pending updates.
+
+A step knows the norm of all gradients before any weight changes (partial sums were fused into the
+copies), so clipping and skipping are exact; what it decides is carried out by the update queue,
+behind the next forward:
+
+    backward k        step k       forward k+1
+    ├──────────────────┤│├──────────────────────┤
+                          ├ update 0 ┤├ 1 ┤├ 2 ┤     group 0 first, it is needed first
+
+Where nothing has to be known of all gradients together, a group's update may begin as soon as its
+last gradient is there, behind the rest of the backward (`StepRules.in_backward`):
+
+    backward k        step k       forward k+1
+    ├──────────────────┤│├──────────────────────┤
+         ├ 2 ┤├ 1 ┤├ 0 ┤
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offload.kernels.rules import Scalars
+from offload.swap.trace import Trace
+from offload.swap.transfer import Transfer
+from offload.tiers.errors import StateError
+from offload.zero.chunks import GroupUpdate, Segment
+from offload.zero.gradients import total_norm
+from offload.zero.hyper import Hyper, HyperOf
+from offload.zero.loss_scale import LossScale
+from offload.zero.optimizer_state import OptimizerState
+from offload.zero.update import UpdateQueue, merge
+
+_log = logging.getLogger("offload")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """What may happen to all gradients of a step together."""
+
+    clip_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    # Update each group as soon as it got `passes` gradients of every parameter. The loop must then
+    # run exactly that many backward passes per step, and take every step it has begun.
+    in_backward: bool = False
+    passes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What became of one step. The norm is of the unscaled gradients, before clipping."""
+
+    gradient_norm: float
+    skipped: bool
+
+
+class Stepper:
+    """Decides steps over `states`. For the thread of the model."""
+
+    def __init__(
+        self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
+        trace: Trace, loss_scale: LossScale | None, late: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        """Groups in `late` get an unknown number of gradients and are never updated ahead."""
+        self._states = states
+        self._updates = updates
+        self._rules = rules
+        self._trace = trace
+        self._loss_scale = loss_scale
+        self.taken = self.skipped = 0
+        self.has_unstepped_gradients = False  # ... that arrived since the last step or zero_grad
+        self._lock = threading.RLock()
+        self._read_by_update: set[int] = set()
+        self._clear_after_update: set[int] = set()
+        self._warned = False
+        # in_backward: numbers as they are when the first group is complete, groups that are being
+        # updated ahead of their step, and gradients since the last step, per group and parameter
+        self.hyper_source: Callable[[], HyperOf] | None = None
+        self._hyper_ahead: HyperOf | None = None
+        self._ahead: set[int] = set()
+        self._late = late
+        self._arrived = [np.zeros_like(state.steps) for state in states]
+
+    def check_arrival(self, state: OptimizerState) -> None:
+        """StateError if the group's update has begun and would miss another gradient."""
+        if state.group.index in self._ahead:
+            raise StateError(
+                f"{state.gradients.name} got another gradient after the update that used its last "
+                f"one: optimizer.in_backward counts on {self._rules.passes} backward pass(es) per "
+                "step; set gradient_accumulation_steps to their number, or in_backward: false"
+            )
+
+    def arrived(self, state: OptimizerState, index: int) -> None:
+        """A gradient of parameter `index` is in its accumulator."""
+        self.has_unstepped_gradients = True
+        if not self._rules.in_backward or state.group.index in self._late:
+            return
+        arrived = self._arrived[state.group.index]
+        arrived[index] += 1
+        if (arrived >= self._rules.passes).all():
+            self._update_ahead(state)
+
+    def _update_ahead(self, state: OptimizerState) -> None:
+        """Begin the update of one group before its step."""
+        if self._hyper_ahead is None:
+            assert self.hyper_source is not None, "set with the optimizer, before any backward"
+            self._hyper_ahead = self.hyper_source()
+        state.gradients.close()
+        with self._lock:
+            self._ahead.add(state.group.index)
+        self._submit([state], self._hyper_ahead, 1.0)
+        if state.group.state.in_place:
+            state.group.withhold()  # nobody reads half an update
+
+    def step(self, hyper_of: HyperOf) -> StepOutcome:
+        """Make the update of every group with gradients pending, or skip it.
+
+        Returns as soon as that is decided; parameters are read only after their own update.
+        """
+        self._wait_for_reading_updates()
+        self.has_unstepped_gradients = False
+        for state in self._states:
+            state.gradients.close()
+        scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
+        norm = self.gradient_norm() / scale
+        finite = math.isfinite(norm)
+        skip = not finite and self._rules.skip_nonfinite
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow=not finite)
+        if skip:
+            self.skipped += 1
+        else:
+            self.taken += 1
+            self._submit_rest(hyper_of, self._clip(norm) / scale)
+        self._say_nonfinite(finite, skip)
+        self._trace.end_cycle()
+        self._end_ahead()
+        return StepOutcome(norm, skip)
+
+    def _end_ahead(self) -> None:
+        """What was updated ahead of this step belongs to the past; its gradients are used up."""
+        self._hyper_ahead = None
+        with self._lock:
+            ahead = sorted(self._ahead)
+            self._ahead.clear()
+            self._clear_after_update |= self._read_by_update.intersection(ahead)
+            ended = [index for index in ahead if index not in self._read_by_update]
+        for index in ended:
+            self._states[index].gradients.clear()
+        for arrived in self._arrived:
+            arrived[:] = 0
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, each as soon as a pending update has read it.
+
+        StateError if updates have begun ahead of a step that was never taken.
+        """
+        if self._ahead:
+            raise StateError(
+                "zero_grad before step: optimizer.in_backward has used these gradients already; "
+                "call optimizer.step() after every backward, or set in_backward: false"
+            )
+        self.has_unstepped_gradients = False
+        for state in self._states:
+            with self._lock:
+                if state.group.index in self._read_by_update:
+                    self._clear_after_update.add(state.group.index)
+                    continue
+            if state.gradients.has_any:
+                state.gradients.clear()
+
+    def gradient_norm(self) -> float:
+        """2-norm of all gradients as accumulated (scaled under loss scaling)."""
+        return total_norm([part for s in self._states for part in s.gradients.squared_norm()])
+
+    def _wait_for_reading_updates(self) -> None:
+        """A group has one update at a time, and zero_grad counts from when it was called."""
+        with self._lock:
+            reading = sorted(self._read_by_update - self._ahead)
+        for index in reading:
+            self._states[index].group.wait_for_update()
+
+    def _say_nonfinite(self, finite: bool, skip: bool) -> None:
+        if finite or self._warned:
+            return
+        self._warned = True
+        what = "skipped" if skip else "applied as it is (set skip_nonfinite: true to skip)"
+        if self._loss_scale is not None:
+            what += f" and the loss scale lowered to {self._loss_scale.scale:g}"
+        _log.warning(
+            "the gradient norm is not finite; the step is %s; said once, report() counts them", what
+        )
+
+    def _clip(self, norm: float) -> float:
+        limit = self._rules.clip_grad_norm
+        if limit is None or not math.isfinite(norm):
+            return 1.0
+        return min(1.0, limit / (norm + 1e-6))
+
+    def _submit_rest(self, hyper_of: HyperOf, grad_scale: float) -> None:
+        """Submit every group with gradients that is not being updated yet."""
+        order = {index: rank for rank, index in enumerate(self._trace.first_uses())}
+        having = [state for state in self._states if state.gradients.has_any]
+        rest = [state for state in having if state.group.index not in self._ahead]
+        rest.sort(key=lambda state: order.get(state.group.index, len(order)))
+        self._submit(rest, hyper_of, grad_scale)
+        for state in having:
+            state.group.await_or_withhold()
+
+    def _submit(
+        self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float
+    ) -> None:
+        scalars: dict[tuple[Hyper, int], Scalars] = {}
+        updates = [self._group_update(s, hyper_of, grad_scale, scalars) for s in states]
+        with self._lock:
+            self._read_by_update.update(state.group.index for state in states)
+        self._updates.submit(updates)
+
+    def _group_update(
+        self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float,
+        scalars: dict[tuple[Hyper, int], Scalars],
+    ) -> GroupUpdate:  # fmt: skip
+        group = state.group
+        segments = []
+        for index, passes in enumerate(state.gradients.passes):
+            hyper = hyper_of(group.params[index])
+            if not passes or hyper is None:  # without a gradient, or in no param group
+                continue
+            state.steps[index] += 1
+            key = (hyper, int(state.steps[index]))
+            if key not in scalars:
+                scalars[key] = hyper.scalars(key[1], grad_scale)
+            spec = group.layout.params[index]
+            segments.append(Segment(spec.offset, spec.stop, scalars[key], key[1]))
+        group.version += 1
+        ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
+        return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
+
+    def _update_done(self, index: int) -> None:
+        """On the update thread: the group's gradients are not read any more."""
+        with self._lock:
+            ahead = index in self._ahead
+        if ahead:
+            self._states[index].gradients.spend()
+        with self._lock:
+            clear = index in self._clear_after_update
+            if not clear:
+                self._read_by_update.discard(index)
+        if clear:
+            # A step that comes meanwhile waits for this update: it must not see what is cleared.
+            self._states[index].gradients.clear()
+            with self._lock:
+                self._clear_after_update.discard(index)
+                self._read_by_update.discard(index)
