@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_DIR ?= runs/bench
+# PYTHON=... given by the caller: gpu-check uses that interpreter as it is, and makes no .venv
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint typecheck bench clean
+.PHONY: help venv demo test lint typecheck bench gpu-check clean
 
 help:
 	@echo "make demo       train a small language model spread over device, host and nvme"
 	@echo "make test       all tests"
-	@echo "make bench      the memory and speed tables"
+	@echo "make bench      limits, ours and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
+	@echo "make gpu-check  tests, kernels, copies and steps on a GPU; PYTHON=... is used as it is"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
 	@echo "make venv       only prepare $(VENV)"
@@ -40,7 +44,14 @@ typecheck: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/llama_151m.py
+	mkdir -p $(BENCH_DIR)
+	$(BIN)/offload bench adam --json $(BENCH_DIR)/adam.json
+	$(BIN)/offload bench io --json $(BENCH_DIR)/io.json
+	$(BIN)/offload bench copy --json $(BENCH_DIR)/copy.json
+	$(BIN)/offload bench step --json $(BENCH_DIR)/step.json
+
+gpu-check: $(if $(filter file,$(origin PYTHON)),$(STAMP))
+	$(GPU_PYTHON) -m offload.bench.gpu_check $(if $(OUT),--out $(OUT)) $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

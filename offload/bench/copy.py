@@ -1,0 +1,229 @@
+"""`offload bench copy`: copies between host and device memory through our streams.
+
+On a GPU the limit is one large copy from memory that PyTorch pinned, on a stream of its own; ours
+goes through `CopyStream`, in pieces as the runtime moves them, from memory pinned as the host tier
+pins its own, and from pageable memory. Each direction alone, then both at once. Without a GPU there
+is nothing to copy to: host-to-host copies show the bandwidth of memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from offload import machine
+from offload.bench.arrays import STAGGER_NBYTES
+from offload.bench.record import Kind, Record, timed_row
+from offload.bench.rounds import Say, interleaved, seconds_of
+from offload.bench.table import Column, number
+from offload.swap.streams import CopyMark, CopyStream
+from offload.swap.worker import ParallelRunner
+from offload.tiers.errors import BudgetError
+from offload.tiers.memory import HostMemory
+from offload.tiers.units import format_bytes, round_up
+
+DEFAULT_NBYTES = 1 << 30
+_SHARE_OF_MEMORY = 16  # by default one buffer takes at most this part of what is free
+
+COLUMNS = (
+    Column("ms", number("seconds", 1e-3, 1)),
+    Column("GB/s", number("bytes_per_s", 1e9, 1)),
+)
+
+
+@dataclass(frozen=True)
+class CopyOptions:
+    """`nbytes` per copy; None takes 1 GiB, or less where memory is short."""
+
+    nbytes: int | None = None
+    piece_nbytes: int = 64 << 20
+    rounds: int = 7
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class _System:
+    name: str
+    kind: Kind
+    nbytes: int
+    run: Callable[[], object]
+    note: str = ""
+
+
+def run_copy(options: CopyOptions, say: Say) -> Record:
+    """Measure. BudgetError if the buffers do not fit in memory."""
+    gpu = torch.cuda.is_available()
+    nbytes = _nbytes(options, gpu)
+    threads = options.threads or machine.cpu_count()
+    record = Record("copy", {**asdict(options), "nbytes": nbytes, "threads": threads})
+    record.note_rounds(options.rounds)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    runner = ParallelRunner(threads, min_share=1)
+    try:
+        systems = (
+            _device_systems(nbytes, options.piece_nbytes)
+            if gpu
+            else _host_systems(nbytes, options.piece_nbytes, runner)
+        )
+        runs = {s.name: lambda s=s: seconds_of(s.run) for s in systems}
+        seconds = interleaved(runs, options.rounds, say)
+    finally:
+        torch.set_num_threads(before)
+        runner.close()
+    for system in systems:
+        rates = {"bytes_per_s": float(system.nbytes)}
+        record.rows.append(
+            timed_row(system.name, system.kind, seconds[system.name], rates, note=system.note)
+        )
+    _compare(record, gpu)
+    record.notes.append(
+        f"{format_bytes(nbytes)} per copy and direction; ours in pieces of "
+        f"{format_bytes(min(options.piece_nbytes, nbytes))}"
+    )
+    if not gpu:
+        record.notes.append(
+            "no device: this PyTorch sees no GPU, so these are copies within host memory, "
+            f"{threads} threads; each byte is read and written (GB/s count it once)"
+        )
+    return record
+
+
+def _nbytes(options: CopyOptions, gpu: bool) -> int:
+    free = machine.available_memory_nbytes()
+    if gpu:
+        free = min(free, torch.cuda.mem_get_info()[0])
+    nbytes = options.nbytes or min(DEFAULT_NBYTES, free // _SHARE_OF_MEMORY)
+    if nbytes * 4 > free or nbytes < 4096:
+        raise BudgetError(
+            f"--size: four buffers of {format_bytes(nbytes)} do not fit in {format_bytes(free)}, "
+            f"or are under a page; choose 4KiB to {format_bytes(free // 4)}"
+        )
+    return round_up(nbytes, 4096)
+
+
+def _pieces(
+    destination: torch.Tensor, source: torch.Tensor, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for start in range(0, source.numel(), size):
+        yield destination[start : start + size], source[start : start + size]
+
+
+def _start(
+    stream: CopyStream, destination: torch.Tensor, source: torch.Tensor, size: int
+) -> Sequence[CopyMark]:
+    return [stream.copy(*pair) for pair in _pieces(destination, source, size)]
+
+
+def _wait(marks: Sequence[CopyMark]) -> None:
+    for mark in marks:
+        mark.wait()
+
+
+# ---------------------------------------------------------------- within host memory
+_MEMMOVE = "memmove of the C library"
+_OURS_HOST = "ours, CopyStream"
+
+
+def _host_systems(nbytes: int, piece_nbytes: int, runner: ParallelRunner) -> list[_System]:
+    memory = HostMemory(2 * nbytes + STAGGER_NBYTES)
+    source = memory.tensor(0, nbytes)
+    destination = memory.tensor(nbytes + STAGGER_NBYTES, nbytes)
+    source.random_(0, 256)
+    destination.zero_()
+    stream = CopyStream(torch.device("cpu"))
+
+    def raw() -> None:
+        runner(lambda lo, hi: _memmove(destination, source, lo, hi), nbytes)
+
+    def ours() -> None:
+        _wait(_start(stream, destination, source, piece_nbytes))
+
+    return [
+        _System(_MEMMOVE, Kind.LIMIT, nbytes, raw),
+        _System(_OURS_HOST, Kind.OURS, nbytes, ours),
+    ]
+
+
+def _memmove(destination: torch.Tensor, source: torch.Tensor, lo: int, hi: int) -> None:
+    ctypes.memmove(destination.data_ptr() + lo, source.data_ptr() + lo, hi - lo)
+
+
+# ---------------------------------------------------------------- to and from a GPU
+_WAYS = ("host to device", "device to host", "both at once")
+
+
+def _device_systems(nbytes: int, piece_nbytes: int) -> list[_System]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    memory = HostMemory(2 * nbytes, pin=True)
+    pinned = [memory.tensor(i * nbytes, nbytes) for i in range(2)]
+    pageable = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
+    note = "" if memory.pinned else "could not be pinned"
+    systems = []
+    for way in _WAYS:
+        moved = nbytes * (2 if way == _WAYS[2] else 1)
+        systems += [
+            _System(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there)),
+            _System(
+                f"ours pinned, {way}", Kind.OURS, moved,
+                _our_copy(way, pinned, there, piece_nbytes, device), note,
+            ),
+            _System(
+                f"ours pageable, {way}", Kind.OURS, moved,
+                _our_copy(way, pageable, there, piece_nbytes, device),
+            ),
+        ]  # fmt: skip
+    return systems
+
+
+def _pairs(
+    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(destination, source) of the copies of one way."""
+    pairs = [(there[0], host[0]), (host[1], there[1])]
+    return {_WAYS[0]: pairs[:1], _WAYS[1]: pairs[1:], _WAYS[2]: pairs}[way]
+
+
+def _raw_copy(
+    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor]
+) -> Callable[[], None]:
+    pairs = _pairs(way, host, there)
+    streams = [torch.cuda.Stream() for _ in pairs]
+
+    def run() -> None:
+        for stream, (destination, source) in zip(streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                destination.copy_(source, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+
+    return run
+
+
+def _our_copy(
+    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor], size: int,
+    device: torch.device,
+) -> Callable[[], None]:  # fmt: skip
+    pairs = _pairs(way, host, there)
+    streams = [CopyStream(device) for _ in pairs]
+
+    def run() -> None:
+        copies = zip(streams, pairs, strict=True)
+        marks = [mark for stream, pair in copies for mark in _start(stream, *pair, size)]
+        _wait(marks)
+
+    return run
+
+
+def _compare(record: Record, gpu: bool) -> None:
+    if not gpu:
+        record.compare(_OURS_HOST, _MEMMOVE, "bytes_per_s")
+        return
+    for way in _WAYS:
+        for kind in ("pinned", "pageable"):
+            record.compare(f"ours {kind}, {way}", f"raw, {way}", "bytes_per_s")

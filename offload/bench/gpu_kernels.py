@@ -1,0 +1,178 @@
+"""Each Triton kernel's bytes per second, against a device-to-device copy of as many bytes.
+
+A kernel that passes over its arrays once cannot be faster than memory. What memory does is shown by
+a copy that reads and writes as many bytes as the kernel reads and writes in total, in turn with it.
+Kernels that read more than they write may beat a copy by a little: reads are cheaper than writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from offload.bench.gpu_machine import timed_on_device
+from offload.bench.record import Kind, Record, timed_row
+from offload.bench.rounds import Say, interleaved
+from offload.kernels import triton_convert, triton_gradients, triton_optimizer
+from offload.kernels.gradients import norm_blocks
+from offload.kernels.int8 import BLOCK
+from offload.kernels.noise import Noise
+from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
+from offload.kernels.triton_convert import Draw
+from offload.tiers.units import format_bytes
+
+NUMEL = 1 << 27
+_SHARE_OF_MEMORY = 8  # a kernel's arrays take at most this part of what is free
+_MOST_PER_ELEMENT = 16  # bytes of arrays
+_REPEATS = 5
+
+_ADAM = AdamScalars(1e-4, 0.9, 0.95, 1e-8, 0.1, step=2, grad_scale=0.5)
+_LION = LionScalars(1e-4, 0.9, 0.99, 0.1, grad_scale=0.5)
+_ADAGRAD = AdagradScalars(1e-2, 1e-10, 0.01, step=2, grad_scale=0.5)
+_SGD = SgdScalars(1e-2, 0.9, 0.01, step=2, grad_scale=0.5)
+_NOISE = Noise(0x9ABCDEF0, 0x12345678)
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A kernel with the tensors it passes over."""
+
+    name: str
+    run: Callable[[], None]
+    read: tuple[torch.Tensor, ...]
+    written: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one pass; what is read and written back counts twice."""
+        return sum(tensor.nbytes for tensor in (*self.read, *self.written))
+
+
+def run_kernels(say: Say, rounds: int = 7) -> Record:
+    """Measure every case on the current CUDA device. TritonUnavailableError if none can run."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    free = torch.cuda.mem_get_info(device)[0]
+    room = free // _SHARE_OF_MEMORY // _MOST_PER_ELEMENT // BLOCK * BLOCK
+    numel = min(NUMEL, max(BLOCK, room))
+    record = Record("gpu kernels", {"numel": numel, "rounds": rounds, "repeats": _REPEATS})
+    record.note_rounds(rounds)
+    for make in MAKERS:
+        for case in make(numel, device):
+            say(case.name)
+            _measure(case, record, rounds)
+    record.notes.append(f"{numel} elements; times are the device's own, {_REPEATS} calls per round")
+    return record
+
+
+def _measure(case: KernelCase, record: Record, rounds: int) -> None:
+    half = case.nbytes // 2
+    device = (*case.read, *case.written)[0].device
+    source = torch.empty(half, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = f"copy of {format_bytes(case.nbytes)}, beside {case.name}"
+    runs = {
+        case.name: lambda: timed_on_device(case.run, _REPEATS),
+        copy: lambda: timed_on_device(partial(target.copy_, source), _REPEATS),
+    }
+    seconds = interleaved(runs, rounds, lambda _: None)
+    for name, kind in ((copy, Kind.LIMIT), (case.name, Kind.OURS)):
+        rates = {"bytes_per_s": float(case.nbytes)}
+        record.rows.append(timed_row(name, kind, seconds[name], rates))
+    record.compare(case.name, copy, "bytes_per_s")
+
+
+# ---------------------------------------------------------------- the cases
+def _normal(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return (torch.randn(numel, device=device) * 0.02).to(dtype)
+
+
+def _step(
+    name: str, scalars: Scalars, numel: int, device: torch.device, *,
+    weight: torch.dtype = BF16, second: str = "low", states: Sequence[torch.dtype] = (FP32, FP32),
+) -> KernelCase:  # fmt: skip
+    """One step of a rule; `second` is the array beside the weight: low, master or none."""
+    grad, value = _normal(numel, weight, device), _normal(numel, weight, device)
+    kept = [torch.zeros(numel, dtype=dtype, device=device) for dtype in states]
+    coded = [state for state in kept if state.dtype == torch.uint8]
+    scales = [torch.zeros(-(-numel // BLOCK), device=device) for _ in coded]
+    low = torch.zeros(numel, dtype=torch.int16, device=device) if second == "low" else None
+    master = value.float() if second == "master" else None
+    run = partial(
+        triton_optimizer.optimizer_step, grad, value, kept, scalars,
+        scales=scales, low=low, master=master, noise=_NOISE,
+    )  # fmt: skip
+    beside = [tensor for tensor in (low, master) if tensor is not None]
+    # an fp32 master is what the step reads; the 16-bit weight is only written
+    updated = (*beside, *kept, *scales) if master is not None else (value, *beside, *kept, *scales)
+    written = (value, *updated) if master is not None else updated
+    return KernelCase(name, run, (grad, *updated), written)
+
+
+def _steps(numel: int, device: torch.device) -> Iterator[KernelCase]:
+    yield _step("adamw, fp32", _ADAM, numel, device, weight=FP32, second="none")
+    yield _step("adamw, split master", _ADAM, numel, device)
+    yield _step("adamw, split master, bf16 moments", _ADAM, numel, device, states=(BF16, BF16))
+    int8 = (torch.uint8, torch.uint8)
+    yield _step("adamw, split master, int8 moments", _ADAM, numel, device, states=int8)
+    yield _step("adamw, fp32 master", _ADAM, numel, device, second="master")
+    yield _step(
+        "adamw, no master, bf16 moments", _ADAM, numel, device, second="none", states=(BF16, BF16)
+    )
+    yield _step("lion, split master", _LION, numel, device, states=(FP32,))
+    yield _step("adagrad, split master", _ADAGRAD, numel, device, states=(FP32,))
+    yield _step("sgd with momentum, split master", _SGD, numel, device, states=(FP32,))
+
+
+def _gradients(numel: int, device: torch.device) -> Iterator[KernelCase]:
+    partials = torch.zeros(norm_blocks(numel), dtype=torch.float64, device=device)
+    grad, old = _normal(numel, BF16, device), _normal(numel, BF16, device)
+    out16, out32 = torch.zeros_like(grad), torch.zeros(numel, device=device)
+    g = triton_gradients
+    yield KernelCase(
+        "gradient copied, with norm", partial(g.copy_gradient, out16, grad, partials),
+        (grad,), (out16, partials),
+    )  # fmt: skip
+    yield KernelCase(
+        "gradient added to fp32, with norm", partial(g.add_gradient, out32, grad, partials),
+        (grad, out32), (out32, partials),
+    )  # fmt: skip
+    yield KernelCase(
+        "two gradients summed to fp32, with norm",
+        partial(g.promote_add_gradient, out32, old, grad, partials),
+        (grad, old), (out32, partials),
+    )  # fmt: skip
+    yield KernelCase("norm alone", partial(g.sum_squares, grad, partials), (grad,), (partials,))
+
+
+def _conversions(numel: int, device: torch.device) -> Iterator[KernelCase]:
+    fp32, bf16 = _normal(numel, FP32, device), _normal(numel, BF16, device)
+    low = torch.zeros(numel, dtype=torch.int16, device=device)
+    codes = torch.zeros(numel, dtype=torch.uint8, device=device)
+    scales = torch.zeros(-(-numel // BLOCK), device=device)
+    c = triton_convert
+    yield KernelCase("fp32 to bf16", partial(c.encode, fp32, bf16), (fp32,), (bf16,))
+    yield KernelCase("bf16 to fp32", partial(c.decode, bf16, fp32), (bf16,), (fp32,))
+    yield KernelCase("master split", partial(c.split_master, fp32, bf16, low), (fp32,), (bf16, low))
+    yield KernelCase("master joined", partial(c.join_master, bf16, low, fp32), (bf16, low), (fp32,))
+    yield KernelCase(
+        "fp32 to bf16, stochastic", partial(c.round_bf16, fp32, bf16, _NOISE, Draw.WEIGHT),
+        (fp32,), (bf16,),
+    )  # fmt: skip
+    yield KernelCase(
+        "fp32 to int8",
+        partial(c.encode_int8, fp32, codes, scales, _NOISE, Draw.STATE_0, signed=True),
+        (fp32,), (codes, scales),
+    )  # fmt: skip
+    yield KernelCase(
+        "int8 to fp32", partial(c.decode_int8, codes, scales, fp32, signed=True),
+        (codes, scales), (fp32,),
+    )  # fmt: skip
+
+
+MAKERS: tuple[Callable[[int, torch.device], Iterator[KernelCase]], ...] = (
+    _steps, _gradients, _conversions,
+)  # fmt: skip

@@ -1,0 +1,147 @@
+"""The tests that need a GPU, in several processes at once, and what became of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload import machine
+from offload.bench.gpu_process import environment, repository
+from offload.bench.gpu_test_share import VARIABLE
+from offload.tiers.errors import PathError
+
+_MOST_SHARES = 8
+_DEVICE_NBYTES = 3 << 30  # per process: a context, and tests that take a gigabyte
+_SHOWN_CHARACTERS = 400
+_SHOWN_FAILURES = 20
+_HANG_S = 60  # a test that takes longer is shown with its stacks, and ends its process
+_ENDED = (0, 1, 5)  # pytest's status: all passed, some failed, none was in this share
+
+
+@dataclass
+class Tests:
+    """Counts of test cases, and what is to be said of those that did not pass."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failures: list[str] = field(default_factory=list)
+    skips: dict[str, int] = field(default_factory=dict)  # reason -> cases
+    broken: list[str] = field(default_factory=list)  # processes that did not get to their end
+
+    @property
+    def ok(self) -> bool:
+        """Whether all went well and there was something to go well."""
+        return self.passed > 0 and not self.failed and not self.broken
+
+    def add_report(self, report: Path) -> None:
+        """Count what a JUnit report of pytest says."""
+        for case in ET.parse(report).getroot().iter("testcase"):
+            wrong = [found for kind in ("failure", "error") for found in case.findall(kind)]
+            skip = case.find("skipped")
+            if wrong:
+                self.failed += 1
+                name = f"{case.get('classname', '')}::{case.get('name', '')}"
+                self.failures.append(f"{name}: {_what(wrong[0])[:_SHOWN_CHARACTERS]}")
+            elif skip is not None:
+                self.skipped += 1
+                reason = skip.get("message") or "no reason given"
+                self.skips[reason] = self.skips.get(reason, 0) + 1
+            else:
+                self.passed += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "failures": self.failures[:_SHOWN_FAILURES], "ok": self.ok}
+
+
+def gpu_test_files(root: Path) -> list[Path]:
+    """Test modules that can have GPU tests: those that name the marker or the Triton device.
+
+    The others are not even imported: an interpreter that is used as it is may lack what they need.
+    """
+    found = sorted((root / "tests").glob("**/test_*.py"))
+    marks = ("mark.gpu", "triton_device")
+    return [path for path in found if any(mark in path.read_text() for mark in marks)]
+
+
+def shares_of(cores: int, device_nbytes: int) -> int:
+    """Processes that go through the tests side by side."""
+    return max(1, min(_MOST_SHARES, cores // 2, device_nbytes // _DEVICE_NBYTES))
+
+
+def run_tests(limit_s: float, folder: Path) -> dict[str, Any]:
+    """Run them, at most `limit_s`. PathError where there are no tests beside the package."""
+    root = repository()
+    files = gpu_test_files(root)
+    if not files:
+        raise PathError(f"{root} has no GPU tests; run this in a checkout of the project")
+    shares = shares_of(machine.cpu_count(), torch.cuda.mem_get_info()[0])
+    return run_shares(root, files, shares, limit_s, folder).to_dict() | {"processes": shares}
+
+
+def run_shares(
+    root: Path, files: Sequence[Path], shares: int, limit_s: float, folder: Path
+) -> Tests:
+    """`-m gpu` of `files` in `shares` processes; one that hangs, or breaks, is said to."""
+    ends = time.perf_counter() + limit_s
+    tests = Tests()
+    started = [_start(root, files, f"{number}/{shares}", folder) for number in range(shares)]
+    for number, process in enumerate(started):
+        report, log = folder / f"tests-{number}.xml", folder / f"tests-{number}.log"
+        try:
+            code: int | None = process.wait(max(0.1, ends - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = None
+        if code is not None and report.is_file():  # else it may be half a report
+            tests.add_report(report)
+        if code is None:
+            tests.broken.append(f"not done in {limit_s:.0f} s, at: {_last_test(log)}")
+        elif code not in _ENDED or not report.is_file():
+            tests.broken.append(f"pytest ended with status {code}, at: {_last_test(log)}")
+    return tests
+
+
+def _start(
+    root: Path, files: Sequence[Path], share: str, folder: Path
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    number = share.split("/")[0]
+    command = [
+        sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider",
+        "-p", "offload.bench.gpu_test_share", f"--junitxml={folder / f'tests-{number}.xml'}",
+        "-o", f"faulthandler_timeout={_HANG_S}", "-o", "faulthandler_exit_on_timeout=true",
+        # libraries are those that are there, not those that were pinned: what they announce for
+        # later versions is no failure here
+        "-W", "default::DeprecationWarning", "-W", "default::PendingDeprecationWarning",
+        "-W", "default::FutureWarning", *map(str, files),
+    ]  # fmt: skip
+    environ: dict[str, str] = {**environment(), VARIABLE: share, "OMP_NUM_THREADS": "1"}
+    environ.pop("TRITON_INTERPRET", None)  # on the device
+    with (folder / f"tests-{number}.log").open("w") as output:
+        return subprocess.Popen(
+            command, cwd=root, env=environ, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def _what(wrong: ET.Element) -> str:
+    """What was wrong, in one line: the message, or for want of one what pytest marks with E."""
+    marked = [line[1:].strip() for line in (wrong.text or "").splitlines() if line[:2] == "E "]
+    said = (wrong.get("message") or "").strip()
+    return " | ".join(dict.fromkeys(text for text in (said, *marked[-1:]) if text))
+
+
+def _last_test(log: Path) -> str:
+    """The test that a process was at; if it got to none, the last thing that it said."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    named = [line for line in lines if "::" in line]
+    return [*lines[-1:], *named][-1].strip()[:_SHOWN_CHARACTERS] if lines else "(no output)"

@@ -1,0 +1,245 @@
+"""`offload bench io`: our block store against the best raw loop found on the same device.
+
+Every system has a file of its own in the same folder, written in full before it is timed: the
+first write to fresh blocks is slower, and no later write of a run is one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from offload.bench.io_fio import NAME as FIO
+from offload.bench.io_fio import Fio, has_fio
+from offload.bench.io_raw import Loop, Shape, Tried, open_loop, try_grid
+from offload.bench.io_store import StoreLoop
+from offload.bench.record import Kind, Record, Row, Target, timed_row
+from offload.bench.rounds import Say, interleaved, seconds_of
+from offload.bench.table import Column, number
+from offload.swap.swap_file import SwapFile, file_system_of, free_space
+from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import format_bytes
+
+DEFAULT_NBYTES = 1 << 30
+_BUFFER_NBYTES = 128 << 20  # the largest shape of the grid
+_RAW = "raw"
+_OURS = "ours"
+_UNCHECKED = "ours, no checksum"
+
+COLUMNS = (
+    Column("s", number("seconds")),
+    Column("GB/s", number("bytes_per_s", 1e9)),
+    Column("CPU-s/GB", number("cpu_s_per_gb", digits=4)),
+)
+
+
+@dataclass(frozen=True)
+class IoOptions:
+    """`nbytes` per pass; None takes 1 GiB, or a tenth of what is free on the device."""
+
+    folder: Path | None = None
+    nbytes: int | None = None
+    block_nbytes: int = 16 << 20
+    in_flight_nbytes: int = 64 << 20
+    backend: str = "auto"
+    rounds: int = 7
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a file."""
+
+    seconds: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class _System:
+    name: str
+    kind: Kind
+    nbytes: int
+    run: Callable[[], Pass]
+    note: str = ""
+
+
+def run_io(options: IoOptions, say: Say) -> Record:
+    """Measure. PathError where no file can be, StorageError if the device fails."""
+    folder = options.folder or Path(tempfile.gettempdir())
+    nbytes = _nbytes(options, folder)
+    record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})
+    record.note_rounds(options.rounds)
+    with ExitStack() as stack:
+        raw = stack.enter_context(_file(folder, nbytes))
+        buffer = noise(max(_BUFFER_NBYTES, options.in_flight_nbytes))
+        fill(raw, buffer, nbytes, say)
+        tried = try_grid(raw, buffer, nbytes, say)
+        record.details["grid"] = [_tried_dict(one) for one in tried]
+        systems = _raw_systems(raw, buffer, nbytes, tried, stack)
+        systems += _our_systems(options, folder, buffer, nbytes, stack, say)
+        missing = [Row(f"{FIO} {d}", Kind.PEER, note="not installed") for d in ("read", "write")]
+        if has_fio():
+            systems += _fio_systems(folder, nbytes, stack, say)
+            missing = []
+        passes = interleaved({s.name: s.run for s in systems}, options.rounds, say)
+        record.notes.append(_where(folder, nbytes, options, raw))
+    systems.sort(key=lambda system: not system.name.endswith("read"))
+    record.rows = [_row(system, passes[system.name]) for system in systems] + missing
+    _compare(record)
+    return record
+
+
+def _nbytes(options: IoOptions, folder: Path) -> int:
+    """Whole blocks, at least one round of the buffers."""
+    if not folder.is_dir():
+        raise PathError(f"--path: {folder} is not a folder; name one on the disk to be measured")
+    if options.block_nbytes % PAGE_NBYTES or options.block_nbytes <= 0:
+        raise ConfigError(f"--block: {options.block_nbytes} is no multiple of {PAGE_NBYTES} bytes")
+    free = free_space(folder)
+    wanted = options.nbytes or min(DEFAULT_NBYTES, free // 10)
+    nbytes = max(wanted // options.block_nbytes, 1) * options.block_nbytes
+    needed = 4 * nbytes + 2 * options.in_flight_nbytes  # raw, ours twice, fio
+    if needed > free:
+        raise PathError(
+            f"--size: {format_bytes(nbytes)} per file need {format_bytes(needed)} in {folder}, "
+            f"{format_bytes(free)} are free; at most {format_bytes(free // 5)}"
+        )
+    return nbytes
+
+
+@contextmanager
+def _file(folder: Path, nbytes: int) -> Iterator[SwapFile]:
+    with SwapFile(folder) as file:
+        file.reserve(nbytes)
+        yield file
+
+
+def noise(nbytes: int) -> memoryview:
+    """Page-aligned memory full of bytes that no device compresses."""
+    buffer = memoryview(mmap.mmap(-1, nbytes))
+    for start in range(0, nbytes, 1 << 20):
+        part = buffer[start : start + (1 << 20)]
+        part[:] = os.urandom(part.nbytes)
+    return buffer
+
+
+def fill(file: SwapFile, buffer: memoryview, nbytes: int, say: Say) -> None:
+    """Write `nbytes` once, untimed."""
+    say(f"writing {format_bytes(nbytes)} to a file")
+    step = min(16 << 20, buffer.nbytes)
+    for offset in range(0, nbytes, step):
+        part = buffer[: min(step, nbytes - offset)]
+        os.pwritev(file.fd, [part], offset)
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _timed(work: Callable[[], object]) -> Pass:
+    before = cpu_seconds()
+    seconds = seconds_of(work)
+    return Pass(seconds, cpu_seconds() - before)
+
+
+def best(tried: list[Tried], *, write: bool) -> Shape:
+    """The fastest shape of one direction."""
+    return max(tried, key=lambda t: t.write_bytes_per_s if write else t.read_bytes_per_s).shape
+
+
+def _raw_systems(
+    file: SwapFile, buffer: memoryview, nbytes: int, tried: list[Tried], stack: ExitStack
+) -> list[_System]:
+    if not tried:  # smaller than any shape of the grid
+        tried = [Tried(Shape("threads", 1, nbytes), 0.0, 0.0)]
+    systems = []
+    for direction in ("read", "write"):
+        shape = best(tried, write=direction == "write")
+        loop: Loop = open_loop(shape, file, buffer, nbytes)
+        stack.callback(loop.close)
+        moved = nbytes // shape.block_nbytes * shape.block_nbytes
+        run = _raw_run(loop, write=direction == "write")
+        systems.append(_System(f"{_RAW} {direction}", Kind.LIMIT, moved, run, str(shape)))
+    return systems
+
+
+def _raw_run(loop: Loop, *, write: bool) -> Callable[[], Pass]:
+    return lambda: _timed(lambda: loop.run(write=write))
+
+
+def _our_systems(
+    options: IoOptions, folder: Path, buffer: memoryview, nbytes: int, stack: ExitStack, say: Say
+) -> list[_System]:
+    size = options.block_nbytes
+    count = max(1, min(options.in_flight_nbytes, nbytes) // size)
+    parts = [buffer[i * size : (i + 1) * size] for i in range(count)]
+    systems = []
+    for name, checksum in ((_OURS, True), (_UNCHECKED, False)):
+        file = SwapFile(folder)
+        stack.callback(file.close)
+        file.reserve(nbytes + count * size)
+        fill(file, buffer, nbytes + count * size, say)
+        loop = StoreLoop(file, parts, nbytes // size, backend=options.backend, checksum=checksum)
+        stack.callback(loop.close)
+        loop.write()
+        note = f"{loop.backend}, {count} x {format_bytes(size)}"
+        systems += [
+            _System(f"{name} read", Kind.OURS, nbytes, partial(_timed, loop.read), note),
+            _System(f"{name} write", Kind.OURS, nbytes, partial(_timed, loop.write), note),
+        ]
+    return systems
+
+
+def _fio_systems(folder: Path, nbytes: int, stack: ExitStack, say: Say) -> list[_System]:
+    say("fio lays out its file")
+    private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+    fio = Fio(private, nbytes)
+    stack.callback(fio.close)
+
+    def run(*, write: bool) -> Pass:
+        done = fio.run(write=write)
+        return Pass(done.seconds, done.cpu_s)
+
+    return [
+        _System(f"{FIO} read", Kind.PEER, nbytes, lambda: run(write=False), fio.note),
+        _System(f"{FIO} write", Kind.PEER, nbytes, lambda: run(write=True), fio.note),
+    ]
+
+
+def _row(system: _System, passes: list[Pass]) -> Row:
+    seconds = [one.seconds for one in passes]
+    row = timed_row(
+        system.name, system.kind, seconds, {"bytes_per_s": float(system.nbytes)}, note=system.note
+    )
+    row.measures["cpu_s_per_gb"] = [one.cpu_s / system.nbytes * 1e9 for one in passes]
+    return row
+
+
+def _compare(record: Record) -> None:
+    for direction in ("read", "write"):
+        for name in (_OURS, _UNCHECKED):
+            ours, raw = f"{name} {direction}", f"{_RAW} {direction}"
+            record.compare(ours, raw, "bytes_per_s", Target(0.95))
+        if record.rows[-1].measured:
+            record.compare(f"{_OURS} {direction}", f"{FIO} {direction}", "bytes_per_s")
+
+
+def _tried_dict(tried: Tried) -> dict[str, float | str]:
+    return {**asdict(tried), "shape": str(tried.shape)}
+
+
+def _where(folder: Path, nbytes: int, options: IoOptions, file: SwapFile) -> str:
+    how = "O_DIRECT" if file.o_direct else "through the page cache: this is RAM, not the disk"
+    return (
+        f"{format_bytes(nbytes)} per pass on {file_system_of(folder.resolve())}, {how}; "
+        f"CPU target: at most 0.03 CPU-s/GB"
+    )

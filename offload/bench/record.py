@@ -1,0 +1,197 @@
+"""What a bench found: rows of measurements per round, and ratios taken within each round.
+
+A machine's speed drifts, and all systems drift with it. So a ratio is never one of two medians: it
+is the median of the ratios of the rounds, in each of which both systems ran.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload import __version__, machine
+from offload.tiers.errors import PathError
+
+FORMAT = 1  # of the JSON; raised when a key changes its meaning
+LEAST_ROUNDS = 7  # fewer are a look, not a measurement
+
+
+class Kind(enum.StrEnum):
+    """Whose row it is."""
+
+    LIMIT = "limit"  # what the hardware does without us
+    OURS = "ours"
+    PEER = "peer"
+
+
+@dataclass
+class Row:
+    """One system. `measures` are one value per round, `facts` one for the whole run.
+
+    Names end in their unit: `seconds`, `bytes_per_s`, `peak_rss_nbytes`.
+    A row without measures says in `note` why there are none.
+    """
+
+    name: str
+    kind: Kind
+    measures: dict[str, list[float]] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.measures)
+
+    def median(self, measure: str) -> float:
+        """The median over rounds; NaN for what was not measured."""
+        values = self.measures.get(measure)
+        return statistics.median(values) if values else math.nan
+
+    def values(self, measure: str) -> list[float]:
+        """Of each round, or the one value of a fact. KeyError if it is neither."""
+        if measure in self.facts:
+            return [self.facts[measure]]
+        return self.measures[measure]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a ratio should be on two cores without a GPU: at least, or at most, `value`."""
+
+    value: float
+    at_most: bool = False
+
+    def met(self, ratio: float) -> bool:
+        return ratio <= self.value if self.at_most else ratio >= self.value
+
+    def __str__(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """`measure` of row `of`, divided by that of row `to`, round by round."""
+
+    of: str
+    to: str
+    measure: str
+    rounds: tuple[float, ...]
+    target: Target | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+
+@dataclass
+class Record:
+    """All of one run."""
+
+    bench: str
+    options: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    ratios: list[Ratio] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=lambda: this_machine())
+
+    def row(self, name: str) -> Row:
+        """KeyError if there is none of this name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def compare(self, of: str, to: str, measure: str, target: Target | None = None) -> None:
+        """Add the ratio of two rows, if both were measured."""
+        above, below = self.row(of), self.row(to)
+        if above.measured and below.measured:
+            pairs = zip(above.values(measure), below.values(measure), strict=True)
+            rounds = tuple(a / b for a, b in pairs)
+            self.ratios.append(Ratio(of, to, measure, rounds, target))
+
+    def note_rounds(self, rounds: int) -> None:
+        """Say so if the medians rest on few rounds."""
+        if rounds < LEAST_ROUNDS:
+            self.notes.append(
+                f"{rounds} rounds only: a look, not a measurement; {LEAST_ROUNDS} or more are"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the medians included."""
+        return {
+            "format": FORMAT,
+            "bench": self.bench,
+            "offload": __version__,
+            "machine": self.machine,
+            "options": self.options,
+            "rows": [_row_dict(row) for row in self.rows],
+            "ratios": [_ratio_dict(ratio) for ratio in self.ratios],
+            "notes": self.notes,
+            "details": self.details,
+        }
+
+    def write(self, path: Path) -> None:
+        """Write JSON. PathError if `path` cannot be written."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        try:
+            path.write_text(text)
+        except OSError as error:
+            raise PathError(f"--json: {path} cannot be written: {error.strerror}") from error
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    medians = {name: row.median(name) for name in row.measures}
+    return {**asdict(row), "medians": medians}
+
+
+def _ratio_dict(ratio: Ratio) -> dict[str, Any]:
+    target = None if ratio.target is None else str(ratio.target)
+    return {**asdict(ratio), "target": target, "median": ratio.median}
+
+
+def check_json(path: Path | None) -> None:
+    """PathError now, not after minutes of measuring, if a record could not be written there."""
+    if path is None:
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise PathError(f"--json: {path} is no file in an existing folder; name one")
+
+
+def this_machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    import torch
+
+    described: dict[str, Any] = {
+        "cpu": machine.cpu_model(),
+        "cores": machine.cpu_count(),
+        "memory_nbytes": machine.total_memory_nbytes(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+    return described
+
+
+def speeds(work: float, seconds: Sequence[float]) -> list[float]:
+    """`work` per second of each round."""
+    return [work / second for second in seconds]
+
+
+def timed_row(
+    name: str, kind: Kind, seconds: Sequence[float], rates: Mapping[str, float],
+    facts: Mapping[str, float] | None = None, note: str = "",
+) -> Row:  # fmt: skip
+    """A row of `seconds`, with a rate for each amount of `rates` (name of the rate -> amount)."""
+    measures = {"seconds": list(seconds)}
+    measures |= {rate: speeds(amount, seconds) for rate, amount in rates.items()}
+    return Row(name, kind, measures, dict(facts or {}), note)

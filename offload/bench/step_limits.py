@@ -1,0 +1,94 @@
+"""The three things that bound a training step on this machine, measured in the same rounds.
+
+    compute     forward and backward of the plain model, everything in RAM, no optimizer
+    disk        the step's bytes through a raw loop: reads and writes one after the other or mixed,
+                whichever is faster here
+    bus         the optimizer's bytes through a loop without arithmetic
+
+A step that overlaps all three perfectly takes as long as the longest of them: the roofline
+(Williams, Waterman, Patterson, 2009).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.bench.adam_ours import PLAIN, SPLIT, filled
+from offload.bench.arrays import Arrays
+from offload.bench.io import best, fill, noise
+from offload.bench.io_raw import GRID, Loop, ThreadsLoop, open_loop, try_grid
+from offload.bench.rounds import Say, seconds_of
+from offload.bench.stream import BusLoop
+from offload.swap.swap_file import SwapFile
+from offload.swap.worker import ParallelRunner
+
+_THREADS_GRID = tuple(shape for shape in GRID if shape.kind == "threads")
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Bytes per second of one round; `mixed` counts both directions together."""
+
+    read: float
+    write: float
+    mixed: float
+
+    def seconds(self, read_nbytes: int, written_nbytes: int) -> float:
+        """The least time for these bytes."""
+        apart = read_nbytes / self.read + written_nbytes / self.write
+        return min(apart, (read_nbytes + written_nbytes) / self.mixed)
+
+
+class DiskLimit:
+    """Raw loops over a file of `nbytes` in `folder`."""
+
+    def __init__(self, folder: Path, nbytes: int, say: Say) -> None:
+        self._file = SwapFile(folder)
+        self._file.reserve(nbytes)
+        buffer = noise(max(shape.depth * shape.block_nbytes for shape in _THREADS_GRID))
+        fill(self._file, buffer, nbytes, say)
+        tried = try_grid(self._file, buffer, nbytes, say, _THREADS_GRID)
+        shapes = [best(tried, write=write) for write in (False, True)]
+        self._read: Loop = open_loop(shapes[0], self._file, buffer, nbytes)
+        self._write: Loop = open_loop(shapes[1], self._file, buffer, nbytes)
+        self._mixed = ThreadsLoop(shapes[0], self._file, buffer, nbytes)
+        self._sizes = tuple(nbytes // s.block_nbytes * s.block_nbytes for s in shapes)
+        self.note = f"read {shapes[0]}, write {shapes[1]}"
+        self._block = shapes[0].block_nbytes
+        self._file_nbytes = nbytes
+
+    def measure(self, read_share: float) -> DiskSpeed:
+        """One round; the mix has `read_share` of its bytes read."""
+        read_s = seconds_of(lambda: self._read.run(write=False))
+        write_s = seconds_of(lambda: self._write.run(write=True))
+        blocks = self._file_nbytes // self._block
+        reads = round(blocks * read_share)
+        mix = (reads * self._block, (blocks - reads) * self._block)
+        mixed_s = seconds_of(lambda: self._mixed.mixed(*mix))
+        return DiskSpeed(self._sizes[0] / read_s, self._sizes[1] / write_s, sum(mix) / mixed_s)
+
+    def close(self) -> None:
+        for loop in (self._read, self._write, self._mixed):
+            loop.close()
+        self._file.close()
+
+
+class BusLimit:
+    """The traffic of the optimizer that a precision calls for, over `numel` parameters."""
+
+    def __init__(self, precision: str, numel: int, threads: int) -> None:
+        streams = (PLAIN if precision == "fp32" else SPLIT).streams
+        arrays = Arrays(numel, streams)
+        self._runner = ParallelRunner(threads, min_share=1)
+        held = [filled(arrays, stream) for stream in streams]
+        self._loop = BusLoop(streams, held, self._runner)
+        self.traffic = self._loop.traffic
+        self.language = self._loop.language
+
+    def measure(self) -> float:
+        """Bytes per second of one pass."""
+        return self._loop.nbytes / seconds_of(self._loop)
+
+    def close(self) -> None:
+        self._runner.close()

@@ -1,0 +1,142 @@
+"""The parent's end of a system that trains in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import offload
+from offload.bench.record import Kind
+from offload.tiers.errors import OffloadError
+
+_ANSWER_TIMEOUT_S = 1800.0  # the first turn of a peer may compile its operators
+_CLOSE_TIMEOUT_S = 120.0
+_SHOWN_LINES = 12
+
+
+class SystemFailed(OffloadError):
+    """A system's process ended early, or does not answer."""
+
+
+@dataclass(frozen=True)
+class SystemSpec:
+    """A system and what its configuration changes. Adding one to `step.SYSTEMS` is all it takes."""
+
+    name: str  # as --systems takes it
+    label: str
+    kind: Kind
+    program: str  # plain, offload, deepspeed-cpu, deepspeed-nvme
+    overrides: tuple[str, ...] = ()
+    memory_per_parameter: int = 0  # bytes at most, roughly, in fp32: to know what fits
+    batches: int = 1  # of the configuration's size per step
+    in_one_piece: bool = False  # the model gets them as one batch, and splits it itself
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn measured; see `step_child`."""
+
+    losses: tuple[float, ...]
+    seconds: float
+    forward_backward_s: float
+    read_nbytes: int
+    written_nbytes: int
+    peak_rss_nbytes: int
+
+
+class SystemProcess:
+    """Starts the process; `turn` trains. Its output is kept in `folder`."""
+
+    def __init__(self, spec: SystemSpec, config: Path, folder: Path) -> None:
+        """Blocks until the model is built. SystemFailed with the end of its output."""
+        self.spec = spec
+        self._log = (folder / f"{spec.name}.log").open("w+")
+        files = folder / spec.name
+        files.mkdir()
+        described = folder / f"{spec.name}.json"
+        described.write_text(
+            json.dumps(
+                {
+                    "program": spec.program,
+                    "config": str(config),
+                    "folder": str(files),
+                    "batches": spec.batches,
+                    "in_one_piece": spec.in_one_piece,
+                }
+            )
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "offload.bench.step_child", str(described)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env=_environment(),
+        )  # fmt: skip
+        try:
+            self._answer()
+        except BaseException:
+            self.kill()
+            raise
+
+    def turn(self) -> Turn:
+        """Train one turn. SystemFailed."""
+        pipe = self._pipe(self._process.stdin)
+        try:
+            pipe.write("turn\n")
+            pipe.flush()
+        except BrokenPipeError as error:
+            raise self._failed("ended early") from error
+        answer = self._answer()
+        return Turn(**{**answer, "losses": tuple(answer["losses"])})
+
+    def close(self) -> None:
+        """Let the process end by itself, with its own checks. SystemFailed if they fail."""
+        self._pipe(self._process.stdin).close()
+        try:
+            status = self._process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise self._failed(f"did not end in {_CLOSE_TIMEOUT_S:.0f} s") from error
+        if status != 0:
+            raise self._failed(f"ended with status {status}")
+        self.kill()
+
+    def kill(self) -> None:
+        """End it now, whatever it does, and close the pipes. Calling it again does nothing."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for file in (self._process.stdin, self._process.stdout, self._log):
+            if file is not None:
+                file.close()
+
+    def _answer(self) -> dict[str, Any]:
+        pipe = self._pipe(self._process.stdout)
+        if not select.select([pipe], [], [], _ANSWER_TIMEOUT_S)[0]:
+            raise self._failed(f"gave no answer in {_ANSWER_TIMEOUT_S:.0f} s")
+        line = pipe.readline()
+        if not line:
+            raise self._failed(f"ended early with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _failed(self, how: str) -> SystemFailed:
+        self._log.seek(0)
+        end = "".join(self._log.readlines()[-_SHOWN_LINES:]).strip()
+        return SystemFailed(f"{self.spec.label} {how}; the end of what it printed:\n{end}")
+
+    @staticmethod
+    def _pipe(pipe: IO[str] | None) -> IO[str]:
+        assert pipe is not None, "pipes were asked for"
+        return pipe
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the folder of this very package first, wherever the child is started from."""
+    here = str(Path(offload.__file__).resolve().parent.parent)
+    others = os.environ.get("PYTHONPATH")
+    paths = [here, *(others.split(os.pathsep) if others else [])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

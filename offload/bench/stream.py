@@ -1,0 +1,162 @@
+"""The memory bus: a loop with given traffic and nothing that takes time besides.
+
+Like STREAM (McCalpin, 1995), but over any number of arrays of any widths at once, some read and
+some read and written back, as an optimizer's pass over its states does. Written in C and compiled
+here where there is a compiler, else in Numba; `BusLoop.language` says which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from offload.bench.arrays import Array, Stream
+from offload.swap.worker import ParallelRunner
+
+GROUP = 64  # parameters per turn of the loop: whole cache lines of every array, 1-byte ones too
+_LINE_NBYTES = 64
+_COMPILE_TIMEOUT_S = 60.0
+
+# z is zero, which the compiler cannot know: the values stay, the traffic and one operation too.
+_SOURCE = """
+typedef unsigned long long V __attribute__((vector_size(64), aligned(64)));
+void bus(char *const *a, long lo, long hi, const V *zero, V *sink) {{
+  const V z = *zero; V t = z;
+{pointers}
+  for (long i = lo; i < hi; i++) {{
+{body}
+  }}
+  *sink = t;
+}}
+"""
+
+
+class BusLoop:
+    """One pass over `arrays`, shared among the runner's threads as an optimizer's pass is."""
+
+    def __init__(
+        self, streams: Sequence[Stream], arrays: Sequence[Array], runner: ParallelRunner
+    ) -> None:
+        self._runner = runner
+        numel = min(
+            array.size * stream.elements_each for stream, array in zip(streams, arrays, strict=True)
+        )
+        self._groups = numel // GROUP
+        # Side streams, such as one scale per 256 parameters, are a thousandth: left out.
+        wide = [
+            (stream, array)
+            for stream, array in zip(streams, arrays, strict=True)
+            if stream.elements_each == 1
+        ]
+        self.traffic = sum(stream.traffic for stream, _ in wide)  # bytes per parameter
+        self._kept = [array for _, array in wide]  # alive as long as their addresses are used
+        widths = tuple(stream.itemsize for stream, _ in wide)
+        updated = tuple(stream.updated for stream, _ in wide)
+        compiled = _compiled(widths, updated)
+        self.language = "Numba" if compiled is None else "C"
+        self._body = self._numba(updated) if compiled is None else self._c(compiled, self._kept)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of one pass."""
+        return self.traffic * self._groups * GROUP
+
+    def __call__(self) -> None:
+        self._runner(self._body, self._groups)
+
+    @staticmethod
+    def _c(function: Callable[..., None], arrays: Sequence[Array]) -> Callable[[int, int], None]:
+        addresses = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+        zero = _line()
+
+        def body(lo: int, hi: int) -> None:
+            sink = _line()
+            function(addresses, lo, hi, zero.ctypes.data, sink.ctypes.data)
+
+        return body
+
+    def _numba(self, updated: Sequence[bool]) -> Callable[[int, int], None]:
+        words = [array.view(np.uint64) for array in self._kept]
+        read = tuple(w for w, both in zip(words, updated, strict=True) if not both)
+        written = tuple(w for w, both in zip(words, updated, strict=True) if both)
+        # a tuple must not be empty for Numba; reading one word of the first costs nothing
+        read = read or (words[0][:1],)
+        loop, groups, zero = _numba_loop(), self._groups, np.uint64(0)
+        return lambda lo, hi: loop(read, written, lo, hi, groups, zero)
+
+
+def _line() -> Array:
+    """64 zeroed bytes on a cache line's boundary."""
+    raw = np.zeros(2 * _LINE_NBYTES, np.uint8)
+    start = -raw.ctypes.data % _LINE_NBYTES
+    return raw[start : start + _LINE_NBYTES]
+
+
+@cache
+def _compiled(widths: tuple[int, ...], updated: tuple[bool, ...]) -> Callable[..., None] | None:
+    """The C loop for arrays of these bytes per parameter; None without a working compiler."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None or shutil.which(compiler) is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="offload-bench-") as folder:
+        source, library = Path(folder) / "bus.c", Path(folder) / "bus.so"
+        source.write_text(_source(widths, updated))
+        command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", str(source)]
+        done = subprocess.run(
+            [*command, "-o", str(library)], capture_output=True, check=False,
+            timeout=_COMPILE_TIMEOUT_S,
+        )  # fmt: skip
+        if done.returncode != 0:
+            return None
+        function = ctypes.CDLL(str(library)).bus  # stays loaded when the file is gone
+    function.argtypes = (
+        ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p,
+    )  # fmt: skip
+    function.restype = None
+    called: Callable[..., None] = function
+    return called
+
+
+def _source(widths: Sequence[int], updated: Sequence[bool]) -> str:
+    pointers, body = [], []
+    for index, (width, both) in enumerate(zip(widths, updated, strict=True)):
+        const = "" if both else "const "
+        pointers.append(f"  {const}V *p{index} = ({const}V *)a[{index}];")
+        for line in range(width * GROUP // _LINE_NBYTES):
+            at = f"p{index}[i * {width * GROUP // _LINE_NBYTES} + {line}]"
+            body.append(f"    {at} ^= z;" if both else f"    t ^= {at};")
+    return _SOURCE.format(pointers="\n".join(pointers), body="\n".join(body))
+
+
+@cache
+def _numba_loop() -> Callable[..., None]:
+    from numba import njit
+
+    @njit(nogil=True)
+    def loop(read, written, lo, hi, groups, zero):  # type: ignore[no-untyped-def]
+        block = 256  # groups per array before the next one is turned to
+        for start in range(lo, hi, block):
+            stop = min(start + block, hi)
+            kept = zero
+            for array in read:
+                words = array.size // groups
+                part = array[start * words : stop * words]
+                for i in range(part.size):
+                    kept ^= part[i]
+            kept &= zero
+            for array in written:
+                words = array.size // groups
+                part = array[start * words : stop * words]
+                for i in range(part.size):
+                    part[i] ^= kept
+
+    typed: Callable[..., None] = loop
+    return typed

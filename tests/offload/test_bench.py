@@ -1,0 +1,400 @@
+"""`offload bench`: each command runs, its record is complete, ratios are taken within rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.bench import adam_peers, step_process
+from offload.bench.adam_ours import VARIANTS, Variant, filled, stepper
+from offload.bench.arrays import STAGGER_NBYTES, Arrays, Stream
+from offload.bench.io_raw import GRID, ThreadsLoop, open_loop
+from offload.bench.quiet import quietly
+from offload.bench.record import Kind, Record, Row, Target
+from offload.bench.rounds import interleaved
+from offload.bench.step import LLAMA_151M
+from offload.bench.step_rows import SYSTEMS
+from offload.bench.stream import GROUP, BusLoop
+from offload.cli.app import main
+from offload.config import OffloadConfig
+from offload.swap.swap_file import SwapFile
+from offload.swap.worker import ParallelRunner
+
+REPOSITORY = Path(__file__).parents[2]
+TINY_MODEL = [
+    "-o", "train.model.layers=2", "-o", "train.model.hidden=64", "-o", "train.model.heads=2",
+    "-o", "train.model.mlp=128", "-o", "train.model.vocab=256", "-o", "train.batch=1",
+    "-o", "train.sequence=16", "-o", "budget.host=80MiB", "-o", "budget.nvme=256MiB",
+]  # fmt: skip
+ADAM = ["adam", "--numel", "70000", "--threads", "2"]
+IO = ["io", "--size", "1MiB", "--block", "128KiB", "--in-flight", "256KiB"]
+COPY = ["copy", "--size", "256KiB", "--piece", "100KiB", "--threads", "2"]
+STEP = ["step", "--systems", "plain,host,nvme", *TINY_MODEL]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *arguments])
+    return int(caught.value.code or 0)
+
+
+def silent(_: str) -> None:
+    pass
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a bench with two rounds; its JSON and what it printed, 100 columns wide."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def record(*arguments: str) -> tuple[dict[str, Any], str]:
+        path = tmp_path / "record.json"
+        assert run(*arguments, "--rounds", "2", "--json", str(path)) == 0
+        return json.loads(path.read_text()), capsys.readouterr().out
+
+    return record
+
+
+def check(record: dict[str, Any], bench: str) -> dict[str, dict[str, Any]]:
+    """The schema, and that every ratio follows from the rows; the rows by name."""
+    assert (record["format"], record["bench"]) == (1, bench)
+    assert {"cpu", "cores", "memory_nbytes", "torch"} <= set(record["machine"])
+    assert any("2 rounds only" in note for note in record["notes"])
+    rows = {row["name"]: row for row in record["rows"]}
+    assert len(rows) == len(record["rows"])
+    for row in rows.values():
+        assert row["kind"] in {"limit", "ours", "peer"}
+        assert row["measures"] or row["note"], row["name"]
+        for measure, values in row["measures"].items():
+            assert len(values) == 2
+            assert row["medians"][measure] == statistics.median(values)
+        assert all(second > 0 for second in row["measures"].get("seconds", ()))
+    assert record["ratios"]
+    for ratio in record["ratios"]:
+        above, below = (_values(rows[ratio[key]], ratio["measure"]) for key in ("of", "to"))
+        assert ratio["rounds"] == [a / b for a, b in zip(above, below, strict=True)]
+        assert ratio["median"] == statistics.median(ratio["rounds"])
+    return rows
+
+
+def _values(row: dict[str, Any], measure: str) -> list[float]:
+    found: list[float] = row["measures"].get(measure) or [row["facts"][measure]]
+    return found
+
+
+# ---------------------------------------------------------------- the commands
+def test_adam_compares_every_variant_with_a_loop_of_its_own_traffic(recorded: Any) -> None:
+    record, printed = recorded(*ADAM)
+    rows = check(record, "adam")
+    for variant in VARIANTS:
+        traffic = rows[variant.name]["facts"]["traffic_nbytes_per_parameter"]
+        limit = next(r["to"] for r in record["ratios"] if r["of"] == variant.name)
+        assert rows[limit]["kind"] == "limit"
+        bound = rows[limit]["facts"]["traffic_nbytes_per_parameter"]
+        assert bound == pytest.approx(traffic, abs=0.1)  # scales of int8 blocks are left out
+        speeds = rows[variant.name]["measures"]
+        for per_s, nbytes_per_s in zip(
+            speeds["parameters_per_s"], speeds["bytes_per_s"], strict=True
+        ):
+            assert nbytes_per_s == pytest.approx(per_s * traffic)
+    assert record["options"]["numel"] % GROUP == 0
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_io_compares_reads_with_reads_and_writes_with_writes(recorded: Any, tmp_path: Path) -> None:
+    record, printed = recorded(*IO, "--path", str(tmp_path))
+    rows = check(record, "io")
+    for name in ("raw read", "raw write", "ours read", "ours, no checksum write"):
+        assert len(rows[name]["measures"]["cpu_s_per_gb"]) == 2
+    for ratio in record["ratios"]:
+        assert ratio["of"].split()[-1] == ratio["to"].split()[-1]
+    assert max(map(len, printed.splitlines())) <= 100
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_copy_without_a_device_says_so(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    record, printed = recorded(*COPY)
+    check(record, "copy")
+    assert "no device" in printed
+
+
+@pytest.mark.gpu
+def test_copy_measures_both_directions_and_both_at_once(recorded: Any) -> None:
+    record, _ = recorded(*COPY)
+    rows = check(record, "copy")
+    for way in ("host to device", "device to host", "both at once"):
+        assert rows[f"ours pinned, {way}"]["measures"]
+    alone, both = (rows[f"raw, {way}"]["measures"] for way in ("host to device", "both at once"))
+    ratio = (both["bytes_per_s"][0] * both["seconds"][0]) / (
+        alone["bytes_per_s"][0] * alone["seconds"][0]
+    )
+    assert ratio == pytest.approx(2)
+
+
+@pytest.mark.slow
+def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
+    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.bench.step.BUS_NUMEL", 1 << 16)
+    monkeypatch.setattr("offload.bench.step.DISK_NBYTES", 32 << 20)
+    record, printed = recorded(*STEP, "--path", str(tmp_path))
+    rows = check(record, "step")
+    bounds = [
+        rows[f"bound by {name}"]["measures"]["seconds"] for name in ("bus", "compute", "disk")
+    ]
+    highest = [max(values) for values in zip(*bounds, strict=True)]
+    assert rows["roofline"]["measures"]["seconds"] == highest
+    losses = record["details"]["losses"]
+    assert losses["host"] == losses["nvme"]
+    assert len(losses["host"]) == 2 * len(losses["plain"]) == 6  # warm-up round included
+    assert rows["ours, all on nvme"]["facts"]["loss_difference"] < 1e-3
+    assert all(rows["ours, all on nvme"]["measures"]["written_nbytes"])
+    assert not any(rows["ours, all on host"]["measures"]["written_nbytes"])
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+# ---------------------------------------------------------------- what goes wrong
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["adam", "--numbers", "3"], "No such option"),
+        (["adam", "--rounds", "0"], "--rounds"),
+        (["adam", "--numel", "10"], "--numel: 10 is too few"),
+        (["adam", "--numel", str(10**13)], "are free; at most"),
+        (["adam", "--json", "missing/file.json"], "--json: missing/file.json is no file"),
+        (["io", "--size", "3 parsecs"], "--size: 'parsecs' is not a unit of bytes"),
+        (["io", "--backend", "thread"], "did you mean threads?"),
+        (["io", "--path", "nowhere"], "--path: nowhere is not a folder"),
+        (["io", "--block", "1000"], "--block: 1000 is no multiple of 4096"),
+        (["copy", "--size", "900TiB"], "do not fit"),
+        (["step", "--systems", "plain,fancy"], "--systems: 'fancy' is unknown"),
+        (["step", "-o", "train.model.layer=3"], "train.model.layer"),
+        (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
+    arguments: list[str], fragment: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert fragment in re.sub(r"\x1b\[[0-9;]*m", "", error)
+    assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.bench.step.BUS_NUMEL", 1 << 16)
+    monkeypatch.setattr("offload.bench.step.DISK_NBYTES", 32 << 20)
+    arguments = [*STEP, "--systems", "nvme", "-o", "budget.host=1MiB", "--path", str(tmp_path)]
+    assert run(*arguments, "--rounds", "1") == 1
+    error = capsys.readouterr().err
+    assert "ours, all on nvme ended early with status 1" in error
+    assert "budget.host: 1.0 MiB" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_peer_that_fails_is_a_note(recorded: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("offload.bench.step.BUS_NUMEL", 1 << 16)
+    monkeypatch.setattr("offload.bench.step.DISK_NBYTES", 32 << 20)
+    broken = dataclasses.replace(SYSTEMS[0], program="deepspeed-nothing")
+    monkeypatch.setattr("offload.bench.step.SYSTEMS", (broken, *SYSTEMS[1:]))
+    monkeypatch.setattr("offload.bench.step.EXTRA_SYSTEMS", ())
+    monkeypatch.setattr("offload.bench.step.has_deepspeed", lambda: True)
+    arguments = [*STEP, "--systems", "plain,nvme", "--path", str(tmp_path)]
+    record, printed = recorded(*arguments)
+    rows = {row["name"]: row for row in record["rows"]}
+    assert rows["plain PyTorch"]["note"].startswith("failed: ")
+    assert "plain PyTorch: failed: " in printed
+    assert rows["ours, all on nvme"]["measures"]
+
+
+def test_a_missing_peer_says_what_to_install(recorded: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(adam_peers, "has_deepspeed", lambda: False)
+    record, printed = recorded(*ADAM)
+    rows = {row["name"]: row for row in record["rows"]}
+    note = rows["DeepSpeedCPUAdam, fp32"]["note"]
+    assert note == "not installed: pip install 'offload[bench]'"
+    assert f"DeepSpeedCPUAdam, fp32: {note}" in printed
+
+
+def test_what_a_failing_library_prints_is_kept_and_its_last_line_shown(capfd: Any) -> None:
+    def fail() -> None:
+        print("compiling ...")
+        raise RuntimeError("first line\nno compiler")
+
+    assert quietly(fail, "cannot be used") == (None, "cannot be used: RuntimeError: no compiler")
+    assert quietly(lambda: 3, "") == (3, "")
+    assert capfd.readouterr().out == ""
+
+
+# ---------------------------------------------------------------- the parts
+def test_ratios_are_of_rounds_not_of_medians() -> None:
+    fast = Row("fast", Kind.OURS, {"seconds": [1.0, 10.0, 3.0]})
+    slow = Row("slow", Kind.PEER, {"seconds": [2.0, 11.0, 30.0]})
+    record = Record("adam", {}, rows=[fast, slow], machine={"cpu": "-", "cores": 1})
+    record.compare("slow", "fast", "seconds", Target(1.5))
+    (ratio,) = record.ratios
+    assert ratio.rounds == (2.0, 1.1, 10.0)
+    assert ratio.median == 2.0 != slow.median("seconds") / fast.median("seconds")
+
+
+def test_a_row_that_was_not_measured_has_no_ratio() -> None:
+    rows = [Row("here", Kind.OURS, {"seconds": [1.0]}), Row("absent", Kind.PEER, note="no")]
+    record = Record("adam", {}, rows=rows, machine={"cpu": "-", "cores": 1})
+    record.compare("here", "absent", "seconds")
+    assert record.ratios == []
+    assert math.isnan(rows[1].median("seconds"))
+
+
+@pytest.mark.parametrize(("target", "met"), [(Target(0.9), True), (Target(0.9, True), False)])
+def test_targets_are_bounds_from_below_or_above(target: Target, met: bool) -> None:
+    assert target.met(1.0) is met
+    assert target.met(0.9)
+
+
+def test_rounds_begin_with_another_system_each_time() -> None:
+    order: list[str] = []
+    systems = {name: lambda name=name: order.append(name) for name in "abc"}
+    results = interleaved(systems, 3, silent, warmup=1)
+    assert "".join(order) == "cab" + "abc" + "bca" + "cab"
+    assert {name: len(values) for name, values in results.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_arrays_are_staggered_and_do_not_overlap() -> None:
+    streams = [Stream("a", "float32"), Stream("b", "uint16"), Stream("c", "uint8")]
+    arrays = Arrays(10_000, streams)
+    made = [arrays.get(stream, lambda array: array.fill(1)) for stream in streams]
+    starts = [array.ctypes.data for array in made]
+    assert [(start - starts[0]) % (2 << 20) for start in starts] == [
+        0, STAGGER_NBYTES, 2 * STAGGER_NBYTES,
+    ]  # fmt: skip
+    made[0].fill(7)
+    assert made[1].max() == made[2].max() == 1
+    with pytest.raises(ValueError, match="not among the arrays"):
+        arrays.get(Stream("d", "float64"), lambda array: array.fill(0))
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_bus_loop_meets_every_byte_and_changes_none(
+    compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.bench import stream
+
+    if not compiler:
+        monkeypatch.setattr(stream, "_compiled", lambda *_: None)
+    streams = [Stream("r", "uint16", updated=False), Stream("u", "float32"), Stream("v", "uint8")]
+    arrays = Arrays(GROUP * 50, streams)
+    made = [arrays.get(s, lambda a: a.view(np.uint8).fill(0x5A)) for s in streams]
+    loop = BusLoop(streams, made, ParallelRunner(2, min_share=1))
+    assert loop.traffic == 2 + 8 + 2
+    assert loop.nbytes == 12 * GROUP * 50
+    loop()
+    assert all((array.view(np.uint8) == 0x5A).all() for array in made)
+    if not compiler:
+        assert loop.language == "Numba"
+
+
+def test_the_c_source_touches_each_line_of_a_group_once() -> None:
+    from offload.bench.stream import _source
+
+    source = _source((2, 4), (False, True))
+    reads = re.findall(r"t \^= p0\[i \* 2 \+ (\d+)\]", source)
+    updates = re.findall(r"p1\[i \* 4 \+ (\d+)\] \^= z", source)
+    assert (reads, updates) == (["0", "1"], ["0", "1", "2", "3"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_every_variant_updates_its_weights_and_moments(variant: Variant) -> None:
+    arrays = Arrays(GROUP * 64, [s for v in VARIANTS for s in v.streams])
+    step = stepper(variant, arrays, ParallelRunner(2, min_share=1))
+    updated = (variant.weight, *variant.moments)
+    before = [filled(arrays, stream).copy() for stream in updated]
+    for _ in range(3):
+        step()
+    for stream, old in zip(updated, before, strict=True):
+        assert (filled(arrays, stream) != old).mean() > 0.5, stream.name
+
+
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_raw_loops_move_what_they_say(shape: Any, tmp_path: Path) -> None:
+    from offload.errors import UnsupportedError
+
+    small = dataclasses.replace(shape, block_nbytes=8192)
+    buffer = memoryview(bytearray(small.depth * 8192 + 4096))
+    aligned = -np.frombuffer(buffer, np.uint8).ctypes.data % 4096
+    buffer = buffer[aligned : aligned + small.depth * 8192]
+    nbytes = 8192 * 21
+    with SwapFile(tmp_path, direct=False) as file:
+        file.reserve(nbytes)
+        try:
+            loop = open_loop(small, file, buffer, nbytes)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+        buffer[:] = b"\x42" * buffer.nbytes
+        loop.run(write=True)
+        assert os.pread(file.fd, nbytes, 0) == b"\x42" * nbytes
+        blocks = [bytes([number + 1]) * 8192 for number in range(21)]
+        os.pwrite(file.fd, b"".join(blocks), 0)
+        loop.run(write=False)
+        loop.close()
+    parts = [bytes(buffer[i * 8192 : (i + 1) * 8192]) for i in range(small.depth)]
+    untouched = b"\x42" * 8192  # threads that came too late
+    assert set(parts) <= {*blocks, untouched}
+    assert set(parts) & set(blocks)
+
+
+def test_the_mixed_loop_reads_and_writes_what_it_is_told(tmp_path: Path) -> None:
+    shape = dataclasses.replace(GRID[0], block_nbytes=4096)
+    calls: list[tuple[bool, int]] = []
+
+    with SwapFile(tmp_path, direct=False) as file:
+        file.reserve(1 << 20)
+        loop = ThreadsLoop(shape, file, memoryview(bytearray(2 * 4096)), 1 << 20)
+        from offload.bench import io_raw
+
+        original = io_raw.move_all
+
+        def counted(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
+            calls.append((write, offset_bytes))
+            original(fd, part, offset_bytes, write=write)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(io_raw, "move_all", counted)
+            loop.mixed(12 * 4096, 4 * 4096)
+        loop.close()
+    assert sorted(offset for write, offset in calls if not write) == list(range(0, 12 * 4096, 4096))
+    assert sorted(offset for write, offset in calls if write) == list(range(0, 4 * 4096, 4096))
+
+
+def test_the_built_in_model_is_that_of_the_example() -> None:
+    example = OffloadConfig.load(REPOSITORY / "examples" / "llama-151m.yaml")
+    built_in = OffloadConfig.load(LLAMA_151M)
+    for name in ("precision", "optimizer", "clip_grad_norm", "budget"):
+        assert getattr(built_in, name) == getattr(example, name)
+    assert built_in.train.model == example.train.model
+    assert (built_in.train.batch, built_in.train.sequence) == (
+        example.train.batch, example.train.sequence,
+    )  # fmt: skip
+    assert built_in.placement.activations == example.placement.activations
+
+
+def test_the_child_runs_this_very_package() -> None:
+    paths = step_process._environment()["PYTHONPATH"].split(":")
+    assert (Path(paths[0]) / "offload" / "bench" / "step_child.py").is_file()

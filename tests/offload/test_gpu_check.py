@@ -1,0 +1,283 @@
+"""`make gpu-check`: without a GPU a line; with one, a record of all parts, whatever ends them.
+
+Where only a GPU could run a part, an outcome stands in that its process would have left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.bench import gpu_check, gpu_run
+from offload.bench.gpu_bounds import judge
+from offload.bench.gpu_markdown import render, table
+from offload.bench.gpu_process import Outcome, Status
+from offload.bench.gpu_run import Check, Wanted, run_all, succeeded
+from offload.bench.gpu_sizes import GIB, STEPS
+from offload.config import OffloadConfig
+from tests.offload.gpu_check_cases import H200, chosen
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+# ---------------------------------------------------------------- without a GPU
+def test_without_a_gpu_it_says_so_in_one_line_and_succeeds(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_check.main(["--out", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "sees no CUDA device" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_make_uses_a_named_interpreter_as_it_is() -> None:
+    inherited = {name: os.environ[name] for name in os.environ if not name.startswith("MAKE")}
+    environment = {**inherited, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["make", "--no-print-directory", "gpu-check", f"PYTHON={sys.executable}"]
+    shown = subprocess.run(
+        [*command, "--dry-run"], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    (only,) = shown.stdout.splitlines()
+    assert only.startswith(f"{sys.executable} -m offload.bench.gpu_check")
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "sees no CUDA device" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["--memory", "3 parsecs"], "'parsecs' is not a unit"),
+        (["--parts", "tests,lunch"], "'lunch' is unknown; choose from tests, kernels"),
+        (["--model", "900 B"], "invalid choice"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    arguments: list[str], fragment: str, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        gpu_check.main(arguments)
+    assert caught.value.code == 2
+    assert fragment in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the whole, and its record
+HARDWARE = {
+    "gpu": "NVIDIA H200", "gpu_memory_nbytes": 139 * GIB, "cpu": "A CPU", "cores": 16,
+    "memory_nbytes": 128 * GIB, "python": "3.12.3", "torch": "2.11.0", "cuda": "13.0",
+    "triton": "3.6.0", "kernel": "6.1",
+}  # fmt: skip
+TESTS = {
+    "passed": 40, "failed": 0, "skipped": 2, "failures": [], "skips": {"no int4": 2}, "broken": [],
+    "ok": True, "processes": 8,
+}  # fmt: skip
+
+
+def row(name: str, kind: str, speeds: list[float]) -> dict[str, Any]:
+    measures = {"seconds": [1e9 / speed for speed in speeds], "bytes_per_s": speeds}
+    medians = {measure: sorted(values)[1] for measure, values in measures.items()}
+    return {"name": name, "kind": kind, "measures": measures, "medians": medians, "note": ""}
+
+
+KERNELS = {
+    "rows": [row("adamw | split", "ours", [3e12, 4e12, 5e12]), row("copy", "limit", [4e12] * 3)],
+    "ratios": [
+        {"of": "adamw | split", "to": "copy", "rounds": [0.75, 1.0, 1.25], "median": 1.0},
+    ],
+    "notes": ["134217728 elements"],
+}  # fmt: skip
+COPIES = {
+    "rows": [
+        row("raw, host to device", "limit", [50e9, 51e9, 52e9]),
+        row("raw, device to host", "limit", [49e9, 50e9, 51e9]),
+    ],
+    "ratios": [], "notes": ["1.0 GiB per copy"],
+}  # fmt: skip
+STEP = {
+    "losses": [11.0] * 4, "seconds": [5.0, 4.0, 4.5], "built_s": 60.0, "first_step_s": 9.0,
+    "moved_nbytes": [{"host to device": 10, "device to host": 10}] * 3, "tokens": 1,
+    "peak_rss_nbytes": 110 * GIB, "peak_device_nbytes": 90 * GIB,
+}  # fmt: skip
+GOOD = {
+    "probe": {"machine": H200.to_dict(), "hardware": HARDWARE}, "tests": TESTS,
+    "kernels": KERNELS, "copies": COPIES, "step": STEP, "deepspeed": {"compiled_s": 60.0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Check, dict[str, Any], str]]:
+    """Runs a check whose parts end as they are said to, others well; the record it left."""
+
+    def run_with(
+        wanted: Wanted | None = None, *, peer: bool = False, **ends: Outcome
+    ) -> tuple[Check, dict[str, Any], str]:
+        def part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path) -> Outcome:
+            assert 0 < limit_s <= 240
+            kind = name.split(":")[0]
+            result = {**GOOD[kind], "given": json.loads(json.dumps(dict(options)))}
+            ended = ends.get(name.replace(":", "_"), Outcome(name, Status.DONE, 1.0, limit_s))
+            return ended if ended.result or not ended.ok else dataclasses.replace(
+                ended, result=result
+            )  # fmt: skip
+
+        monkeypatch.setattr(gpu_run, "run_part", part)
+        found = gpu_run.importlib.util.find_spec
+        monkeypatch.setattr(
+            gpu_run.importlib.util, "find_spec",
+            lambda name: (object() if peer else None) if name == "deepspeed" else found(name),
+        )  # fmt: skip
+        check = gpu_check.begin(tmp_path / "record.json", tmp_path)
+        run_all(check, wanted or Wanted())
+        record = json.loads((tmp_path / "record.json").read_text())
+        return check, record, (tmp_path / "record.md").read_text()
+
+    return run_with
+
+
+def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
+    check, record, page = run()
+    assert [part["name"] for part in record["parts"]] == [
+        "probe", "tests", "kernels", "copies", "step", "step:deepspeed",
+    ]  # fmt: skip
+    assert succeeded(check.outcomes.values())
+    assert record["hardware"]["gpu"] == "NVIDIA H200"
+    (step,) = record["steps"]
+    assert step["case"]["shape"]["name"] == "8 B"
+    given = next(part for part in record["parts"] if part["name"] == "step")["result"]["given"]
+    assert (given["system"], given["steps"]) == ("ours", STEPS)
+    assert OffloadConfig.load(given["config"]).precision == "bf16"
+    assert "NVIDIA H200" in page
+    assert "pip install 'offload[bench]'" in page
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.TIMED_OUT])
+@pytest.mark.parametrize("name", ["probe", "tests", "kernels", "copies", "step"])
+def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, status: Any) -> None:
+    broken = Outcome(name, status, 3.0, 60.0, "the end of its output: CUDA error 999")
+    check, record, page = run(**{name: broken})
+    assert not succeeded(check.outcomes.values())
+    ended = {part["name"]: part["status"] for part in record["parts"]}
+    assert ended.pop(name) == status
+    assert set(ended.values()) <= {"done", "left out"}
+    assert {"tests", "kernels", "copies"} <= {*ended, name}
+    assert "CUDA error 999" in page
+    if name == "probe":
+        assert ended["step"] == "left out"
+
+
+def test_failed_tests_fail_the_check(run: Any) -> None:
+    result = {**TESTS, "ok": False, "failed": 1, "failures": ["test_x: not equal"]}
+    check, _, page = run(tests=Outcome("tests", Status.DONE, 9.0, 140.0, "", result))
+    assert check.outcomes["tests"].status is Status.FAILED
+    assert not succeeded(check.outcomes.values())
+    assert "- failed: test_x: not equal" in page
+    assert "1 failed, 40 passed" in page
+
+
+def test_a_peer_runs_the_case_that_both_can_hold_beside_ours(run: Any) -> None:
+    check, record, page = run(peer=True)
+    names = {step["name"]: step["case"]["shape"]["name"] for step in record["steps"]}
+    assert names["step"] == "8 B"
+    assert names["step:beside"] == names["step:deepspeed"] != "8 B"
+    assert record["ratios"] == ["tokens/s, ours / DeepSpeed ZeRO-3: 1.00"]
+    assert record["ratios"][0] in page
+    assert succeeded(check.outcomes.values())
+
+
+def test_a_peer_that_fails_does_not_fail_the_check(run: Any) -> None:
+    broken = Outcome("step:deepspeed", Status.FAILED, 3.0, 60.0, "out of memory")
+    check, record, page = run(peer=True, step_deepspeed=broken)
+    assert succeeded(check.outcomes.values())
+    assert record["ratios"] == []
+    assert "out of memory" in page
+
+
+def test_a_peer_that_cannot_compile_is_not_run(run: Any) -> None:
+    broken = Outcome("deepspeed", Status.FAILED, 3.0, 60.0, "no nvcc")
+    check, record, _ = run(peer=True, deepspeed=broken)
+    assert succeeded(check.outcomes.values())
+    assert [step["name"] for step in record["steps"]] == ["step"]
+    assert check.outcomes["step:deepspeed"].note == "no nvcc"
+
+
+def test_only_the_parts_and_the_model_that_were_asked_for(run: Any) -> None:
+    _, record, _ = run(Wanted(parts=("step",), model="1.5 B"))
+    assert [part["name"] for part in record["parts"]] == ["probe", "step", "step:deepspeed"]
+    assert record["steps"][0]["case"]["shape"]["name"] == "1.5 B"
+
+
+def test_a_part_for_which_no_time_is_left_is_left_out(run: Any, tmp_path: Path) -> None:
+    check = gpu_check.begin(tmp_path / "late.json", tmp_path)
+    check.deadline = time.monotonic() + 5
+    assert check.run("kernels", {}, 60).status is Status.LEFT_OUT
+    assert "5 s were left of 465" in (tmp_path / "late.md").read_text()
+
+
+def test_limits_leave_room_for_everything() -> None:
+    assert gpu_run.TOTAL_S < 480
+    assert sum(gpu_run.LIMITS_S.values()) - gpu_run.LIMITS_S["step"] < gpu_run.TOTAL_S / 1.5
+
+
+@pytest.mark.parametrize("out", ["folder", "record.md", "a.name", None])
+def test_where_the_record_goes(out: str | None, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    now = gpu_check.datetime.datetime(2026, 1, 2)
+    stem = gpu_check._stem(None if out is None else tmp_path / out, "NVIDIA H200", now)
+    assert (
+        stem
+        == {
+            "folder": tmp_path / "folder" / "gpu-nvidia-h200-2026-01-02",
+            "record.md": tmp_path / "record",
+            "a.name": tmp_path / "a.name",
+            None: REPOSITORY / "benchmarks" / "records" / "gpu-nvidia-h200-2026-01-02",
+        }[out]
+    )
+
+
+# ---------------------------------------------------------------- the page
+def test_a_record_as_markdown() -> None:
+    case = dataclasses.replace(chosen(H200), batch=16)
+    speeds = {"host to device": 50e9, "device to host": 50e9}
+    step = {"name": "step", "label": "ours", "system": "ours", "case": case.to_dict()}
+    record = {
+        "date": "2026-01-02 03:04 UTC", "offload": "0.1", "hardware": HARDWARE,
+        "machine": H200.to_dict(), "ratios": ["tokens/s, ours / theirs: 2.00"],
+        "notes": ["step: a | b"], "steps": [{**step, "judged": judge(case, STEP, H200, speeds)}],
+        "parts": [
+            {"name": name, "status": "done", "seconds": 1.4, "note": "", "result": GOOD[name]}
+            for name in ("tests", "kernels", "copies", "step")
+        ],
+    }  # fmt: skip
+    page = render(record)
+    lines = page.splitlines()
+    assert lines[0] == "# GPU check: NVIDIA H200, 139.0 GiB"
+    assert "- software: python 3.12.3, torch 2.11.0, cuda 13.0, triton 3.6.0, kernel 6.1" in lines
+    assert "40 passed, 0 failed, 2 skipped, in 8 processes." in lines
+    assert "| adamw \\| split | 0.250 | 4000 | 4000 | 1.000 | 0.75 .. 1.25 |" in lines
+    assert "| raw, host to device | 51.0 | 50.00 .. 52.00 |" in lines
+    (line,) = [line for line in lines if line.startswith("| ours | 8 B |")]
+    assert line.split(" | ")[2:5] == ["4.50", "4.00 .. 5.00", f"{16 * 1024 / 4.5:,.0f}"]
+    assert "- tokens/s, ours / theirs: 2.00" in lines
+    assert "- step: a \\| b" in lines
+    for previous, line in pairwise(lines):
+        if line.startswith("|") and previous.startswith("|"):
+            assert line.replace("\\|", "").count("|") == previous.replace("\\|", "").count("|")
+
+
+def test_a_table_keeps_its_columns() -> None:
+    assert table(("a", "b"), [("x|y", "1\n2")]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 2 |"
