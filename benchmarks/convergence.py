@@ -1,0 +1,108 @@
+"""Validation loss with approximate optimizer states against exact ones, at equal steps.
+
+    python benchmarks/convergence.py [--config examples/demo.yaml] [-o train.steps=400 ...]
+                                     [--precision bf16] [--seeds 3] [--json FILE]
+
+Per seed, trains the same model on the same batches from the same weights once per format of
+states, and prints the last validation losses and their distance from that of fp32 states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.config import OffloadConfig
+from offload.machine import cpu_model
+from offload.train.loop import run
+from offload.train.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parent.parent
+# The first is what the others are measured by.
+VARIANTS: dict[str, list[str]] = {
+    "fp32 states": ["optimizer.states=fp32"],
+    "bf16 states": ["optimizer.states=bf16"],
+    "int8 states": ["optimizer.states=int8"],
+    "fp32 in host, int8 on nvme": ["optimizer.states={host: fp32, nvme: int8}"],
+}
+SIXTEEN_BITS = {
+    "no master": ["optimizer.master=none"],
+    "no master, int8 states": ["optimizer.master=none", "optimizer.states=int8"],
+}
+
+
+def train(config: OffloadConfig, folder: Path) -> float:
+    """The last validation loss of one run."""
+    run(config, RunFolder.create(folder), console=Console(file=io.StringIO()))
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line).get("validation_loss") for line in lines]
+    return float([loss for loss in found if loss is not None][-1])
+
+
+def measure(
+    path: Path, overrides: list[str], seeds: int, *, sixteen_bits: bool
+) -> dict[str, list[float]]:
+    """The validation loss of each variant under each seed."""
+    variants = VARIANTS | (SIXTEEN_BITS if sixteen_bits else {})
+    losses: dict[str, list[float]] = {name: [] for name in variants}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(seeds):
+            for number, (name, keys) in enumerate(variants.items()):
+                config = OffloadConfig.load(path, [*overrides, *keys, f"seed={seed}"])
+                losses[name].append(train(config, Path(folder) / f"{seed}-{number}"))
+                print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
+    return losses
+
+
+def table(losses: dict[str, list[float]], title: str) -> Table:
+    """Means over seeds; the spread is that of exact training, from seed to seed."""
+    reference = next(iter(losses.values()))
+    exact = statistics.mean(reference)
+    view = Table(title=title)
+    view.add_column("states")
+    view.add_column("validation loss", justify="right")
+    view.add_column("against fp32 states", justify="right")
+    view.add_column("per seed", justify="right")
+    for name, values in losses.items():
+        pairs = zip(values, reference, strict=True)
+        each = ", ".join(f"{value / other - 1:+.2%}" for value, other in pairs)
+        mean = statistics.mean(values)
+        view.add_row(name, f"{mean:.4f}", f"{mean / exact - 1:+.2%}", each)
+    if len(reference) > 1:
+        spread = (max(reference) - min(reference)) / exact
+        view.caption = f"from seed to seed, the loss with fp32 states varies by {spread:.2%}"
+    return view
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, default=ROOT / "examples" / "demo.yaml")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("-o", dest="overrides", action="append", default=[])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    overrides = [*options.overrides, f"precision={options.precision}"]
+    config = OffloadConfig.load(options.config, overrides)
+    sixteen_bits = options.precision == "bf16"
+    losses = measure(options.config, overrides, options.seeds, sixteen_bits=sixteen_bits)
+    title = f"{config.train.model.shape}, {options.precision}, {config.train.steps} steps"
+    Console(width=100).print(table(losses, title))
+    if options.json is not None:
+        record: dict[str, Any] = {
+            "cpu": cpu_model(), "config": options.config.name, "overrides": overrides,
+            "model": config.train.model.shape, "steps": config.train.steps, "losses": losses,
+        }  # fmt: skip
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
