@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import CheckpointError, StateError, UnsupportedError
+from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
@@ -915,7 +916,7 @@ def our_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("offload")}
 
 
-@pytest.mark.parametrize("backend", ["threads", "libaio"])
+@pytest.mark.parametrize("backend", IO_BACKENDS)
 def test_nothing_is_left_after_close(tmp_path: Path, backend: str) -> None:
     process = psutil.Process()
     keys = config(tmp_path, nvme={"paths": [str(tmp_path)], "backend": backend})

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import offload
 from offload.errors import BudgetError
 from offload.tiers.units import parse_bytes
+from tests.aio import WHY_NO_LIBAIO
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
@@ -92,6 +93,9 @@ def least_host_budget(keys: dict[str, Any]) -> str:
     return f"{math.ceil((shown + rounding) / 1024)}KiB"
 
 
+AIO = "threads" if WHY_NO_LIBAIO else "libaio"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("swap")
@@ -109,17 +113,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     prefetch=st.sampled_from([0, "auto", 8]),
     chunk=st.sampled_from([2048, 4096, "auto"]),
     tight=st.booleans(),
-    backend=st.sampled_from(["threads", "libaio"]),
+    backend=st.sampled_from(["threads", AIO]),
     clip=st.booleans(),
     in_backward=st.booleans(),
     activations=st.sampled_from([("device", False), ("nvme", False), ("nvme", True),
                                  ("device", "selective"), ("nvme", "selective")]),
 )  # fmt: skip
 # the corners that a drawing could leave out
-@example("nvme", "bf16", 1, 8, 2048, True, "libaio", True, False, ("device", False))
+@example("nvme", "bf16", 1, 8, 2048, True, AIO, True, False, ("device", False))
 @example("nvme", "fp16", 3, "auto", 2048, True, "threads", True, False, ("device", False))
 @example("three tiers", "fp32", 3, 8, 4096, True, "threads", False, True, ("device", False))
-@example("mixed", "bf16", 3, 0, 2048, False, "libaio", False, True, ("device", False))
+@example("mixed", "bf16", 3, 0, 2048, False, AIO, False, True, ("device", False))
 @example("host", "bf16", 1, "auto", "auto", False, "threads", False, True, ("nvme", True))
 @example("nvme", "fp32", 1, 0, 2048, True, "threads", False, True, ("device", False))
 def test_no_placement_budget_chunk_prefetch_or_backend_changes_a_bit(

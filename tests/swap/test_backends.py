@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import logging
 import mmap
 import os
@@ -31,14 +30,11 @@ from offload.tiers.errors import (
     UnsupportedError,
 )
 from offload.tiers.extent import PAGE_NBYTES
+from tests.aio import needs_libaio
 
 Noise = Callable[[int], memoryview]
 Pages = Callable[..., memoryview]
 TIMEOUT_S = 30.0
-
-needs_libaio = pytest.mark.skipif(
-    importlib.util.find_spec("libaio") is None, reason="the libaio package is not installed"
-)
 
 
 class BackendConformance:

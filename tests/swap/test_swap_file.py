@@ -23,6 +23,7 @@ from offload.tiers.errors import NoSpaceError, PathError, StateError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
+from tests.aio import IO_BACKENDS
 
 REPOSITORY = Path(swap_file.__file__).parents[2]
 
@@ -173,15 +174,13 @@ def test_a_full_device_names_path_bytes_and_key_and_leaves_the_file_as_it_was(
         file.reserve(3 << 20)  # what fits still fits
 
 
-@pytest.mark.parametrize("backend_name", ["threads", "libaio"])
+@pytest.mark.parametrize("backend_name", IO_BACKENDS)
 def test_a_device_that_fills_up_under_a_sparse_file_fails_the_write_and_keeps_the_old_block(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], memoryview],
     pages: Callable[..., memoryview], backend_name: str, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     from offload.swap.backends import open_backend
 
-    if backend_name == "libaio":
-        pytest.importorskip("libaio")
     refuse(monkeypatch, "_fallocate", errno.EOPNOTSUPP)
     ledger = Ledger()
     tier = FileTier(16 << 20, [1.0], ledger)
