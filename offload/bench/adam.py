@@ -100,7 +100,8 @@ def _numel(options: AdamOptions, streams: Sequence[Stream]) -> int:
     unique = {stream.name: stream for stream in streams}.values()
     each = sum(stream.itemsize / stream.elements_each for stream in unique)
     available = machine.available_memory_nbytes()
-    numel = options.numel or min(DEFAULT_NUMEL, int(available / 4 / each))
+    default = min(DEFAULT_NUMEL, int(available / 4 / each))
+    numel = default if options.numel is None else options.numel
     if numel < _LEAST_NUMEL:
         raise BudgetError(f"--numel: {numel} is too few to time; at least {_LEAST_NUMEL}")
     if numel * each > available * 0.8:

@@ -21,7 +21,7 @@ from offload.bench.rounds import Say, interleaved, seconds_of
 from offload.bench.table import Column, number
 from offload.swap.streams import CopyMark, CopyStream
 from offload.swap.worker import ParallelRunner
-from offload.tiers.errors import BudgetError
+from offload.tiers.errors import BudgetError, ConfigError
 from offload.tiers.memory import HostMemory
 from offload.tiers.units import format_bytes, round_up
 
@@ -54,7 +54,11 @@ class _System:
 
 
 def run_copy(options: CopyOptions, say: Say) -> Record:
-    """Measure. BudgetError if the buffers do not fit in memory."""
+    """Measure. BudgetError if the buffers do not fit in memory, ConfigError if pieces are empty."""
+    if options.piece_nbytes < 1:
+        raise ConfigError(
+            f"--piece: pieces of {options.piece_nbytes} bytes move nothing; choose 4KiB or more"
+        )
     gpu = torch.cuda.is_available()
     nbytes = _nbytes(options, gpu)
     threads = options.threads or machine.cpu_count()
@@ -96,7 +100,8 @@ def _nbytes(options: CopyOptions, gpu: bool) -> int:
     free = machine.available_memory_nbytes()
     if gpu:
         free = min(free, torch.cuda.mem_get_info()[0])
-    nbytes = options.nbytes or min(DEFAULT_NBYTES, free // _SHARE_OF_MEMORY)
+    default = min(DEFAULT_NBYTES, free // _SHARE_OF_MEMORY)
+    nbytes = default if options.nbytes is None else options.nbytes
     if nbytes * 4 > free or nbytes < 4096:
         raise BudgetError(
             f"--size: four buffers of {format_bytes(nbytes)} do not fit in {format_bytes(free)}, "

@@ -16,15 +16,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from offload import machine
 from offload.bench.io_fio import NAME as FIO
 from offload.bench.io_fio import Fio, has_fio
-from offload.bench.io_raw import Loop, Shape, Tried, open_loop, try_grid
+from offload.bench.io_raw import Loop, Shape, Tried, cut, open_loop, try_grid
 from offload.bench.io_store import StoreLoop
 from offload.bench.record import Kind, Record, Row, Target, timed_row
 from offload.bench.rounds import Say, interleaved, seconds_of
 from offload.bench.table import Column, number
 from offload.swap.swap_file import SwapFile, file_system_of, free_space
-from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.errors import BudgetError, ConfigError, PathError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes
 
@@ -71,14 +72,16 @@ class _System:
 
 
 def run_io(options: IoOptions, say: Say) -> Record:
-    """Measure. PathError where no file can be, StorageError if the device fails."""
+    """Measure. PathError where no file can be, BudgetError if the buffer does not fit in memory,
+    StorageError if the device fails."""
     folder = options.folder or Path(tempfile.gettempdir())
     nbytes = _nbytes(options, folder)
+    buffer_nbytes = _buffer_nbytes(options)
     record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
         raw = stack.enter_context(_file(folder, nbytes))
-        buffer = noise(max(_BUFFER_NBYTES, options.in_flight_nbytes))
+        buffer = noise(buffer_nbytes)
         fill(raw, buffer, nbytes, say)
         tried = try_grid(raw, buffer, nbytes, say)
         record.details["grid"] = [_tried_dict(one) for one in tried]
@@ -103,13 +106,31 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
     if options.block_nbytes % PAGE_NBYTES or options.block_nbytes <= 0:
         raise ConfigError(f"--block: {options.block_nbytes} is no multiple of {PAGE_NBYTES} bytes")
     free = free_space(folder)
-    wanted = options.nbytes or min(DEFAULT_NBYTES, free // 10)
+    wanted = min(DEFAULT_NBYTES, free // 10) if options.nbytes is None else options.nbytes
+    if options.nbytes is not None and wanted <= 0:
+        raise ConfigError(
+            f"--size: {wanted} bytes cannot be timed; choose {format_bytes(PAGE_NBYTES)} or more"
+        )
     nbytes = max(wanted // options.block_nbytes, 1) * options.block_nbytes
-    needed = 4 * nbytes + 2 * options.in_flight_nbytes  # raw, ours twice, fio
+    in_flight = max(options.in_flight_nbytes, options.block_nbytes)
+    needed = 4 * nbytes + 2 * in_flight  # raw, ours twice, fio
     if needed > free:
         raise PathError(
             f"--size: {format_bytes(nbytes)} per file need {format_bytes(needed)} in {folder}, "
             f"{format_bytes(free)} are free; at most {format_bytes(free // 5)}"
+        )
+    return nbytes
+
+
+def _buffer_nbytes(options: IoOptions) -> int:
+    """Room for every shape of the grid, and for the blocks our store has in flight: one at least,
+    however large."""
+    nbytes = max(_BUFFER_NBYTES, options.in_flight_nbytes, options.block_nbytes)
+    available = machine.available_memory_nbytes()
+    if nbytes > available:
+        raise BudgetError(
+            f"--block, --in-flight: blocks in flight take {format_bytes(nbytes)} of memory, "
+            f"{format_bytes(available)} are free; choose less"
         )
     return nbytes
 
@@ -181,7 +202,7 @@ def _our_systems(
 ) -> list[_System]:
     size = options.block_nbytes
     count = max(1, min(options.in_flight_nbytes, nbytes) // size)
-    parts = [buffer[i * size : (i + 1) * size] for i in range(count)]
+    parts = cut(buffer, count, size)
     systems = []
     for name, checksum in ((_OURS, True), (_UNCHECKED, False)):
         file = SwapFile(folder)
@@ -193,8 +214,8 @@ def _our_systems(
         loop.write()
         note = f"{loop.backend}, {count} x {format_bytes(size)}"
         systems += [
-            _System(f"{name} read", Kind.OURS, nbytes, partial(_timed, loop.read), note),
-            _System(f"{name} write", Kind.OURS, nbytes, partial(_timed, loop.write), note),
+            _System(f"{name} read", Kind.OURS, loop.nbytes, partial(_timed, loop.read), note),
+            _System(f"{name} write", Kind.OURS, loop.nbytes, partial(_timed, loop.write), note),
         ]
     return systems
 

@@ -64,14 +64,17 @@ class ThreadsLoop:
     def __init__(self, shape: Shape, file: SwapFile, buffer: memoryview, nbytes: int) -> None:
         self.name = str(shape)
         self._file, self._nbytes, self._block = file, nbytes, shape.block_nbytes
-        self._buffers = _cut(buffer, shape)
+        self._buffers = cut(buffer, shape.depth, shape.block_nbytes)
         self._pool = ThreadPoolExecutor(shape.depth, thread_name_prefix="offload-bench-io")
 
     def run(self, *, write: bool) -> None:
         self.mixed(*((0, self._nbytes) if write else (self._nbytes, 0)))
 
     def mixed(self, read_nbytes: int, write_nbytes: int) -> None:
-        """Read the first `read_nbytes` while writing the first `write_nbytes`, evenly mixed."""
+        """Read the first `read_nbytes` while writing the first `write_nbytes`, evenly mixed.
+
+        Where that fails or is interrupted, no thread begins another block.
+        """
         todo = iter(_mix(read_nbytes // self._block, write_nbytes // self._block))
         lock = threading.Lock()
 
@@ -84,8 +87,11 @@ class ThreadsLoop:
                 index, write = turn
                 move_all(self._file.fd, part, index * self._block, write=write)
 
-        for done in [self._pool.submit(work, part) for part in self._buffers]:
-            done.result()
+        try:
+            for done in [self._pool.submit(work, part) for part in self._buffers]:
+                done.result()
+        finally:
+            todo = iter(())
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -120,7 +126,7 @@ class LibaioLoop:
         self.name = str(shape)
         self._file, self._nbytes = file, nbytes
         self._block, self._depth = shape.block_nbytes, shape.depth
-        self._buffers = _cut(buffer, shape)
+        self._buffers = cut(buffer, shape.depth, shape.block_nbytes)
         self._libaio: Any = import_libaio()
         try:
             self._context: Any = self._libaio.AIOContext(shape.depth)
@@ -169,11 +175,14 @@ class LibaioLoop:
         self._context.close()
 
 
-def _cut(buffer: memoryview, shape: Shape) -> list[memoryview]:
-    size = shape.block_nbytes
-    if buffer.nbytes < size * shape.depth:
-        raise ValueError(f"{shape} needs {size * shape.depth} bytes, the buffer has fewer")
-    return [buffer[i * size : (i + 1) * size] for i in range(shape.depth)]
+def cut(buffer: memoryview, count: int, nbytes: int) -> list[memoryview]:
+    """The first `count` parts of `nbytes` each. ValueError if the buffer is shorter: a slice past
+    its end would be, too, and a loop would move less than its row says."""
+    if buffer.nbytes < count * nbytes:
+        raise ValueError(
+            f"{count} blocks of {nbytes} bytes do not fit in the buffer's {buffer.nbytes}"
+        )
+    return [buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
 
 
 def open_loop(shape: Shape, file: SwapFile, buffer: memoryview, nbytes: int) -> Loop:

@@ -27,8 +27,9 @@ class StoreLoop:
         self, file: SwapFile, parts: Sequence[memoryview], blocks: int, *, backend: str,
         checksum: bool,
     ) -> None:  # fmt: skip
-        """`file` must hold all blocks and one more per part."""
+        """`file` must hold all blocks and one more per part; parts are of one size."""
         self.block_nbytes = parts[0].nbytes
+        assert all(part.nbytes == self.block_nbytes for part in parts), "blocks are of one size"
         room = (blocks + len(parts)) * self.block_nbytes
         tier = FileTier(room, [1.0], Ledger())
         mover = open_backend(backend)

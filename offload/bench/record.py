@@ -139,12 +139,13 @@ class Record:
         }
 
     def write(self, path: Path) -> None:
-        """Write JSON. PathError if `path` cannot be written."""
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        """Write JSON; what is not finite becomes null, since JSON has no NaN. PathError if `path`
+        cannot be written."""
+        text = json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n"
         try:
             path.write_text(text)
         except OSError as error:
-            raise PathError(f"--json: {path} cannot be written: {error.strerror}") from error
+            raise _cannot_be_written(path, error) from error
 
 
 def _row_dict(row: Row) -> dict[str, Any]:
@@ -157,12 +158,40 @@ def _ratio_dict(ratio: Ratio) -> dict[str, Any]:
     return {**asdict(ratio), "target": target, "median": ratio.median}
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def check_json(path: Path | None) -> None:
-    """PathError now, not after minutes of measuring, if a record could not be written there."""
+    """PathError now, not after minutes of measuring, if a record could not be written there.
+
+    Leaves what is there as it is, and no file where there was none.
+    """
     if path is None:
         return
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise PathError(f"--json: {path} is no file in an existing folder; name one")
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise PathError(f"--json: {path} is no file in an existing folder; name one")
+        _try_to_open(path)
+    except OSError as error:
+        raise _cannot_be_written(path, error) from error
+
+
+def _try_to_open(path: Path) -> None:
+    existed = path.exists()
+    if existed and not path.is_file():
+        return  # a pipe, whose reader would take the closing for the end, or a device
+    path.open("ab").close()
+    if not existed:
+        path.resolve().unlink()  # the file, if `path` is a link to where none was
+
+
+def _cannot_be_written(path: Path, error: OSError) -> PathError:
+    return PathError(f"--json: {path} cannot be written: {error.strerror}; name another file")
 
 
 def this_machine() -> dict[str, Any]:

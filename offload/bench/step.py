@@ -6,6 +6,7 @@ is measured in the same rounds: see `step_limits`. How a turn is timed: see `ste
 
 from __future__ import annotations
 
+import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from offload.bench.step_rows import (
     last_line,
     notes_on,
 )
+from offload.bench.step_systems import DTYPES
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError, IntegrityError, PathError
 from offload.tiers.units import format_bytes
@@ -73,10 +75,7 @@ def run_step(options: StepOptions, say: Say) -> Record:
     """Measure. IntegrityError if ours do not have the same losses everywhere; SystemFailed if one
     of ours ends early; ConfigError and PathError before anything is started."""
     base = OffloadConfig.load(options.config or LLAMA_151M, options.overrides)
-    if base.optimizer.type != "adamw":
-        raise ConfigError(
-            f"optimizer.type: {base.optimizer.type} has no peers here; set optimizer.type: adamw"
-        )
+    _check_supported(base)
     folder = options.folder or Path(tempfile.gettempdir())
     if not folder.is_dir():
         raise PathError(f"--path: {folder} is not a folder; name one on the disk to be used")
@@ -86,11 +85,12 @@ def run_step(options: StepOptions, say: Say) -> Record:
     specs, left_out = _choose(options, numel)
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        # before the limits, which take a while: what is wrong with a system shows at once
+        systems, failed = _start(specs, base, private, stack, say)
         disk = DiskLimit(private, DISK_NBYTES, say)
         stack.callback(disk.close)
         bus = BusLimit(base.precision, BUS_NUMEL, machine.cpu_count())
         stack.callback(bus.close)
-        systems, failed = _start(specs, base, private, stack, say)
         results = _run(systems, disk, bus, options.rounds, say)
         say("closing")
         for system in systems:
@@ -103,6 +103,18 @@ def run_step(options: StepOptions, say: Say) -> Record:
     record.details["parameters"] = numel
     record.notes += notes_on(base, numel, disk, bus)
     return record
+
+
+def _check_supported(base: OffloadConfig) -> None:
+    if base.optimizer.type != "adamw":
+        raise ConfigError(
+            f"optimizer.type: {base.optimizer.type} has no peers here; set optimizer.type: adamw"
+        )
+    if base.precision not in DTYPES:
+        raise ConfigError(
+            f"precision: {base.precision} is not measured here, where nobody scales the loss; "
+            f"set precision: {' or '.join(DTYPES)}"
+        )
 
 
 def count_parameters(config: OffloadConfig) -> int:
@@ -118,7 +130,8 @@ def _choose(options: StepOptions, numel: int) -> tuple[list[SystemSpec], list[Ro
     unknown = [name for name in options.systems if name not in known]
     if unknown:
         raise ConfigError(f"--systems: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
-    wanted = [known[name] for name in options.systems or (spec.name for spec in SYSTEMS)]
+    names = options.systems or tuple(spec.name for spec in SYSTEMS)
+    wanted = [known[name] for name in dict.fromkeys(names)]  # each once: it has one row
     chosen, left_out = [], []
     room = machine.available_memory_nbytes()
     for spec in wanted:
@@ -143,15 +156,9 @@ def _start(
     specs: Sequence[SystemSpec], base: OffloadConfig, folder: Path, stack: ExitStack, say: Say
 ) -> tuple[list[Contender], list[Row]]:
     systems, failed = [], []
-    for spec in specs:
+    for spec, file in [_configured(spec, base, folder) for spec in specs]:
         say(f"starting {spec.label}")
-        paths = f"nvme.paths=[{folder}]"
-        config = OffloadConfig.load(base, (*spec.overrides, paths))
-        file = folder / f"{spec.name}.yaml"
-        file.write_text(config.to_yaml())
         try:
-            passes = config.gradient_accumulation_steps
-            spec = replace(spec, batches=max(spec.batches, passes))
             process = SystemProcess(spec, file, folder)
         except SystemFailed as error:
             if spec.kind is not Kind.PEER:
@@ -161,6 +168,14 @@ def _start(
         stack.callback(process.kill)
         systems.append(Contender(process))
     return systems, failed
+
+
+def _configured(spec: SystemSpec, base: OffloadConfig, folder: Path) -> tuple[SystemSpec, Path]:
+    """The system with the batches of its steps, and the file of its configuration."""
+    config = OffloadConfig.load(base, (*spec.overrides, f"nvme.paths=[{folder}]"))
+    file = folder / f"{spec.name}.yaml"
+    file.write_text(config.to_yaml())
+    return replace(spec, batches=max(spec.batches, config.gradient_accumulation_steps)), file
 
 
 def _close(system: Contender) -> None:
@@ -194,7 +209,7 @@ def _check_losses(systems: Sequence[Contender]) -> None:
     for other in ours[1:]:
         pairs = zip(ours[0].losses(), other.losses(), strict=True)
         for step, (a, b) in enumerate(pairs):
-            if a != b:
+            if struct.pack("<d", a) != struct.pack("<d", b):  # bits: NaN is equal to NaN
                 raise IntegrityError(
                     f"step {step}: the loss is {a!r} with {ours[0].spec.label} and {b!r} with "
                     f"{other.spec.label}; where states live must not change a bit: please report it"

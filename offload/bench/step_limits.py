@@ -11,6 +11,7 @@ A step that overlaps all three perfectly takes as long as the longest of them: t
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,15 +45,24 @@ class DiskLimit:
     """Raw loops over a file of `nbytes` in `folder`."""
 
     def __init__(self, folder: Path, nbytes: int, say: Say) -> None:
-        self._file = SwapFile(folder)
+        """Blocks for seconds. Closes what it opened if it fails or is interrupted."""
+        with ExitStack() as opened:
+            self._open(folder, nbytes, say, opened)
+            self._opened = opened.pop_all()
+
+    def _open(self, folder: Path, nbytes: int, say: Say, opened: ExitStack) -> None:
+        self._file = opened.enter_context(SwapFile(folder))
         self._file.reserve(nbytes)
         buffer = noise(max(shape.depth * shape.block_nbytes for shape in _THREADS_GRID))
         fill(self._file, buffer, nbytes, say)
         tried = try_grid(self._file, buffer, nbytes, say, _THREADS_GRID)
         shapes = [best(tried, write=write) for write in (False, True)]
         self._read: Loop = open_loop(shapes[0], self._file, buffer, nbytes)
+        opened.callback(self._read.close)
         self._write: Loop = open_loop(shapes[1], self._file, buffer, nbytes)
+        opened.callback(self._write.close)
         self._mixed = ThreadsLoop(shapes[0], self._file, buffer, nbytes)
+        opened.callback(self._mixed.close)
         self._sizes = tuple(nbytes // s.block_nbytes * s.block_nbytes for s in shapes)
         self.note = f"read {shapes[0]}, write {shapes[1]}"
         self._block = shapes[0].block_nbytes
@@ -69,20 +79,22 @@ class DiskLimit:
         return DiskSpeed(self._sizes[0] / read_s, self._sizes[1] / write_s, sum(mix) / mixed_s)
 
     def close(self) -> None:
-        for loop in (self._read, self._write, self._mixed):
-            loop.close()
-        self._file.close()
+        self._opened.close()
 
 
 class BusLimit:
     """The traffic of the optimizer that a precision calls for, over `numel` parameters."""
 
     def __init__(self, precision: str, numel: int, threads: int) -> None:
+        """Blocks for a second. Closes its threads if it fails or is interrupted."""
         streams = (PLAIN if precision == "fp32" else SPLIT).streams
         arrays = Arrays(numel, streams)
-        self._runner = ParallelRunner(threads, min_share=1)
-        held = [filled(arrays, stream) for stream in streams]
-        self._loop = BusLoop(streams, held, self._runner)
+        with ExitStack() as opened:
+            self._runner = ParallelRunner(threads, min_share=1)
+            opened.callback(self._runner.close)
+            held = [filled(arrays, stream) for stream in streams]
+            self._loop = BusLoop(streams, held, self._runner)
+            self._opened = opened.pop_all()
         self.traffic = self._loop.traffic
         self.language = self._loop.language
 
@@ -91,4 +103,4 @@ class BusLimit:
         return self._loop.nbytes / seconds_of(self._loop)
 
     def close(self) -> None:
-        self._runner.close()
+        self._opened.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -74,7 +76,7 @@ class SystemProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "offload.bench.step_child", str(described)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=_environment(),
+            env=_environment(), start_new_session=True,  # Ctrl-C is for us, and we end the child
         )  # fmt: skip
         try:
             self._answer()
@@ -95,7 +97,7 @@ class SystemProcess:
 
     def close(self) -> None:
         """Let the process end by itself, with its own checks. SystemFailed if they fail."""
-        self._pipe(self._process.stdin).close()
+        self._hang_up()
         try:
             status = self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
@@ -105,13 +107,14 @@ class SystemProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End it now, whatever it does, and close the pipes. Calling it again does nothing."""
+        """End it now, whatever it does, with all that it started, and close the pipes. Calling it
+        again does nothing."""
         if self._process.poll() is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        for file in (self._process.stdin, self._process.stdout, self._log):
-            if file is not None:
-                file.close()
+        self._hang_up()
+        self._pipe(self._process.stdout).close()
+        self._log.close()
 
     def _answer(self) -> dict[str, Any]:
         pipe = self._pipe(self._process.stdout)
@@ -119,9 +122,21 @@ class SystemProcess:
             raise self._failed(f"gave no answer in {_ANSWER_TIMEOUT_S:.0f} s")
         line = pipe.readline()
         if not line:
-            raise self._failed(f"ended early with status {self._process.wait()}")
+            raise self._failed(self._end())
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _end(self) -> str:
+        """How it ended that gives no more answers. It may be held up by threads of its own."""
+        try:
+            return f"ended early with status {self._process.wait(_CLOSE_TIMEOUT_S)}"
+        except subprocess.TimeoutExpired:
+            return f"closed its output and did not end in {_CLOSE_TIMEOUT_S:.0f} s"
+
+    def _hang_up(self) -> None:
+        """Close its standard input: it has no more turns to make."""
+        with suppress(BrokenPipeError):  # it died before it read the last line; closed all the same
+            self._pipe(self._process.stdin).close()
 
     def _failed(self, how: str) -> SystemFailed:
         self._log.seek(0)

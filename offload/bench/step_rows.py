@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -108,10 +109,15 @@ def add_rows(
         row = _row(system, turns)
         others = {"plain", "accumulated", "micro-batches"}  # ... which have other batches
         if reference is not None and system.spec.name not in others:
-            pairs = zip(reference, system.losses(), strict=False)
-            row.facts["loss_difference"] = max(abs(a - b) for a, b in pairs)
+            row.facts["loss_difference"] = _difference(reference, system.losses())
         record.rows.append(row)
     record.rows += missing
+
+
+def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:
+    """The largest; NaN if one of the losses is, which `max` would pass over."""
+    each = [abs(a - b) for a, b in zip(reference, losses, strict=False)]
+    return math.nan if any(map(math.isnan, each)) else max(each)
 
 
 def _row(system: Contender, turns: Sequence[Turn]) -> Row:

@@ -99,9 +99,9 @@ class Plain:
     defers = False
 
     def __init__(self, config: OffloadConfig) -> None:
-        self._model = build_model(config)
+        self.model = build_model(config)
         self._clip = config.clip_grad_norm
-        params = list(self._model.parameters())
+        params = list(self.model.parameters())
         self._params = self._masters = params
         self._mixed = config.precision != "fp32"
         if self._mixed:
@@ -113,7 +113,7 @@ class Plain:
         started = time.perf_counter()
         losses = []
         for inputs, targets in micro_batches:
-            loss = self._model(inputs, targets).loss / len(micro_batches)
+            loss = self.model(inputs, targets).loss / len(micro_batches)
             loss.backward()
             losses.append(loss.item())
         computed = time.perf_counter()
@@ -153,14 +153,14 @@ class Offloaded:
     def __init__(self, config: OffloadConfig) -> None:
         import offload
 
-        self._model = build_meta_model(config)
-        self._engine = offload.initialize(self._model, config)
+        self.model = build_meta_model(config)
+        self._engine = offload.initialize(self.model, config)
 
     def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
         started = time.perf_counter()
         losses = []
         for inputs, targets in micro_batches:
-            loss = self._model(inputs, targets).loss / len(micro_batches)
+            loss = self.model(inputs, targets).loss / len(micro_batches)
             loss.backward()
             losses.append(loss.item())
         computed = time.perf_counter()

@@ -95,7 +95,7 @@ def io(
 
     check_json(json)
     options = IoOptions(
-        path, _size("--size", size) if size else None, _size("--block", block),
+        path, None if size is None else _size("--size", size), _size("--block", block),
         _size("--in-flight", in_flight), resolve_backend(backend), rounds,
     )  # fmt: skip
     with _saying() as say:
@@ -121,7 +121,7 @@ def copy(
     from offload.bench.record import check_json
 
     check_json(json)
-    nbytes = _size("--size", size) if size else None
+    nbytes = None if size is None else _size("--size", size)
     with _saying() as say:
         record = run_copy(CopyOptions(nbytes, _size("--piece", piece), rounds, threads), say)
     _finish(record, COLUMNS, json)
@@ -144,8 +144,8 @@ def step(
         typer.Option(
             "--systems",
             metavar="NAMES",
-            help="Of plain, host, nvme, deepspeed-cpu, deepspeed-nvme, deepspeed-nvme-kept. "
-            "Default: those that fit, but the last.",
+            help="Of plain, host, nvme, deepspeed-cpu, deepspeed-nvme; or deepspeed-nvme-kept, "
+            "accumulated, micro-batches. Default: those of the first five that fit.",
         ),
     ] = "",
     precision: Annotated[
@@ -181,6 +181,6 @@ def _saying() -> Iterator[Say]:
 def _finish(record: Record, columns: Sequence[Column], json: Path | None) -> None:
     from offload.bench.table import print_record
 
+    print_record(record, columns)  # first: a full disk must not take it along
     if json is not None:
         record.write(json)
-    print_record(record, columns)

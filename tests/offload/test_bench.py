@@ -8,6 +8,8 @@ import math
 import os
 import re
 import statistics
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.bench import adam_peers, step_process
+from offload.bench import adam_peers, io, io_raw, step_limits, step_process
 from offload.bench.adam_ours import VARIANTS, Variant, filled, stepper
 from offload.bench.arrays import STAGGER_NBYTES, Arrays, Stream
-from offload.bench.io_raw import GRID, ThreadsLoop, open_loop
+from offload.bench.io_raw import GRID, LibaioLoop, ThreadsLoop, cut, open_loop
 from offload.bench.quiet import quietly
-from offload.bench.record import Kind, Record, Row, Target
+from offload.bench.record import Kind, Record, Row, Target, check_json
 from offload.bench.rounds import interleaved
-from offload.bench.step import LLAMA_151M
-from offload.bench.step_rows import SYSTEMS
+from offload.bench.step import LLAMA_151M, StepOptions, _check_losses, _choose
+from offload.bench.step_process import SystemFailed, SystemProcess, Turn
+from offload.bench.step_rows import EXTRA_SYSTEMS, SYSTEMS, Contender, _difference
 from offload.bench.stream import GROUP, BusLoop
 from offload.cli.app import main
 from offload.config import OffloadConfig
+from offload.errors import IntegrityError, PathError, StorageError, UnsupportedError
 from offload.swap.swap_file import SwapFile
 from offload.swap.worker import ParallelRunner
 
@@ -174,14 +178,20 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["adam", "--numel", "10"], "--numel: 10 is too few"),
         (["adam", "--numel", str(10**13)], "are free; at most"),
         (["adam", "--json", "missing/file.json"], "--json: missing/file.json is no file"),
+        (["adam", "--json", "x" * 300], "cannot be written: File name too long"),
         (["io", "--size", "3 parsecs"], "--size: 'parsecs' is not a unit of bytes"),
         (["io", "--backend", "thread"], "did you mean threads?"),
         (["io", "--path", "nowhere"], "--path: nowhere is not a folder"),
+        (["io", "--size", "0"], "--size: 0 bytes cannot be timed"),
+        (["io", "--size", "-4KiB"], "--size: '-4KiB' is not a size"),
         (["io", "--block", "1000"], "--block: 1000 is no multiple of 4096"),
         (["copy", "--size", "900TiB"], "do not fit"),
+        (["copy", "--size", "0"], "or are under a page; choose 4KiB to"),
+        (["copy", "--piece", "0"], "--piece: pieces of 0 bytes move nothing"),
         (["step", "--systems", "plain,fancy"], "--systems: 'fancy' is unknown"),
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
         (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
+        (["step", "--precision", "fp16"], "set precision: fp32 or bf16"),
         (["nonsense"], "No such command"),
     ],
 )
@@ -195,12 +205,33 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
     assert "Traceback" not in error
 
 
+def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
+    assert run(*COPY, "--rounds", "1", "--json", "/dev/full") == 2
+    printed = capsys.readouterr()
+    assert "offload bench copy" in printed.out
+    assert "--json: /dev/full cannot be written: No space left on device" in printed.err
+
+
+def test_looking_whether_a_record_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    old, link = tmp_path / "old.json", tmp_path / "link.json"
+    old.write_text("old")
+    link.symlink_to(tmp_path / "new.json")
+    for path in (old, link, tmp_path / "other.json", None):
+        check_json(path)
+    assert old.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
+    assert link.is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    check_json(tmp_path / "pipe")  # whose opening would wait for a reader
+    with pytest.raises(PathError, match="name one"):
+        check_json(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.bench.step.BUS_NUMEL", 1 << 16)
-    monkeypatch.setattr("offload.bench.step.DISK_NBYTES", 32 << 20)
+    monkeypatch.setattr("offload.bench.step.DiskLimit", None)  # its turn does not come
     arguments = [*STEP, "--systems", "nvme", "-o", "budget.host=1MiB", "--path", str(tmp_path)]
     assert run(*arguments, "--rounds", "1") == 1
     error = capsys.readouterr().err
@@ -244,7 +275,213 @@ def test_what_a_failing_library_prints_is_kept_and_its_last_line_shown(capfd: An
     assert capfd.readouterr().out == ""
 
 
+# ---------------------------------------------------------------- step's processes and limits
+def started(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> SystemProcess:
+    """A system whose process runs `script` in a shell."""
+    program = folder / "program"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(step_process.sys, "executable", str(program))
+    return SystemProcess(SYSTEMS[0], folder / "none.yaml", folder)
+
+
+_READY = """echo '{"ready": true}'"""
+
+
+def test_a_system_that_died_between_turns_is_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = started(f"{_READY}; echo out of memory >&2; exit 3", tmp_path, monkeypatch)
+    process._process.wait()
+    with pytest.raises(SystemFailed, match=r"ended early(.|\n)*out of memory"):
+        process.turn()
+    with pytest.raises(SystemFailed, match="ended with status 3"):
+        process.close()
+    process.kill()
+    process.kill()
+
+
+def test_a_system_that_hangs_at_its_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_process, "_CLOSE_TIMEOUT_S", 0.05)
+    with pytest.raises(SystemFailed, match="closed its output and did not end"):
+        started("exec 1>&-; exec sleep 60", tmp_path, monkeypatch)
+
+
+def test_killing_a_system_ends_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = started(f"sleep 60 & echo $! > {tmp_path}/pid; {_READY}; wait", tmp_path, monkeypatch)
+    # Ctrl-C goes to the terminal's foreground group: the bench, not its children
+    assert os.getpgid(process._process.pid) != os.getpgrp()
+    process.kill()
+    state = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
+    deadline = time.monotonic() + 10
+    while state.exists() and ") Z " not in state.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Files of `folder` that this process holds open, unlinked ones too."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except FileNotFoundError:
+            continue  # the listing's own
+    return [link for link in links if link.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("where", ["try_grid", "open_loop", "ThreadsLoop"])
+def test_an_interrupted_disk_limit_leaves_nothing_open(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = (dataclasses.replace(GRID[0], block_nbytes=8192),)
+    monkeypatch.setattr(step_limits, "_THREADS_GRID", grid)
+    opened: list[ThreadsLoop] = []
+
+    def open_and_keep(*arguments: Any) -> Any:
+        opened.append(ThreadsLoop(*arguments))
+        return opened[-1]
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step_limits, "open_loop", open_and_keep)
+    monkeypatch.setattr(step_limits, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step_limits.DiskLimit(tmp_path, 1 << 20, silent)
+    assert open_files(tmp_path) == []
+    assert len(opened) == (2 if where == "ThreadsLoop" else 0)
+    for loop in opened:
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            loop.run(write=False)
+
+
+def test_an_interrupted_bus_limit_closes_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: list[ParallelRunner] = []
+
+    def interrupted(_streams: Any, _held: Any, runner: ParallelRunner) -> Any:
+        runners.append(runner)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step_limits, "BusLoop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step_limits.BusLimit("fp32", GROUP * 64, 2)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        runners[0](lambda lo, hi: None, 100)
+
+
+def test_a_raw_loop_that_fails_begins_no_other_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = threading.Event()
+    buffer = memoryview(bytearray(2 * 4096))
+    buffer[0] = 1  # the first thread's part
+    offsets: list[int] = []
+
+    def failing(_fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
+        offsets.append(offset_bytes)
+        if part[0]:
+            raise StorageError("no such block")
+        assert raised.wait(10)
+
+    monkeypatch.setattr(io_raw, "move_all", failing)
+    with SwapFile(tmp_path, direct=False) as file:
+        shape = dataclasses.replace(GRID[0], block_nbytes=4096)
+        loop = ThreadsLoop(shape, file, buffer, 1 << 20)
+        with pytest.raises(StorageError, match="no such block"):
+            loop.run(write=True)
+        raised.set()
+        loop.close()
+    assert len(offsets) <= shape.depth
+
+
+def contender(name: str, losses: tuple[float, ...]) -> Contender:
+    made = Contender.__new__(Contender)
+    made.spec = next(spec for spec in SYSTEMS if spec.name == name)
+    made.turns = [Turn(losses, 1.0, 1.0, 0, 0, 0)]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("host", "nvme", "equal"),
+    [
+        ((1.5, math.nan), (1.5, math.nan), True),
+        ((math.inf,), (math.inf,), True),
+        ((1.5,), (math.nan,), False),
+        ((0.0,), (-0.0,), False),
+    ],
+)
+def test_losses_are_equal_if_their_bits_are(
+    host: tuple[float, ...], nvme: tuple[float, ...], equal: bool
+) -> None:
+    systems = [contender("host", host), contender("nvme", nvme)]
+    if equal:
+        _check_losses(systems)
+        return
+    with pytest.raises(IntegrityError, match="step 0: the loss is"):
+        _check_losses(systems)
+
+
+def test_a_loss_that_is_nan_makes_the_difference_nan() -> None:
+    assert _difference([1.0, 2.0], [1.5, 2.25]) == 0.5
+    assert math.isnan(_difference([1.0, math.nan, 3.0], [2.0, 2.0, 3.0]))
+
+
+def test_a_system_named_twice_runs_once() -> None:
+    chosen, left_out = _choose(StepOptions(systems=("nvme", "host", "nvme")), 1000)
+    assert ([spec.name for spec in chosen], left_out) == (["nvme", "host"], [])
+
+
+def test_the_help_of_step_names_every_system(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run("step", "--help") == 0
+    words = set(re.findall(r"[a-z-]+", re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)))
+    assert {spec.name for spec in (*SYSTEMS, *EXTRA_SYSTEMS)} <= words
+
+
 # ---------------------------------------------------------------- the parts
+def test_what_is_not_finite_is_null_in_the_json(tmp_path: Path) -> None:
+    rows = [Row("ours", Kind.OURS, {"seconds": [1.0, math.nan]}, {"loss_difference": math.inf})]
+    details = {"losses": {"host": (2.5, -math.inf)}}
+    record = Record("step", {}, rows=rows, details=details, machine={"cpu": "-", "cores": 1})
+    record.write(tmp_path / "record.json")
+    written = json.loads((tmp_path / "record.json").read_text())
+    assert written["rows"][0]["measures"]["seconds"] == [1.0, None]
+    assert written["rows"][0]["facts"]["loss_difference"] is None
+    assert written["details"]["losses"]["host"] == [2.5, None]
+
+
+def test_a_block_larger_than_the_usual_buffer_is_moved_whole(
+    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io, "_BUFFER_NBYTES", 64 << 10)
+    sizes: list[int] = []
+
+    class Spy(io.StoreLoop):
+        def __init__(self, file: Any, parts: Any, *arguments: Any, **options: Any) -> None:
+            sizes.extend(part.nbytes for part in parts)
+            super().__init__(file, parts, *arguments, **options)
+
+    monkeypatch.setattr(io, "StoreLoop", Spy)
+    big = ["io", "--size", "1MiB", "--block", "1MiB", "--in-flight", "64KiB"]
+    record, _ = recorded(*big, "--path", str(tmp_path))
+    assert sizes == [1 << 20, 1 << 20]  # with and without checksums
+    row = check(record, "io")["ours read"]["measures"]
+    for second, per_s in zip(row["seconds"], row["bytes_per_s"], strict=True):
+        assert second * per_s == pytest.approx(1 << 20)
+
+
+def test_a_buffer_is_not_cut_past_its_end() -> None:
+    buffer = memoryview(bytes(range(10)))
+    assert [bytes(part) for part in cut(buffer, 2, 5)] == [bytes(range(5)), bytes(range(5, 10))]
+    with pytest.raises(ValueError, match="3 blocks of 4 bytes do not fit in the buffer's 10"):
+        cut(buffer, 3, 4)
+
+
 def test_ratios_are_of_rounds_not_of_medians() -> None:
     fast = Row("fast", Kind.OURS, {"seconds": [1.0, 10.0, 3.0]})
     slow = Row("slow", Kind.PEER, {"seconds": [2.0, 11.0, 30.0]})
@@ -332,11 +569,30 @@ def test_every_variant_updates_its_weights_and_moments(variant: Variant) -> None
         assert (filled(arrays, stream) != old).mean() > 0.5, stream.name
 
 
-@pytest.mark.parametrize("shape", GRID, ids=str)
-def test_raw_loops_move_what_they_say(shape: Any, tmp_path: Path) -> None:
-    from offload.errors import UnsupportedError
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The offset of every block that a raw loop moves from now on."""
+    offsets: list[int] = []
+    move_all, send = io_raw.move_all, LibaioLoop._send
 
-    small = dataclasses.replace(shape, block_nbytes=8192)
+    def counted(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
+        offsets.append(offset_bytes)
+        move_all(fd, part, offset_bytes, write=write)
+
+    def sent(loop: LibaioLoop, mode: Any, part: memoryview, offset: int, flying: Any) -> None:
+        offsets.append(offset)
+        send(loop, mode, part, offset, flying)
+
+    monkeypatch.setattr(io_raw, "move_all", counted)
+    monkeypatch.setattr(LibaioLoop, "_send", sent)
+    return offsets
+
+
+SMALL_GRID = tuple(dict.fromkeys(dataclasses.replace(s, block_nbytes=8192) for s in GRID))
+
+
+@pytest.mark.parametrize("small", SMALL_GRID, ids=str)
+def test_raw_loops_move_what_they_say(small: Any, tmp_path: Path, moved: list[int]) -> None:
     buffer = memoryview(bytearray(small.depth * 8192 + 4096))
     aligned = -np.frombuffer(buffer, np.uint8).ctypes.data % 4096
     buffer = buffer[aligned : aligned + small.depth * 8192]
@@ -350,10 +606,13 @@ def test_raw_loops_move_what_they_say(shape: Any, tmp_path: Path) -> None:
         buffer[:] = b"\x42" * buffer.nbytes
         loop.run(write=True)
         assert os.pread(file.fd, nbytes, 0) == b"\x42" * nbytes
+        assert sorted(moved) == list(range(0, nbytes, 8192))
         blocks = [bytes([number + 1]) * 8192 for number in range(21)]
         os.pwrite(file.fd, b"".join(blocks), 0)
+        moved.clear()
         loop.run(write=False)
         loop.close()
+    assert sorted(moved) == list(range(0, nbytes, 8192))
     parts = [bytes(buffer[i * 8192 : (i + 1) * 8192]) for i in range(small.depth)]
     untouched = b"\x42" * 8192  # threads that came too late
     assert set(parts) <= {*blocks, untouched}
@@ -367,8 +626,6 @@ def test_the_mixed_loop_reads_and_writes_what_it_is_told(tmp_path: Path) -> None
     with SwapFile(tmp_path, direct=False) as file:
         file.reserve(1 << 20)
         loop = ThreadsLoop(shape, file, memoryview(bytearray(2 * 4096)), 1 << 20)
-        from offload.bench import io_raw
-
         original = io_raw.move_all
 
         def counted(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
