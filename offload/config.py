@@ -20,6 +20,7 @@ from offload.config_fields import (
     Budget,
     KeyedError,
     Percent,
+    Recompute,
     Section,
     Split,
     Tier,
@@ -86,7 +87,7 @@ class ActivationConfig(Section):
         "device",
         description="Where what forward saves waits for backward. host: of use with a GPU only.",
     )
-    checkpoint: bool | Literal["selective"] = Field(
+    checkpoint: Recompute = Field(
         False,
         description="Recompute each repeated block's activations in backward. selective: keep "
         "those of matrix products and attention.",
@@ -112,6 +113,17 @@ class LossScaleConfig(Section):
     growth_factor: float = Field(2.0, gt=1, description="Factor on growth.")
     backoff_factor: float = Field(0.5, gt=0, lt=1, description="Factor after an overflow.")
     min: float = Field(1.0, gt=0, description="Smallest scale; an overflow there is an error.")
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.initial < self.min:
+            raise KeyedError(
+                f"initial: {self.initial:g} is below min: {self.min:g}; raise initial, or lower "
+                "min",
+                ("initial",),
+                ("min",),
+            )
+        return self
 
 
 class ThreadsConfig(Section):

@@ -7,6 +7,7 @@ described for the JSON Schema.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema
@@ -16,6 +17,7 @@ from offload.tiers.units import parse_bytes, parse_percent
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 _AUTO = {"const": "auto"}
+MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 
 
 class Section(BaseModel):
@@ -106,7 +108,8 @@ class KeyedError(ValueError):
 
 
 def _percent(fraction: float) -> str:
-    return f"{fraction * 100:.10g}%"
+    """What `parse_percent` reads back to this very fraction, in the fewest digits."""
+    return f"{Decimal(repr(fraction)).scaleb(2):f}%"
 
 
 def _parse_budget(value: Any) -> int | Percent | None:
@@ -143,7 +146,7 @@ def _parse_split(value: Any) -> TierSplit | None:
     shares = {tier: _parse_share(tier, share) for tier, share in value.items()}
     total = sum(shares.values())
     if abs(total - 1) > 1e-9:
-        raise ValueError(f"the shares sum to {_percent(total)}; they must sum to 100%")
+        raise ValueError(f"the shares sum to {total * 100:.10g}%; they must sum to 100%")
     return TierSplit(**shares)
 
 
@@ -159,7 +162,7 @@ def _dump_split(value: TierSplit | None) -> str | dict[str, str] | None:
     if value is None:
         return None
     shares = value.fractions
-    if len(shares) == 1:
+    if list(shares.values()) == [1.0]:
         return next(iter(shares))
     return {tier: _percent(share) for tier, share in shares.items()}
 
@@ -198,13 +201,21 @@ def _parse_auto_bool(value: Any) -> Any:
     raise ValueError(f"expected true, false or auto; found {value!r}")
 
 
-def _auto_int(value: Any, least: int, multiple: int = 1) -> Any:
+def _parse_recompute(value: Any) -> Any:
+    if value == "selective" or isinstance(value, bool):
+        return value
+    raise ValueError(f"expected true, false or selective; found {value!r}")
+
+
+def _auto_int(value: Any, least: int, multiple: int = 1, most: int | None = None) -> Any:
     if value == "auto":
         return value
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"expected a whole number or auto; found {value!r}")
     if value < least:
         raise ValueError(f"{value} is too small; at least {least}, or auto")
+    if most is not None and value > most:
+        raise ValueError(f"{value} is too many; at most {most}, or auto")
     if value % multiple:
         near = max(least, round(value / multiple) * multiple)
         raise ValueError(f"{value} is not a multiple of {multiple}; for example {near}")
@@ -212,7 +223,7 @@ def _auto_int(value: Any, least: int, multiple: int = 1) -> Any:
 
 
 def _parse_threads(value: Any) -> Any:
-    return _auto_int(value, 1)
+    return _auto_int(value, 1, most=MAX_THREADS)
 
 
 def _parse_depth(value: Any) -> Any:
@@ -282,10 +293,15 @@ States = Annotated[
 AutoBool = Annotated[
     bool | Literal["auto"], PlainValidator(_parse_auto_bool), _auto_schema({"type": "boolean"})
 ]
+Recompute = Annotated[
+    bool | Literal["selective"],
+    PlainValidator(_parse_recompute),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "selective"}]}),
+]
 AutoThreads = Annotated[
     int | Literal["auto"],
     PlainValidator(_parse_threads),
-    _auto_schema({"type": "integer", "minimum": 1}),
+    _auto_schema({"type": "integer", "minimum": 1, "maximum": MAX_THREADS}),
 ]
 AutoDepth = Annotated[
     int | Literal["auto"],

@@ -12,10 +12,11 @@ from offload.kernels.rules import WHY_NOT_MUON
 from offload.optimizer_kinds import KINDS
 
 _NUMBERS = tuple(dict.fromkeys(key for kind in KINDS.values() for key in kind.defaults))
+_FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
 class OptimizerConfig(Section):
-    """The optimizer and how its states are kept. Numbers left out are those of torch.optim."""
+    """The optimizer and how its states are kept. Numbers left out or null are torch.optim's."""
 
     type: Literal["adamw", "adam", "lion", "adagrad", "sgd"] = Field(
         "adamw",
@@ -68,7 +69,10 @@ class OptimizerConfig(Section):
         if value.get("type") == "muon":
             raise KeyedError(f"type: muon is not supported. {WHY_NOT_MUON}", ("type",))
         kind = KINDS.get(str(value.get("type", "adamw")))
-        return value if kind is None else {**kind.defaults, **value}
+        if kind is None:
+            return value
+        absent = {key: default for key, default in kind.defaults.items() if value.get(key) is None}
+        return {**value, **absent}
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
@@ -80,6 +84,13 @@ class OptimizerConfig(Section):
                     f"{key}: {self.type} has none; remove it, or set type: {' or '.join(having)}",
                     (key,),
                     ("type",),
+                )
+        for key, number in self.numbers.items():
+            if isinstance(number, float) and number > _FLOAT32_MAX:
+                raise KeyedError(
+                    f"{key}: {number:g} is more than float32 can hold, which updates are computed "
+                    f"in; at most {_FLOAT32_MAX:g}",
+                    (key,),
                 )
         for beta in self.betas or ():
             if not 0 <= beta < 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from offload.tiers.extent import TierName
 from offload.tiers.ledger import TierAccount
 
 
@@ -26,11 +28,16 @@ class TierReport:
         )  # fmt: skip
 
 
+def tier_reports(accounts: Mapping[TierName, TierAccount]) -> dict[str, TierReport]:
+    """Every tier by its name; zeros for one that was never opened."""
+    return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in TierName}
+
+
 @dataclass(frozen=True)
 class Report:
     """Tiers, bytes moved so far, and what became of the steps."""
 
-    tiers: dict[str, TierReport]
+    tiers: dict[str, TierReport]  # device, host and nvme, whether used or not
     bytes_moved: dict[str, int]
     bytes_saved: dict[str, int]
     steps: int

@@ -41,7 +41,8 @@ def parse_percent(text: str) -> float:
     match = _PERCENT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a percentage; write for example 40%")
-    fraction = float(match.group(1)) / 100
+    # as decimal digits: dividing by 100 would round a second time
+    fraction = float(f"{match.group(1)}e-2")
     if fraction > 1:
         raise ValueError(f"{text!r} is over 100%")
     return fraction

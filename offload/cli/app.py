@@ -11,7 +11,7 @@ import typer
 from offload import __version__
 from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
-from offload.cli.errors import GuardedGroup
+from offload.cli.errors import GuardedGroup, failing_io
 
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
 
@@ -123,4 +123,5 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     # --debug is understood after the subcommand, too
     debug = "--debug" in words
-    app(args=[word for word in words if word != "--debug"], prog_name="offload", obj=debug)
+    with failing_io(debug=debug):
+        app(args=[word for word in words if word != "--debug"], prog_name="offload", obj=debug)

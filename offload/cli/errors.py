@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -41,6 +42,34 @@ def guarded(run: Callable[[], Any], *, debug: bool) -> Any:
             traceback.print_exc()
         print("\ninterrupted", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@contextmanager
+def failing_io(*, debug: bool) -> Iterator[None]:
+    """An OSError that nobody expected ends in one line: the machine's fault, not the program's.
+
+    Mostly that of standard output (a full disk, /dev/full). Around all of the program, since help
+    and version are output, too.
+    """
+    try:
+        yield
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        _drop_output()
+        what = f" {error.filename}" if error.filename is not None else ""
+        print_error(f"cannot read or write{what}: {error.strerror or error}; --debug shows where")
+        sys.exit(EXIT_FAILED)
+
+
+def _drop_output() -> None:
+    """Output that cannot be written goes nowhere: the interpreter's flush at exit would fail."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def print_error(message: str) -> None:

@@ -19,7 +19,7 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
     if resume and run_dir is not None:
         folder = RunFolder.reopen(run_dir)
     else:
-        folder = RunFolder.create(run_dir or default_path(file.stem))
+        folder = RunFolder.new(run_dir or default_path(file.stem))
     from offload.train.loop import run
 
     with located(file, overrides):

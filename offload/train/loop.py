@@ -61,7 +61,8 @@ def run(
 ) -> RunResult:
     """Train as `config.train` says and leave everything in `folder`.
 
-    Blocks until done. The engine is closed however it ends.
+    Blocks until done. The engine is closed however it ends. The folder is made once the engine has
+    accepted the configuration: one that cannot run leaves nothing behind.
     """
     config = config.owning_the_loop()
     console = console or Console(highlight=False)
@@ -69,17 +70,18 @@ def run(
     checkpoint = folder.latest_checkpoint() if resume else None
     if checkpoint is not None:
         check_same_run(checkpoint[1].config, config)
-    folder.write_config(config)
     baseline = rss_nbytes()
     torch.manual_seed(config.seed)
     model = build_meta_model(config)
     parameters = parameter_count(model)
-    _announce(console, config, parameters, batches, folder)
+    _announce(console, config, parameters, batches)
     with (
         noted_interrupts() as interrupts,
         (initialize or _default_initialize())(model, config) as engine,
     ):
+        folder.make()
         folder.write_config(engine.config)
+        console.print(f"run folder: {folder.path}", soft_wrap=True)
         trainer = Trainer(
             config, folder, console, model, engine, batches, baseline, parameters, interrupts
         )
@@ -281,10 +283,7 @@ def _loss_line(rows: list[StepMetrics]) -> str:
     return line if validation is None else f"{line}, validation {validation:.3f}"
 
 
-def _announce(
-    console: Console, config: OffloadConfig, parameters: int, batches: _Batches,
-    folder: RunFolder,
-) -> None:  # fmt: skip
+def _announce(console: Console, config: OffloadConfig, parameters: int, batches: _Batches) -> None:
     states = format_bytes(plain_state_nbytes(config, parameters))
     console.print(
         f"model: {config.train.model.shape}, {parameters:,} parameters, {config.precision}; "
@@ -293,7 +292,6 @@ def _announce(
     )
     nbytes = format_bytes(len(batches.training.data))
     console.print(f"text: {config.train.text}, {nbytes} to train on", soft_wrap=True)
-    console.print(f"run folder: {folder.path}", soft_wrap=True)
 
 
 def _default_initialize() -> Initialize:

@@ -63,18 +63,18 @@ class RunFolder:
         self.plot = path / "loss_and_tiers.png"
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
-        """A new, empty run. ConfigError when `path` already holds one."""
+    def new(cls, path: Path) -> RunFolder:
+        """A run to begin; the folder is there after `make`.
+
+        ConfigError when `path` already holds a run, PathError when it cannot be made.
+        """
         folder = cls(path)
         if folder.metrics.exists():
             raise ConfigError(
                 f"--run-dir: {path} already holds a run; add --resume to go on with it, "
                 "or name another folder"
             )
-        try:
-            folder.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PathError(f"--run-dir: cannot create {path}: {error.strerror}") from None
+        _check_can_make(path)
         return folder
 
     @classmethod
@@ -84,6 +84,13 @@ class RunFolder:
         if not folder.metrics.exists():
             raise ConfigError(f"--resume: {path} holds no run; start one without --resume")
         return folder
+
+    def make(self) -> None:
+        """Create the folders, where they are missing."""
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""
@@ -164,6 +171,16 @@ def default_path(name: str, parent: Path = Path("runs")) -> Path:
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates: Iterable[str] = (stem, *(f"{stem}-{count}" for count in range(2, 1000)))
     return next(path for text in candidates if not (path := parent / text).exists())
+
+
+def _check_can_make(path: Path) -> None:
+    """PathError now rather than after the model has been built."""
+    whole = path.absolute()
+    found = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
+    if not os.path.isdir(found):  # Path.is_dir raises where a link leads to no access
+        raise PathError(f"--run-dir: cannot create {path}: {found} is not a folder")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise PathError(f"--run-dir: cannot create {path}: {found} is not writable")
 
 
 def _at(values: Any, key: str) -> Any:

@@ -25,11 +25,11 @@ class MemoryUse:
 
 
 def plain_state_nbytes(config: OffloadConfig, parameters: int) -> int:
-    """Bytes of parameters, gradients, master weights and moments under plain PyTorch AdamW.
+    """Bytes of parameters, gradients, master weights and optimizer states under plain PyTorch.
 
-    16 per parameter: fp32 4 + 4 + 4 + 4; mixed precision 2 + 2 + 4 (master) + 4 + 4.
+    8 per parameter, fp32 4 + 4 or mixed precision 2 + 2 + 4 (master), and 4 for each state.
     """
-    return parameters * (20 if config.optimizer.amsgrad else 16)
+    return parameters * (8 + 4 * len(config.optimizer.state_names))
 
 
 def summary_table(

@@ -107,6 +107,20 @@ def test_other_errors_end_with_1(
     assert capsys.readouterr().err == "error: reading 4 KiB at 0 failed: EIO\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("arguments", [["config", "schema"], ["--version"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str], unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "offload", *arguments], cwd=REPOSITORY, env=environment,
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    expected = "error: cannot read or write: No space left on device; --debug shows where\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
 def test_an_interrupt_ends_with_130(
     config_file: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,3 +179,4 @@ def test_what_this_machine_cannot_do_names_file_line_and_key(
     assert f"{config_file}:2: " in captured.err
     assert fragment in captured.err
     assert "Traceback" not in captured.err
+    assert not (tmp_path / "run").exists()

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from offload.config import OffloadConfig, Percent, TierSplit
 from offload.errors import ConfigError, PathError
+from offload.optimizer_kinds import KINDS
+from offload.tiers.units import parse_percent
 
 
 @pytest.fixture
@@ -100,6 +102,38 @@ def test_a_resolved_configuration_reads_back_equal(write: Any, precision: str) -
     assert OffloadConfig.load(write(config.to_yaml())) == config
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_null_number_is_the_optimizers_default(write: Any, kind: str) -> None:
+    nulls = "".join(f", {key}: null" for key in KINDS[kind].defaults)
+    config = OffloadConfig.load(write(f"optimizer: {{type: {kind}{nulls}}}"))
+    assert config == OffloadConfig.load({"optimizer": {"type": kind}})
+    assert config.optimizer.numbers == KINDS[kind].defaults
+    assert OffloadConfig.load(write(config.to_yaml())) == config
+
+
+@pytest.mark.parametrize(
+    ("host", "nvme"),
+    [
+        ("33.333333333333%", "66.666666666667%"),
+        ("33.33333333333333%", "66.66666666666667%"),
+        ("0.1%", "99.9%"),
+        ("0.00000000001%", "100%"),
+        ("99.9999999999%", "0%"),
+    ],
+)
+def test_shares_read_back_equal_to_the_last_digit(write: Any, host: str, nvme: str) -> None:
+    config = OffloadConfig.load(
+        {"placement": {"optimizer": {"host": host, "nvme": nvme}}, "budget": {"host": host}}
+    )
+    assert OffloadConfig.load(config.to_dict()) == config
+    assert OffloadConfig.load(write(config.to_yaml())) == config
+
+
+@given(st.floats(0, 1))
+def test_every_fraction_reads_back_equal(fraction: float) -> None:
+    assert parse_percent(str(Percent(fraction))) == fraction
+
+
 BAD_VALUES = [
     # file, then fragments the message must hold
     ("optimzer: {lr: 1}", ["run.yaml:1: optimzer: unknown key", "did you mean `optimizer`?"]),
@@ -131,12 +165,17 @@ BAD_VALUES = [
     ("optimizer: {betas: [0.9]}", ["optimizer.betas.1: a value is missing"]),
     ("optimizer: {betas: [0.9, 1, 2]}", ["optimizer.betas: at most 2 values, found 3"]),
     ("optimizer:\n  betas: [0.9, 1.0]", ["run.yaml:2: optimizer.betas: 1.0 is not in [0, 1)"]),
+    ("optimizer: {lr: 1e39}", ["run.yaml:1: optimizer.lr: 1e+39 is more than float32 can hold"]),
+    ("optimizer: {weight_decay: 1e300}", ["optimizer.weight_decay: 1e+300 is more", "3.4"]),
     ("optimizer: {chunk: 1000}", ["optimizer.chunk: 1000 is too small"]),
     ("optimizer: {chunk: 5000}", ["optimizer.chunk: 5000 is not a multiple of 1024", "5120"]),
     ("optimizer:", ["optimizer: expected keys and values, found nothing"]),
     ("nvme: {checksum: on}", ["nvme.checksum: expected true or false, found 'on'"]),
     ("nvme: {direct: yes}", ["nvme.direct: expected true, false or auto; found 'yes'"]),
     ("nvme: {threads: 0}", ["nvme.threads: 0 is too small; at least 1"]),
+    ("nvme: {threads: 4097}", ["nvme.threads: 4097 is too many; at most 4096, or auto"]),
+    ("threads: {torch: 100000000000}", ["run.yaml:1: threads.torch: 100000000000 is too many"]),
+    ("threads: {optimizer: 100000000000}", ["threads.optimizer: 100000000000 is too many"]),
     ("nvme: {paths: /mnt}", ["nvme.paths: expected a list, found '/mnt'"]),
     ("nvme: {paths: ['']}", ["nvme.paths.0: expected text that is not empty"]),
     ("prefetch: deep", ["prefetch: expected a whole number or auto; found 'deep'"]),
@@ -150,7 +189,10 @@ BAD_VALUES = [
         "placement: {activations: {tier: disk}}",
         ["'disk' is not allowed; allowed: device, host, nvme"],
     ),
-    ("placement: {activations: {checkpoint: always}}", ["placement.activations.checkpoint"]),
+    (
+        "placement: {activations: {checkpoint: auto}}",
+        ["placement.activations.checkpoint: expected true, false or selective; found 'auto'"],
+    ),
     (
         "precision: fp16\noptimizer:\n  master: split",
         ["run.yaml:3: optimizer.master: split contradicts precision: fp16", "bf16"],
@@ -166,6 +208,14 @@ BAD_VALUES = [
     (
         "precision: bf16\nloss_scale: {initial: 8}",
         ["run.yaml:2: loss_scale: contradicts precision: bf16", "remove loss_scale"],
+    ),
+    (
+        "precision: fp16\nloss_scale: {initial: 1, min: 5}",
+        ["run.yaml:2: loss_scale.initial: 1 is below min: 5; raise initial, or lower min"],
+    ),
+    (
+        "precision: fp16\nloss_scale:\n  min: 131072",
+        ["run.yaml:3: loss_scale.initial: 65536 is below min: 131072"],
     ),
     (
         "precision: fp16\nskip_nonfinite: false",
@@ -205,6 +255,12 @@ def test_a_mistake_is_named_with_file_line_and_key(
     said = message(write(text))
     for fragment in fragments:
         assert fragment in said, said
+
+
+def test_a_wrong_choice_is_one_line(write: Any) -> None:
+    for value in ("auto", "Selective", "1"):
+        text = f"placement: {{activations: {{checkpoint: {value}}}}}"
+        assert len(message(write(text)).splitlines()) == 1
 
 
 def test_several_mistakes_are_listed_in_the_order_of_their_lines(write: Any) -> None:

@@ -14,12 +14,14 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+import offload
 from offload.config import OffloadConfig
 from offload.errors import CheckpointError, ConfigError, PathError
 from offload.train.config import ScheduleConfig
 from offload.train.loop import RunResult, readable, run
 from offload.train.run_folder import LoopState, RunFolder, check_same_run, default_path
 from offload.train.schedule import lr_factor
+from offload.train.summary import plain_state_nbytes
 
 
 @dataclass
@@ -110,7 +112,7 @@ def make_config(text_file: Path) -> Callable[..., OffloadConfig]:
 def run_quietly(
     config: OffloadConfig, path: Path, *, resume: bool = False, initialize: Any = PlainEngine
 ) -> tuple[RunResult, str]:
-    folder = RunFolder.reopen(path) if resume else RunFolder.create(path)
+    folder = RunFolder.reopen(path) if resume else RunFolder.new(path)
     console = Console(file=io.StringIO(), width=120)
     result = run(config, folder, resume=resume, console=console, initialize=initialize)
     return result, console.file.getvalue()  # type: ignore[attr-defined]
@@ -136,6 +138,38 @@ def test_the_loss_falls(make_config: Any, tmp_path: Path) -> None:
     config = make_config({"steps": 60}, optimizer={"lr": 1e-2})
     result, _ = run_quietly(config, tmp_path / "run")
     assert result.last_loss < result.first_loss - 1
+
+
+def test_a_run_with_nothing_on_nvme_reports_an_empty_tier(make_config: Any, tmp_path: Path) -> None:
+    config = make_config(
+        {"steps": 2}, device="cpu", budget={"host": "64MiB"}, nvme={"paths": [str(tmp_path)]},
+        placement=dict.fromkeys(("parameters", "gradients", "optimizer"), "host"),
+    )  # fmt: skip
+    result, output = run_quietly(config, tmp_path / "run", initialize=offload.initialize)
+    assert result.steps == 2
+    row = next(line for line in output.splitlines() if line.strip().startswith("nvme"))
+    assert row.split() == ["nvme", "0", "B", "0", "B", "-", "-"]
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["tiers"]["nvme"] == 0 < last["tiers"]["host"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"),
+    [
+        ({"type": "sgd"}, 8),
+        ({"type": "sgd", "momentum": 0.9}, 12),
+        ({"type": "lion"}, 12),
+        ({"type": "adagrad"}, 12),
+        ({"type": "adam"}, 16),
+        ({"type": "adamw", "amsgrad": True}, 20),
+    ],
+)
+def test_plain_states_are_those_of_the_optimizer(
+    precision: str, optimizer: dict[str, Any], nbytes: int
+) -> None:
+    config = OffloadConfig.load({"precision": precision, "optimizer": optimizer})
+    assert plain_state_nbytes(config, 10) == 10 * nbytes
 
 
 def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
@@ -197,7 +231,7 @@ def test_a_loss_that_is_not_finite_is_said_once(make_config: Any, tmp_path: Path
 def test_a_folder_with_a_run_is_not_overwritten(make_config: Any, tmp_path: Path) -> None:
     run_quietly(make_config({"steps": 1}), tmp_path / "run")
     with pytest.raises(ConfigError, match="already holds a run; add --resume"):
-        RunFolder.create(tmp_path / "run")
+        RunFolder.new(tmp_path / "run")
 
 
 def test_resume_without_a_run_or_checkpoint_says_so(make_config: Any, tmp_path: Path) -> None:
@@ -210,8 +244,20 @@ def test_resume_without_a_run_or_checkpoint_says_so(make_config: Any, tmp_path: 
 
 def test_a_run_folder_that_cannot_be_made_is_a_path_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PathError, match="--run-dir: cannot create"):
-        RunFolder.create(tmp_path / "file/run")
+    for path in (tmp_path / "file", tmp_path / "file/run/deeper"):
+        with pytest.raises(PathError, match=r"--run-dir: cannot create .*file is not a folder"):
+            RunFolder.new(path)
+
+
+def test_a_run_that_is_refused_leaves_no_folder(make_config: Any, tmp_path: Path) -> None:
+    def refusing(model: nn.Module, config: OffloadConfig) -> PlainEngine:
+        raise ConfigError("groups.blocks: no module is a Nope")
+
+    with pytest.raises(ConfigError, match="Nope"):
+        run_quietly(make_config(), tmp_path / "runs/one", initialize=refusing)
+    with pytest.raises(PathError):
+        run_quietly(make_config({"text": "/nowhere.txt"}), tmp_path / "runs/one")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_resume_names_the_keys_that_changed(make_config: Any) -> None:
@@ -223,7 +269,8 @@ def test_resume_names_the_keys_that_changed(make_config: Any) -> None:
 
 
 def test_an_uncommitted_checkpoint_is_ignored_and_replaced(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.new(tmp_path / "run")
+    folder.make()
     for step in (2, 4, 6):
         folder.prepare_checkpoint(step).mkdir()
         folder.commit_checkpoint(LoopState(step, b"rng", {}))
@@ -237,7 +284,8 @@ def test_an_uncommitted_checkpoint_is_ignored_and_replaced(tmp_path: Path) -> No
 
 
 def test_a_damaged_loop_state_is_a_checkpoint_error(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.new(tmp_path / "run")
+    folder.make()
     folder.prepare_checkpoint(2).mkdir()
     (folder.checkpoints / "step-00000002.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):
