@@ -27,9 +27,11 @@ and then, per element, with 16 random bits n (see `kernels.noise`), in fp32 and 
     SIGNED      byte = c | sign bit of x << 7             also of a zero
 
 c never leaves its 7 or 8 bits. Guarantees: the expected value of the decoded number is x to 2**-16
-of a step; the error is less than one step, and steps are at most (|x| + s) / 8; zero stays zero,
-and a second moment above zero stays above zero, so that no m / sqrt(v) explodes; a value that the
-code has for this scale is kept, whatever the noise. The scale of a block of zeros, or of values so
+of a step, but for a second moment above zero that is less than s / 8, the first value of the code:
+it reads as s / 8, so that no m / sqrt(v) explodes. That is about 2**-34 of the block's largest:
+where gradients are 10**5 times smaller than the largest of their block, parameters move too
+little. The error is less than one step, and steps are at most (|x| + s) / 8; zero stays zero; a
+value that the code has for this scale is kept, whatever the noise. The scale of a block of zeros, or of values so
 tiny, is 2**-119; a scale of 0.0 over bytes of 0 is read as zeros, too: a state may start as zeroed
 memory. A block with an infinity or a NaN gets a NaN as its scale and bytes of 0, and reads as NaN
 everywhere, now and after every later step. Values from 1.75 * 2**127 on may read as infinity.

@@ -207,7 +207,8 @@ class AdagradScalars:
 class SgdScalars:
     """The numbers of one step of SGD; weight decay is added to the gradient.
 
-    `step` counts from 1 and matters at the first step only, and only with dampening.
+    `step` counts from 1 and matters with dampening only: the first step's gradient is not damped.
+    (torch leaves the first one after a momentum of 0 undamped, too, whenever that is.)
     """
 
     lr: float

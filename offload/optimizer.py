@@ -58,14 +58,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise
 
     def _check(self, group: dict[str, Any]) -> None:
-        _check_numbers(group)
-        kept = self._kind.states(group)
-        if not set(kept) <= set(self._states) or "max_exp_avg_sq" in set(self._states) - set(kept):
-            raise UnsupportedError(
-                f"a param group needs the states {', '.join(kept) or '(none)'} and this optimizer "
-                f"keeps {', '.join(self._states) or 'none'}; set amsgrad or momentum under "
-                "optimizer: for all param groups"
-            )
+        self._hyper(group)
         for param in group["params"]:
             if self._runtime.group_of(param) is None:
                 raise ConfigError(
@@ -73,11 +66,28 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     "one of the model given to offload.initialize (or is no real floating point)"
                 )
 
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        """The group's numbers. Refuses here, while nothing is pending, whatever an update would."""
+        _check_numbers(group)
+        needed, kept = set(self._kind.states(group)), set(self._states)
+        if not needed <= kept or "max_exp_avg_sq" in kept - needed:
+            raise UnsupportedError(
+                f"a param group needs the states {', '.join(sorted(needed)) or '(none)'} and this "
+                f"optimizer keeps {', '.join(self._states) or 'none'}; set amsgrad, or a momentum "
+                "above 0 if it is ever to be raised, under optimizer: in the configuration"
+            )
+        hyper = Hyper(self._kind.scalars, tuple(self._kind.numbers(group).items()))
+        hyper.scalars(step=1, grad_scale=1.0)
+        return hyper
+
     def hyper_of(self) -> HyperOf:
-        """Each parameter's numbers as the param groups have them now; None if it is in none."""
+        """Each parameter's numbers as the param groups have them now; None if it is in none.
+
+        ValueError and UnsupportedError for numbers that no update could be made with.
+        """
         hypers: dict[int, Hyper] = {}
         for group in self.param_groups:
-            hyper = Hyper(self._kind.scalars, tuple(self._kind.numbers(group).items()))
+            hyper = self._hyper(group)
             for param in group["params"]:
                 hypers[id(param)] = hyper
         return lambda param: hypers.get(id(param))

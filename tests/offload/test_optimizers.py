@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.errors import UnsupportedError
+from offload.errors import CheckpointError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -230,3 +230,112 @@ def test_a_param_group_without_momentum_among_others_keeps_its_state(tmp_path: P
         reference.zero_grad()
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changed", "error"),
+    [
+        ({"type": "sgd", "lr": 0.1}, {"momentum": 0.9}, "momentum_buffer .* keeps none; set"),
+        ({"type": "adamw"}, {"amsgrad": True}, "max_exp_avg_sq"),
+        ({"type": "adamw", "amsgrad": True}, {"amsgrad": False}, "keeps .*max_exp_avg_sq"),
+        ({"type": "adamw"}, {"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"type": "adamw"}, {"lr": float("inf")}, "lr: expected a finite number"),
+        ({"type": "adamw"}, {"betas": (0.9, 1.0)}, "index 1: 1.0"),
+    ],
+)
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_numbers_that_cannot_work_are_refused_before_anything_is_updated(
+    tmp_path: Path, placement: dict[str, Any], optimizer: dict[str, Any],
+    changed: dict[str, Any], error: str,
+) -> None:  # fmt: skip
+    """A scheduler, or whoever sets a group's numbers, is told at `step`; training can go on."""
+    keys = config(tmp_path, placement, optimizer={"chunk": 2048, **optimizer})
+    model = seeded(TinyLM)
+    with offload.initialize(model, keys) as engine:
+        losses_of(engine, batches(1))
+        before, (group,) = parameters_of(engine), engine.optimizer.param_groups
+        kept = {name: group[name] for name in changed}
+        model.loss(batches(1)[0]).backward()
+        group.update(changed)
+        with pytest.raises((UnsupportedError, ValueError), match=error):
+            engine.optimizer.step()
+        assert_same_bits(parameters_of(engine), before)
+        group.update(kept)
+        engine.optimizer.step()
+        assert any(not torch.equal(a, b) for a, b in zip(
+            parameters_of(engine).values(), before.values(), strict=True))  # fmt: skip
+        engine.check_integrity()
+
+
+# ------------------------------------------------------------------------- formats and resume
+SPLIT = {**HOST, "optimizer": {"host": "50%", "nvme": "50%"}}
+
+
+def mixed(folder: Path, placement: dict[str, Any]) -> dict[str, Any]:
+    optimizer = {"lr": 3e-3, "chunk": 2048, "states": {"host": "fp32", "nvme": "int8"}}
+    return config(folder, placement, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "exact"),
+    [(SPLIT, NVME, False), (HOST, NVME, False), (NVME, SPLIT, True), (NVME, NVME, True)],
+    ids=["split-nvme", "host-nvme", "nvme-split", "nvme-nvme"],
+)
+def test_a_format_per_tier_loads_under_another_split(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], exact: bool
+) -> None:
+    """Whichever formats happen to be in use: int8 is kept exactly, fp32 is encoded where it has
+    to be."""
+    with offload.initialize(seeded(TinyLM), mixed(tmp_path, before)) as engine:
+        losses_of(engine, batches(3))
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = states_of(engine)
+        expected = losses_of(engine, batches(3, seed=4))
+    with offload.initialize(seeded(TinyLM, 1), mixed(tmp_path, after)) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        found = states_of(engine)
+        kept = saved.keys() if exact else {name for name in saved if "exp_avg" not in name}
+        assert_same_bits({name: found[name] for name in kept}, {name: saved[name] for name in kept})
+        for name in saved.keys() - kept:
+            torch.testing.assert_close(found[name], saved[name], rtol=0.07, atol=1e-6)
+        losses = losses_of(engine, batches(3, seed=4))
+        assert losses == (expected if before == after else pytest.approx(expected, rel=0.01))
+        engine.check_integrity()
+
+
+def test_a_checkpoint_of_one_low_format_is_refused_with_the_formats_of_all_tiers(
+    tmp_path: Path,
+) -> None:
+    with offload.initialize(
+        seeded(TinyLM), config(tmp_path, HOST, optimizer={"states": "int8"})
+    ) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+    with (
+        offload.initialize(seeded(TinyLM), mixed(tmp_path, NVME)) as engine,
+        pytest.raises(CheckpointError, match=r"has optimizer.states: device fp32, .* nvme int8;"),
+    ):
+        engine.load_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("precision", "master"), [("bf16", "split"), ("bf16", "fp32"), ("bf16", "none")]
+)
+@pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
+def test_state_dicts_taken_before_any_update_keep_what_the_master_has(
+    tmp_path: Path, precision: str, master: str, model_first: bool
+) -> None:
+    """It was split from fp32 values: more bits than the 16 of the weight."""
+    keys = config(tmp_path, HOST, precision=precision, optimizer={"master": master})
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        weights, states = engine.module.state_dict(), engine.optimizer.state_dict()
+        expected = losses_of(engine, batches(2))
+        expected_states = states_of(engine)
+    with offload.initialize(seeded(TinyLM, 1), keys) as engine:
+        loads = [
+            lambda: engine.module.load_state_dict(weights),
+            lambda: engine.optimizer.load_state_dict(states),
+        ]
+        for load in loads if model_first else reversed(loads):
+            load()
+        assert losses_of(engine, batches(2)) == expected
+        assert_same_bits(states_of(engine), expected_states)
