@@ -8,11 +8,12 @@ BENCH_DIR ?= runs/bench
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint typecheck bench gpu-check clean
+.PHONY: help venv demo test test-long lint typecheck bench gpu-check clean
 
 help:
 	@echo "make demo       train a small language model spread over device, host and nvme"
 	@echo "make test       all tests"
+	@echo "make test-long  with all cases where a sample is the rule"
 	@echo "make bench      limits, ours and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
 	@echo "make gpu-check  tests, kernels, copies and steps on a GPU; PYTHON=... is used as it is"
 	@echo "make lint       ruff"
@@ -35,6 +36,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest --long $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,6 +13,16 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="all cases where a sample is the rule")
+
+
+@pytest.fixture(scope="session")
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether to take the time for every case."""
+    return bool(request.config.getoption("--long"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # `kill -USR1` shows where a test run hangs; pytest's faulthandler_timeout does so by itself
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)

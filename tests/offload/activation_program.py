@@ -28,7 +28,7 @@ def main() -> None:
                 "parameters": "host", "gradients": "host", "optimizer": "host",
                 "activations": {"tier": tier, "checkpoint": checkpoint},
             },
-            "train": {"model": {"layers": 12, "hidden": 256, "heads": 4, "max_sequence": 512}},
+            "train": {"model": {"layers": 6, "hidden": 256, "heads": 4, "max_sequence": 512}},
         }
     )  # fmt: skip
     torch.manual_seed(0)

@@ -25,8 +25,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_modules import ModuleInfo, module_db
 
-# Of PyTorch 2.13's 3618 cases 3560 are equal; an older one has a third of them.
-LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 1200, 450, 0.98
+MOST_CASES = 48  # per module, spread over all there are; 857 of 2.13's are of one loss
+# Of PyTorch 2.13's 3618 cases 3560 are equal, of the 1784 taken 1726; an older one has fewer. The
+# others are lazy modules and what PyTorch itself cannot run.
+LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 1200, 450, 0.96
 
 outcomes: Counter[str] = Counter()
 
@@ -85,12 +87,16 @@ def run(module: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], list[T
     return [out.detach() for out in outputs], [x.grad for x in inputs if x.grad is not None]
 
 
-def cases(info: ModuleInfo, training: bool) -> list[Any]:
+def cases(info: ModuleInfo, training: bool, *, most: int) -> list[Any]:
+    """At most `most`, the first and the last among them."""
     seed()
     inputs = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
     )
-    return [case for case in inputs if case.forward_input is not None]
+    usable = [case for case in inputs if case.forward_input is not None]
+    if len(usable) <= most:
+        return usable
+    return [usable[i * (len(usable) - 1) // (most - 1)] for i in range(most)]
 
 
 class Holder(nn.Module):
@@ -142,12 +148,12 @@ BUDGET = {"host": "4MiB", "nvme": "16MiB"}
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
 def test_gradients_through_the_hooks_equal_plain_autograd(
-    info: ModuleInfo, training: bool, folder: Path
+    info: ModuleInfo, training: bool, folder: Path, long: bool
 ) -> None:
     if torch.float32 not in info.supported_dtypes("cpu"):
         outcomes["no float32"] += 1
         return
-    for case in cases(info, training):
+    for case in cases(info, training, most=1 << 20 if long else MOST_CASES):
         outcomes[compare(info, case, training, folder)] += 1
 
 
