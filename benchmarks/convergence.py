@@ -4,7 +4,9 @@
                                      [--precision bf16] [--seeds 3] [--json FILE]
 
 Per seed, trains the same model on the same batches from the same weights once per format of
-states, and prints the last validation losses and their distance from that of fp32 states.
+states, and prints the last validation losses and their mean distance from that of fp32 states, with
+its standard error over the seeds. The control has fp32 states and a learning rate off by one part
+in 10,000: its distance is what any change of the last bits makes of a training.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import statistics
 import tempfile
 from pathlib import Path
@@ -26,9 +29,11 @@ from offload.train.loop import run
 from offload.train.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
+CONTROL = "control: fp32 states, rate + 1e-4"
 # The first is what the others are measured by.
 VARIANTS: dict[str, list[str]] = {
     "fp32 states": ["optimizer.states=fp32"],
+    CONTROL: ["optimizer.states=fp32"],
     "bf16 states": ["optimizer.states=bf16"],
     "int8 states": ["optimizer.states=int8"],
     "fp32 in host, int8 on nvme": ["optimizer.states={host: fp32, nvme: int8}"],
@@ -41,7 +46,7 @@ SIXTEEN_BITS = {
 
 def train(config: OffloadConfig, folder: Path) -> float:
     """The last validation loss of one run."""
-    run(config, RunFolder.create(folder), console=Console(file=io.StringIO()))
+    run(config, RunFolder.new(folder), console=Console(file=io.StringIO()))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line).get("validation_loss") for line in lines]
     return float([loss for loss in found if loss is not None][-1])
@@ -56,7 +61,10 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(seeds):
             for number, (name, keys) in enumerate(variants.items()):
-                config = OffloadConfig.load(path, [*overrides, *keys, f"seed={seed}"])
+                base = OffloadConfig.load(path, [*overrides, f"seed={seed}"])
+                if name == CONTROL:
+                    keys = [*keys, f"optimizer.lr={base.optimizer.lr * 1.0001!r}"]
+                config = OffloadConfig.load(base, keys)
                 losses[name].append(train(config, Path(folder) / f"{seed}-{number}"))
                 print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
     return losses
@@ -66,17 +74,23 @@ def table(losses: dict[str, list[float]], title: str) -> Table:
     """Means over seeds; the spread is that of exact training, from seed to seed."""
     reference = next(iter(losses.values()))
     exact = statistics.mean(reference)
+    seeds = len(reference)
     view = Table(title=title)
     view.add_column("states")
     view.add_column("validation loss", justify="right")
     view.add_column("against fp32 states", justify="right")
+    view.add_column("standard error", justify="right")
     view.add_column("per seed", justify="right")
     for name, values in losses.items():
         pairs = zip(values, reference, strict=True)
-        each = ", ".join(f"{value / other - 1:+.2%}" for value, other in pairs)
+        distances = [value / other - 1 for value, other in pairs]
+        error = statistics.stdev(distances) / math.sqrt(seeds) if seeds > 1 else math.nan
+        each = ", ".join(f"{distance:+.2%}" for distance in distances)
         mean = statistics.mean(values)
-        view.add_row(name, f"{mean:.4f}", f"{mean / exact - 1:+.2%}", each)
-    if len(reference) > 1:
+        view.add_row(
+            name, f"{mean:.4f}", f"{statistics.mean(distances):+.2%}", f"{error:.2%}", each
+        )
+    if seeds > 1:
         spread = (max(reference) - min(reference)) / exact
         view.caption = f"from seed to seed, the loss with fp32 states varies by {spread:.2%}"
     return view

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 from offload.swap.measure import Bandwidth
 
-# One transfer of a chunk should take this long: a request costs 20 to 100 microseconds.
-_CHUNK_S = 2.5e-3
+# One transfer of a chunk should take this long. A request costs about 150 microseconds of Python, a
+# chunk makes five, and the model's thread waits for the interpreter meanwhile: chunks of a quarter
+# of this cost a 151 M step on two cores a tenth of its time.
+_CHUNK_S = 10e-3
 _LEAST_CHUNK_NUMEL, _MOST_CHUNK_NUMEL = 1 << 16, 1 << 22
 # The buffers that chunks stream through may take this part of the host budget.
-_STAGING_SHARE = 1 / 8
+_STAGING_SHARE = 0.13  # an eighth and what rounding to pages adds
 # Bytes on their way: measured to be enough beside a busy optimizer; half of it loses a third of the
 # bandwidth. A faster device needs more, for the time it takes to notice and ask again.
 _IN_FLIGHT_NBYTES = 48 << 20

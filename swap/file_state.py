@@ -246,7 +246,7 @@ class FileState(SlotState):
         nbytes = round_up(span.stop - span.start, PAGE_NBYTES)
         if staged.numel() < nbytes:
             raise ValueError(f"{self.name}: {staged.numel()} bytes to stage {nbytes}")
-        return staged[:nbytes].numpy().data
+        return staged.numpy().data[:nbytes]
 
     def _read(self, piece: int, pages: memoryview, priority: Priority) -> Transfer[None]:
         block = self._blocks[piece]
