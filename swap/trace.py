@@ -4,6 +4,12 @@ One cycle is what happens between two optimizer steps. A use that the trace did 
 the cursor to the nearest later match, and the stretch is recorded anew for the next cycle; where
 there is no match, a table of successors (who followed this group last time) predicts instead, so
 that changing control flow and mixtures of experts cost a few misses and never the whole trace.
+
+A forward that no backward pass follows (an evaluation, inference) is a cycle of its own, expected
+until the next backward pass, and leaves no trace in that of the steps:
+
+    used       f b ┊ f b ┊ f    f    f    f b ┊ f b
+    expected   - - ┊ f b ┊ f b  f    f    f b ┊ f b
 """
 
 from __future__ import annotations
@@ -12,14 +18,36 @@ import bisect
 import math
 from collections.abc import Iterator
 
+# A cycle this long is over: parts of a model may be called for ever, with no forward of the whole.
+LONGEST_CYCLE = 1 << 14
+
+
+class _Cycle:
+    """Groups in the order of their use."""
+
+    def __init__(self, uses: list[int]) -> None:
+        self.uses = uses
+        self._positions: dict[int, list[int]] = {}
+        for position, group in enumerate(uses):
+            self._positions.setdefault(group, []).append(position)
+
+    def next_position(self, group: int, start: int) -> int | None:
+        """Where `group` stands next, at or after `start`."""
+        positions = self._positions.get(group, [])
+        index = bisect.bisect_left(positions, start)
+        return positions[index] if index < len(positions) else None
+
 
 class Trace:
     """Uses of groups, named by small integers. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._expected: list[int] = []  # the last complete cycle
-        self._positions: dict[int, list[int]] = {}  # group -> where it stands in `_expected`
+        self._steps = _Cycle([])  # the last complete cycle that ended with a step
+        self._expected = self._steps  # that, or the last forward without a backward pass
         self._recorded: list[int] = []  # this cycle so far
+        self._forward_start = 0  # of the last forward, in `_recorded`
+        self._in_backward = False  # a backward pass has come since
+        self._last: int | None = None
         self._successors: dict[int, int] = {}
         self._cursor = 0  # next expected position
         self._on_trace = True
@@ -28,21 +56,27 @@ class Trace:
 
     @property
     def learnt(self) -> bool:
-        return bool(self._expected)
+        return bool(self._expected.uses)
 
-    def use(self, group: int) -> bool:
-        """Record that `group` is used now. False for a repeat in a row, which counts once."""
-        if self._recorded:
-            if self._recorded[-1] == group:
-                return False
-            self._successors[self._recorded[-1]] = group
+    def use(self, group: int, *, backward: bool = False) -> bool:
+        """Record that `group` is used now, in a backward pass or not. False for a repeat in a row,
+        which counts once."""
+        if backward and not self._in_backward:
+            self._begin_backward()
+        if self._last == group:
+            return False
+        if self._last is not None:
+            self._successors[self._last] = group
+        if len(self._recorded) >= LONGEST_CYCLE:
+            self.end_cycle()
+        self._last = group
         self._recorded.append(group)
-        if self._expected:
+        if self.learnt:
             self._follow(group)
         return True
 
     def _follow(self, group: int) -> None:
-        position = self._next_position(group)
+        position = self._expected.next_position(group, self._cursor)
         self._on_trace = position is not None
         if position is None:
             self.misses += 1
@@ -51,31 +85,54 @@ class Trace:
         self.misses += position != self._cursor
         self._cursor = position + 1
 
-    def _next_position(self, group: int) -> int | None:
-        """Where `group` stands next in this cycle, at or after the cursor."""
-        positions = self._positions.get(group, [])
-        index = bisect.bisect_left(positions, self._cursor)
-        return positions[index] if index < len(positions) else None
+    # ---------------------------------------------------------------- cycles
+    def begin_forward(self) -> None:
+        """The whole model is called. If no backward pass followed the last time, none is expected
+        now."""
+        alone = self._recorded[self._forward_start :]
+        if alone and not self._in_backward:
+            del self._recorded[self._forward_start :]
+            self._last = None
+            self._expect(_Cycle(alone))
+        self._forward_start = len(self._recorded)
+        self._in_backward = False
+
+    def _begin_backward(self) -> None:
+        """This cycle will end with a step: expect what such a cycle has after what is recorded."""
+        self._in_backward = True
+        if self._expected is self._steps:
+            return
+        self._expect(self._steps)
+        for group in self._recorded:
+            position = self._steps.next_position(group, self._cursor)
+            self._cursor = self._cursor if position is None else position + 1
 
     def end_cycle(self) -> None:
-        """What was recorded is what the next cycle is expected to be."""
+        """A step: what was recorded is what the next cycle is expected to be."""
         if not self._recorded:
             return
-        self._expected = self._recorded
+        self._steps = _Cycle(self._recorded)
         self._recorded = []
-        self._positions = {}
-        for position, group in enumerate(self._expected):
-            self._positions.setdefault(group, []).append(position)
+        self._forward_start = 0
+        self._in_backward = False
+        self._last = None
+        self._expect(self._steps)
+
+    def _expect(self, cycle: _Cycle) -> None:
+        """`cycle` begins."""
+        self._expected = cycle
         self._cursor = 0
         self._on_trace = True
 
+    # ---------------------------------------------------------------- predictions
     def upcoming(self) -> Iterator[int]:
         """Groups in the order of their expected use, at most one cycle long."""
-        if not self._on_trace and self._recorded:
-            yield from self._by_successors(self._recorded[-1])
+        if not self._on_trace and self._last is not None:
+            yield from self._by_successors(self._last)
             return
-        yield from self._expected[self._cursor :]
-        yield from self._expected[: self._cursor]
+        uses, start = self._expected.uses, self._cursor
+        for distance in range(len(uses)):
+            yield uses[(start + distance) % len(uses)]
 
     def _by_successors(self, group: int) -> Iterator[int]:
         seen = {group}
@@ -86,17 +143,17 @@ class Trace:
 
     def next_use(self, group: int) -> float:
         """Uses until `group` is expected again; infinity if it never was."""
-        position = self._next_position(group)
+        position = self._expected.next_position(group, self._cursor)
         if position is not None:
             return position - self._cursor
         return self.next_cycle_use(group)
 
     def next_cycle_use(self, group: int) -> float:
         """Uses until `group` is expected for the first time in the next cycle."""
-        positions = self._positions.get(group)
-        if not positions:
+        first = self._expected.next_position(group, 0)
+        if first is None:
             return math.inf
-        return len(self._expected) - self._cursor + positions[0]
+        return len(self._expected.uses) - self._cursor + first
 
     def first_uses(self) -> list[int]:
         """Groups in the order of their first use in the cycle being recorded."""

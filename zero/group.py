@@ -46,7 +46,7 @@ class ParamGroup:
         self.version = 0  # counts updates; a saved handle of an older version is stale
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
-        self._users = 0
+        self._users: set[object] = set()
         self._written = [param._version for param in self.params]  # counters of known writes
         nan = float("nan") if dtype.is_floating_point else 0
         self._placeholder = torch.full((), nan, dtype=dtype, device=device)
@@ -54,7 +54,7 @@ class ParamGroup:
     @property
     def in_use(self) -> bool:
         """True while a module's forward or `gathered` has entered and not left."""
-        return self._users > 0
+        return bool(self._users)
 
     def wait_for_update(self) -> None:
         """Block until a pending update of this group is visible."""
@@ -84,19 +84,23 @@ class ParamGroup:
         """Let go of the buffer (unless it is at home in place): it may be dropped now."""
         if self.residing is GroupState.RELEASED or self.state.in_place:
             return
+        self._put_placeholders()
+
+    def _put_placeholders(self) -> None:
+        self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
         for param, spec in zip(self.params, self.layout.params, strict=True):
             param.data = self._placeholder.expand(spec.shape)
-        self.residing = GroupState.RELEASED
 
-    def enter(self) -> None:
-        """A user (a module's forward, `gathered`) needs the parameters."""
+    def enter(self, user: object) -> None:
+        """`user` (a module's call, a `gathered`) needs the parameters; it has to leave also where
+        this raises."""
+        self._users.add(user)
         self.gather()
-        self._users += 1
 
-    def leave(self) -> None:
-        """That user is done; the last one to leave releases."""
-        self._users -= 1
-        if self._users == 0:
+    def leave(self, user: object) -> None:
+        """`user` is done; the last one to leave releases. Idempotent."""
+        self._users.discard(user)
+        if not self._users:
             self.release()
 
     def await_or_withhold(self) -> None:
@@ -109,9 +113,7 @@ class ParamGroup:
     @torch.inference_mode(False)
     def withhold(self) -> None:
         """Let no parameter refer to the buffer, until gathered again or (at the end) for good."""
-        for param, spec in zip(self.params, self.layout.params, strict=True):
-            param.data = self._placeholder.expand(spec.shape)
-        self.residing = GroupState.RELEASED
+        self._put_placeholders()
 
     def changed(self) -> list[int]:
         """Parameters (by index) that somebody wrote to since the last call or `note_versions`."""

@@ -43,6 +43,18 @@ class _Outer:
     packed: Any
 
 
+def active_hooks() -> Hooks | None:
+    """The saved-tensor hooks that torch would call now."""
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def take_off_hooks(outer: Hooks | None) -> None:
+    """Let `outer`, once active, be active again: whoever came after it was cut short."""
+    while (hooks := active_hooks()) is not None and (outer is None or hooks[0] is not outer[0]):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
 class Parked(Protocol):
     """A saved tensor that a keeper has taken over."""
 
@@ -113,7 +125,7 @@ class HandleTable:
         Inside a checkpoint it does nothing: what is saved there is recomputed, not kept, and the
         checkpoint compares what it sees in both passes.
         """
-        outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = active_hooks()
         if outer is not None and outer[0].__module__ == torch.utils.checkpoint.__name__:
             return nullcontext()
 
@@ -132,7 +144,7 @@ class HandleTable:
         A leaf is saved as the object it is, and a released parameter has no values: save what it
         is a view of now.
         """
-        outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = active_hooks()
 
         def pack(tensor: torch.Tensor) -> Any:
             if isinstance(tensor, torch.nn.Parameter) and self.group_of(tensor) is not None:

@@ -5,34 +5,26 @@ are used outside their own module's forward (a tied head written as `F.linear(x,
 attention that reads its projection's weight) are gathered when a torch function gets them and stay
 until the session ends. In a backward pass (recomputation by a checkpoint) the handles stay off:
 the recomputed tensors are the checkpoint's to hold, and they are needed at once.
+
+Whatever ends a call, it gives back what it has entered: hooks with `always_call` run after an
+Exception alone, a KeyboardInterrupt is met by a guard around the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from offload.tiers.errors import StateError
 from offload.zero.discovery import Unit
 from offload.zero.group import GroupState, ParamGroup
 from offload.zero.handles import HandleTable
-
-# Reading these of a parameter needs no values.
-_METADATA = frozenset(
-    {
-        "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size",
-        "ndimension", "nelement", "requires_grad_", "data_ptr", "is_contiguous", "__len__",
-        "register_hook", "register_post_accumulate_grad_hook", "storage_offset", "is_same_size",
-        "__hash__", "__repr__", "__deepcopy__", "get_device", "type",
-    }
-)  # fmt: skip
-_VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+from offload.zero.session import Session, in_backward, take_off_dead_modes
 
 
 class UnitHooks:
@@ -41,19 +33,22 @@ class UnitHooks:
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup],
         handles: HandleTable, use: Callable[[ParamGroup], None],
-        written: Callable[[ParamGroup, list[int]], None],
+        written: Callable[[ParamGroup, list[int]], None], begin_forward: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`)."""
+        """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`),
+        `begin_forward` that the whole model is called, outside of any backward pass."""
+        self._model = model
         self._groups = groups
         self._written = written
         self._handles = handles
         self._use = use
-        self._sessions: list[_Session | None] = []  # one entry per unit call under way
+        self._begin_forward = begin_forward
+        self._calls: list[_Call] = []  # under way, the outermost first
         self._group_of = {
             id(param): group for group in groups for param in group.params
             if not group.permanent
         }  # fmt: skip
-        self._removable: list[RemovableHandle] = []
+        self._removable: list[RemovableHandle | _Guard] = []
         if all(unit.module is not model for unit in units):
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
@@ -82,101 +77,107 @@ class UnitHooks:
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
-        entered: list[bool] = []
 
         def before(module: nn.Module, args: Any) -> None:
-            entered.append(False)
-            self._open_session()
-            self._enter(groups)
-            entered[-1] = True
+            self._begin(module, groups)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if entered.pop():
-                for group in reversed(groups):
-                    changed = group.changed()
-                    if changed:
-                        self._written(group, changed)
-                    group.leave()
-            self._close_session()
-
-        module = unit.module
-        self._removable.append(module.register_forward_pre_hook(before, prepend=True))
-        self._removable.append(module.register_forward_hook(after, always_call=True))
+        self._register(unit.module, before)
 
     def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
         """A module within a unit, called in backward on its own: a checkpoint around a part of the
         unit computes that part again, when the unit itself has been released."""
         groups = [self._groups[index] for index in unit.groups]
-        entered: list[bool] = []
 
         def before(module: nn.Module, args: Any) -> None:
-            alone = torch._C._current_graph_task_id() != -1 and not all(g.in_use for g in groups)
-            entered.append(False)
-            if alone:
-                self._open_session()
-                self._enter(groups)
-                entered[-1] = True
+            if in_backward() and not all(group.in_use for group in groups):
+                self._begin(module, groups)
 
+        self._register(inner, before)
+
+    def _register(self, module: nn.Module, before: Callable[[nn.Module, Any], None]) -> None:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if entered and entered.pop():
-                for group in reversed(groups):
-                    group.leave()
-                self._close_session()
+            # a hook that a user put in front of `before` may have raised: nothing has begun then
+            if self._calls and self._calls[-1].module is module:
+                call = self._calls[-1]
+                if call.session is not None:
+                    call.session.close()
+                    call.session = None
+                self._end(len(self._calls) - 1)
 
-        self._removable.append(inner.register_forward_pre_hook(before, prepend=True))
-        self._removable.append(inner.register_forward_hook(after, always_call=True))
+        self._removable.append(module.register_forward_pre_hook(before, prepend=True))
+        self._removable.append(module.register_forward_hook(after, always_call=True))
+        self._removable.append(_Guard(module, self._calls, self._end))
 
-    def _enter(self, groups: Sequence[ParamGroup]) -> None:
-        for count, group in enumerate(groups):
+    def _begin(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        call = _Call(module=module)
+        outermost = not self._calls
+        self._calls.append(call)
+        if outermost:
+            if module is self._model and not in_backward():
+                self._begin_forward()
+            gather_strays = self._gather_strays if self._group_of else None
+            call.session = Session(self._handles, gather_strays)
+            call.session.open()
+        self._enter(groups, call)
+
+    def _end(self, outer: int) -> None:
+        """End all calls but the `outer` first ones, however far they got. May be cut short and
+        called again."""
+        while len(self._calls) > outer:
+            call = self._calls[-1]
+            if call.session is not None:
+                call.session.abandon()
+            self._leave(call)
+            self._calls.pop()
+
+    def _enter(self, groups: Sequence[ParamGroup], user: _User) -> None:
+        """To be followed by `_leave`, also where this raises."""
+        for group in groups:
+            self._use(group)
+            user.groups.append(group)
+            group.enter(user)
+            self._handles.note(group)
+
+    def _leave(self, user: _User) -> None:
+        while user.groups:
+            group = user.groups[-1]
             try:
-                self._use(group)
-                group.enter()
-                self._handles.note(group)
-            except BaseException:
-                for done in groups[:count]:
-                    done.leave()
-                raise
+                changed = group.changed()
+                if changed:
+                    self._written(group, changed)
+            finally:
+                group.leave(user)
+            user.groups.pop()
 
     @contextmanager
     def held(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
         """`groups` are gathered and stay so inside."""
-        self._enter(groups)
+        user = _User()
         try:
+            self._enter(groups, user)
             yield
         finally:
-            for group in reversed(groups):
-                group.leave()
-
-    def _open_session(self) -> None:
-        outermost = not self._sessions
-        self._sessions.append(None)
-        if outermost:
-            session = _Session(self._handles, self._gather_strays if self._group_of else None)
-            self._sessions[0] = session
-
-    def _close_session(self) -> None:
-        session = self._sessions.pop()
-        if session is not None:
-            session.close()
+            self._leave(user)
 
     def _gather_strays(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, nn.Parameter):
                 group = self._group_of.get(id(value))
                 if group is not None and group.residing is GroupState.RELEASED:
-                    self._adopt_stray(group)
+                    self._enter([group], self._calls[0])
             elif isinstance(value, (list, tuple)):
                 self._gather_strays(value)
 
-    def _adopt_stray(self, group: ParamGroup) -> None:
-        session = self._sessions[0]
-        assert session is not None, "a function mode without its session"
-        self._enter([group])
-        session.strays.append(group)
-
     def remove(self) -> None:
-        for handle in self._removable:
-            handle.remove()
+        """Leave the modules and torch's stacks as they were, also amid a call: what its groups
+        hold is of no use any more."""
+        for call in self._calls:
+            if call.session is not None:
+                call.session.abandon()
+        take_off_dead_modes()
+        self._calls.clear()
+        for each in self._removable:
+            each.remove()
 
 
 def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
@@ -189,45 +190,46 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
                 yield unit, inner
 
 
-class _Session:
-    """From the outermost unit's call to its return."""
+class _Guard:
+    """Around a module's call: what began in it has ended after it, whatever it raised.
+
+    Installed where `Module.compile` puts what is called instead of the module; copies and pickles
+    leave that out. Who compiles the module later has its hooks alone.
+    """
 
     def __init__(
-        self, handles: HandleTable, gather_strays: Callable[[Iterable[Any]], None] | None
+        self, module: nn.Module, calls: Sequence[_Call], end: Callable[[int], None]
     ) -> None:
-        self.strays: list[ParamGroup] = []
-        self._stack = ExitStack()
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._stack.enter_context(handles.views() if in_backward else handles.hooks())
-        if gather_strays is not None:
-            self._stack.enter_context(_StrayMode(gather_strays))
+        """`end` is told how many of `calls` were under way before this one."""
+        self._module = module
+        self._calls = calls
+        self._end = end
+        self._installed = module._compiled_call_impl
+        self._call: Callable[..., Any] = self._installed or module._call_impl
+        module._compiled_call_impl = self
 
-    def close(self) -> None:
-        self._stack.close()
-        for group in self.strays:
-            group.leave()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = len(self._calls)
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self._end(outer)
 
-
-class _StrayMode(TorchFunctionMode):
-    """Shows every torch function's arguments to `gather` before the function runs."""
-
-    def __init__(self, gather: Callable[[Iterable[Any]], None]) -> None:
-        super().__init__()
-        self._gather = gather
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if _reads_values(func):
-            self._gather(args)
-            if kwargs:
-                self._gather(kwargs.values())
-        return func(*args, **kwargs)
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._installed
 
 
-def _reads_values(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") in _VALUE_PROPERTIES  # type: ignore[attr-defined]
-    return name not in _METADATA and name != "__set__"
+@dataclass(slots=True, eq=False, kw_only=True)
+class _User:
+    """Who needs groups, and has to leave them."""
+
+    groups: list[ParamGroup] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Call(_User):
+    """A module's call under way. The outermost one has the session and the strays."""
+
+    module: nn.Module
+    session: Session | None = None

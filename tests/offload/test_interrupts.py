@@ -1,13 +1,54 @@
-"""A Ctrl-C that was dropped on its way is raised at the next check."""
+"""A Ctrl-C that was dropped on its way is raised at the next check, and one that cuts a call short
+leaves the engine and torch as they were before the call."""
 
 from __future__ import annotations
 
 import os
 import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode_temporarily,
+)
 
+import offload
 from offload.train.interrupts import noted_interrupts
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+from tests.zero.test_inner_recomputation import Checkpointing
+
+BLOCKS = {"groups": {"blocks": ["Block"]}}
+RECOMPUTED = BLOCKS | {"placement": NVME | {"activations": {"checkpoint": True}}}
+SELECTIVE = BLOCKS | {
+    "placement": NVME | {"activations": {"tier": "nvme", "checkpoint": "selective"}}
+}
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "blocks": BLOCKS,
+    "host": BLOCKS | {"placement": HOST},
+    "recomputed": RECOMPUTED,
+    "selective": SELECTIVE,
+    "micro-batches": BLOCKS | {"micro_batches": 2},
+}
+every_case = pytest.mark.parametrize("keys", CASES.values(), ids=CASES.keys())
 
 
 def test_an_interrupt_that_was_swallowed_is_raised_again() -> None:
@@ -18,3 +59,243 @@ def test_an_interrupt_that_was_swallowed_is_raised_again() -> None:
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@contextmanager
+def interrupted(module: nn.Module, call: int = 1, *, after: bool = False) -> Iterator[None]:
+    """The block is left by a KeyboardInterrupt before (or after) that call of `module`."""
+    calls = 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+
+    register = module.register_forward_hook if after else module.register_forward_pre_hook
+    handle = register(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        handle.remove()
+
+
+def saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def assert_at_rest(engine: offload.Engine) -> None:
+    assert _get_current_function_mode_stack() == []
+    assert saved_tensor_hooks() is None
+    assert not any(group.in_use for group in engine.runtime.groups)
+
+
+def uninterrupted(folder: Path, keys: dict[str, Any], build: Any = TinyLM) -> Any:
+    with offload.initialize(seeded(build), config(folder, **keys)) as engine:
+        return losses_of(engine, batches(3)), states_of(engine)
+
+
+@every_case
+def test_after_an_interrupted_forward_a_checkpoint_is_saved_and_training_goes_on(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    expected_losses, expected = uninterrupted(tmp_path, keys)
+    model, data = seeded(TinyLM), batches(3)
+    with offload.initialize(model, config(tmp_path, **keys)) as engine:
+        losses = losses_of(engine, data[:1])
+        for module in (model, model.embed, model.blocks[1], model.blocks[1].mlp[0], model.norm):
+            for after in (False, True):
+                with interrupted(module, after=after):
+                    model.loss(data[1])
+                assert_at_rest(engine)
+        engine.save_checkpoint(tmp_path / "saved")
+        losses += losses_of(engine, data[1:])
+        assert_same_bits(states_of(engine), expected)
+    assert losses == expected_losses
+    assert _get_current_function_mode_stack() == []
+    assert saved_tensor_hooks() is None
+
+
+@pytest.mark.parametrize(
+    ("build", "keys", "module"),
+    [
+        (TinyLM, RECOMPUTED, "blocks.0.mlp"),
+        (TinyLM, SELECTIVE, "blocks.0.mlp"),
+        (Checkpointing, BLOCKS, "blocks.0.mlp.inner.0"),
+        (Checkpointing, {}, "blocks.0.mlp.inner.0"),
+    ],
+    ids=["blocks", "selective", "part of a block", "part of the whole"],
+)
+def test_an_interrupt_of_what_is_computed_again_leaves_nothing_of_that_pass(
+    tmp_path: Path, build: Any, keys: dict[str, Any], module: str
+) -> None:
+    """The checkpoint has hooks of its own below ours: each must take off its own."""
+    expected_losses, expected = uninterrupted(tmp_path, keys, build)
+    model, data = seeded(build), batches(3)
+    with offload.initialize(model, config(tmp_path, **keys)) as engine:
+        losses = losses_of(engine, data[:1])
+        loss = model.loss(data[1])
+        with interrupted(model.get_submodule(module)):
+            loss.backward()
+        assert_at_rest(engine)
+        engine.optimizer.zero_grad()
+        del loss
+        losses += losses_of(engine, data[1:])
+        assert_same_bits(states_of(engine), expected)
+    assert losses == expected_losses
+
+
+class Watching(TorchFunctionMode):
+    """A mode of the user's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@every_case
+def test_contexts_around_an_interrupted_forward_are_left_as_they_were_entered(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    model = seeded(TinyLM)
+    with offload.initialize(model, config(tmp_path, **keys)) as engine:
+        for module in (model.blocks[1], model.blocks[1].mlp[0]):
+            outer = Watching()
+            with outer, torch.autograd.graph.save_on_cpu():
+                hooks = saved_tensor_hooks()
+                with interrupted(module), Watching(), torch.autograd.graph.save_on_cpu():
+                    model.loss(batches(1)[0])
+                assert _get_current_function_mode_stack() == [outer]
+                assert saved_tensor_hooks() == hooks
+            assert_at_rest(engine)
+
+
+class Patient(TinyLM):
+    """Goes on with the next block where one is interrupted."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except KeyboardInterrupt:
+                continue
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def test_a_model_may_catch_the_interrupt_of_a_block_itself(tmp_path: Path) -> None:
+    model = seeded(Patient)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model.blocks[0].mlp.register_forward_pre_hook(interrupt)
+    with offload.initialize(model, config(tmp_path, **BLOCKS)) as engine:
+        model.loss(batches(1)[0]).backward()
+        assert_at_rest(engine)
+        assert engine.gradient(model.blocks[0].mlp[0].weight) is None
+        assert engine.gradient(model.blocks[1].mlp[0].weight) is not None
+
+
+def test_a_mode_that_torch_puts_back_after_an_interrupt_does_nothing_and_goes(
+    tmp_path: Path,
+) -> None:
+    """Torch takes a mode off while a function runs, in a generator that lives in the traceback."""
+    model = seeded(TinyLM)
+    amid = _pop_mode_temporarily()
+
+    def interrupt(*_: Any) -> None:
+        amid.__enter__()
+        raise KeyboardInterrupt
+
+    with offload.initialize(model, config(tmp_path, **BLOCKS)) as engine:
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.loss(batches(1)[0])
+        handle.remove()
+        amid.__exit__(None, None, None)
+        assert len(_get_current_function_mode_stack()) == 1
+        assert (model.blocks[0].gain + 1).isnan().all()  # a placeholder: nothing is gathered
+        losses_of(engine, batches(1))
+        assert_at_rest(engine)
+
+
+def test_an_interrupt_amid_a_release_leaves_no_placeholder_for_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as engine:
+        before = states_of(engine)
+        for group in engine.runtime.groups:
+            placeholder = group._placeholder
+
+            class Interrupting:
+                calls = 0
+
+                def expand(self, shape: Any, placeholder: Any = placeholder) -> Any:
+                    self.calls += 1
+                    if self.calls == 2:
+                        raise KeyboardInterrupt
+                    return placeholder.expand(shape)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(group, "_placeholder", Interrupting())
+                if len(group.params) > 1:
+                    with pytest.raises(KeyboardInterrupt), engine.gathered(*group.params):
+                        pass
+        assert_at_rest(engine)
+        assert_same_bits(states_of(engine), before)
+
+
+def test_an_interrupt_while_parameters_are_gathered_releases_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(group: Any) -> None:
+        raise KeyboardInterrupt
+
+    with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.zero.values._digests", interrupt)
+            with pytest.raises(KeyboardInterrupt), engine.gathered():
+                pass
+        assert_at_rest(engine)
+        engine.save_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("interrupt", [False, True], ids=["on", "out"])
+def test_close_amid_a_forward_takes_our_mode_and_hooks_off(tmp_path: Path, interrupt: bool) -> None:
+    model = seeded(TinyLM)
+    engine = offload.initialize(model, config(tmp_path, **BLOCKS))
+
+    def close(*_: Any) -> None:
+        engine.close()
+        assert _get_current_function_mode_stack() == []
+        assert saved_tensor_hooks() is None
+        raise KeyboardInterrupt if interrupt else RuntimeError("closed")
+
+    model.blocks[1].mlp.register_forward_pre_hook(close)
+    with pytest.raises(KeyboardInterrupt if interrupt else RuntimeError):
+        model.loss(batches(1)[0])
+    assert _get_current_function_mode_stack() == []
+    assert saved_tensor_hooks() is None
+    assert all(each._compiled_call_impl is None for each in model.modules())
+
+
+@pytest.mark.parametrize("name", ["", "blocks.1", "blocks.1.mlp.0"])
+def test_a_hook_in_front_of_ours_that_raises_is_all_that_is_heard_of(
+    tmp_path: Path, name: str
+) -> None:
+    model = seeded(TinyLM)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not today")
+
+    with offload.initialize(model, config(tmp_path, **BLOCKS)) as engine:
+        handle = model.get_submodule(name).register_forward_pre_hook(refuse, prepend=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns of what it silences
+            with pytest.raises(RuntimeError, match="not today"):
+                model.loss(batches(1)[0])
+        handle.remove()
+        assert_at_rest(engine)
+        losses_of(engine, batches(1))

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 from itertools import islice
+from pathlib import Path
 
+import pytest
+import torch
+
+import offload.swap.trace
 from offload.swap.trace import Trace
+from tests.offload.engine_cases import TinyLM, batches, config, losses_of, seeded
 
 
 def learnt(*uses: int) -> Trace:
@@ -84,3 +90,106 @@ def test_first_uses_are_in_the_order_of_this_cycle():
     for use in (2, 0, 2, 1, 0):
         trace.use(use)
     assert trace.first_uses() == [2, 0, 1]
+
+
+def forward(trace: Trace, *uses: int) -> list[int | None]:
+    """What was expected next before each use."""
+    trace.begin_forward()
+    expected = []
+    for use in uses:
+        expected.append(next(trace.upcoming(), None))
+        trace.use(use)
+    return expected
+
+
+def backward(trace: Trace, *uses: int) -> list[int | None]:
+    expected = []
+    for use in uses:
+        trace.use(use, backward=True)
+        expected.append(next(trace.upcoming(), None))
+    return expected
+
+
+def trained() -> Trace:
+    trace = Trace()
+    forward(trace, 0, 1, 2)
+    backward(trace, 2, 1, 0)
+    trace.end_cycle()
+    return trace
+
+
+def test_forwards_alone_do_not_add_up():
+    trace = Trace()
+    for _ in range(1000):
+        forward(trace, 0, 1, 2)
+    assert len(trace._recorded) == 3
+    assert trace.first_uses() == [0, 1, 2]
+
+
+def test_inference_is_predicted_from_the_forward_before_and_wraps_into_the_next():
+    trace = Trace()
+    forward(trace, 0, 1, 2)
+    for _ in range(3):
+        assert forward(trace, 0, 1, 2) == [0, 1, 2]
+        assert list(trace.upcoming()) == [0, 1, 2]
+    assert trace.misses == 0
+
+
+@pytest.mark.parametrize("evaluations", [1, 2, 5])
+def test_a_training_step_after_evaluations_is_predicted_from_the_step_before_them(evaluations):
+    trace = trained()
+    for _ in range(3):
+        for _ in range(evaluations):
+            forward(trace, 0, 1, 2)
+        assert forward(trace, 0, 1, 2) == [0, 1, 2]
+        assert backward(trace, 2, 1, 0) == [1, 0, 0]
+        assert trace.first_uses() == [0, 1, 2]
+        trace.end_cycle()
+        assert list(trace.upcoming()) == [0, 1, 2, 1, 0]
+    assert trace.misses == 0
+
+
+def test_an_evaluation_between_micro_batches_is_no_part_of_their_cycle():
+    trace = Trace()
+    for _ in range(2):
+        for _ in range(2):
+            forward(trace, 0, 1, 2)
+            forward(trace, 0, 1, 2)
+            backward(trace, 2, 1)
+        trace.end_cycle()
+    assert list(trace.upcoming()) == [0, 1, 2, 1, 0, 1, 2, 1]
+
+
+def test_the_backward_after_inference_alone_is_not_predicted():
+    trace = Trace()
+    forward(trace, 0, 1)
+    forward(trace, 0, 1)
+    assert backward(trace, 1, 0) == [None, None]
+    assert not trace.learnt
+
+
+def test_a_cycle_without_end_is_ended(monkeypatch):
+    """Parts of a model are called, never the whole."""
+    monkeypatch.setattr(offload.swap.trace, "LONGEST_CYCLE", 10)
+    trace = Trace()
+    for _ in range(100):
+        trace.use(0)
+        trace.use(1)
+        assert len(trace._recorded) <= 10
+    assert list(islice(trace.upcoming(), 3)) == [0, 1, 0]
+
+
+def test_an_engine_tells_forwards_alone_from_those_of_a_step(tmp_path: Path) -> None:
+    keys = {"groups": {"blocks": ["Block"]}}
+    with offload.initialize(seeded(TinyLM), config(tmp_path, **keys)) as engine:
+        trace = engine.runtime.trace
+        for _ in range(3):
+            with torch.no_grad():
+                for tokens in batches(4):
+                    engine.module.loss(tokens)
+            assert len(trace._recorded) == len(set(trace._recorded)) + 1  # the head is tied
+            losses_of(engine, batches(1))
+            step = list(trace.upcoming())
+        losses_of(engine, batches(1))
+        assert list(trace.upcoming()) == step
+        assert step.count(1) == 2  # forward and backward of one step
