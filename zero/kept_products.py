@@ -38,6 +38,16 @@ class _Alias:
         return self.tensor._version != self._version
 
 
+class _Kept(SavedTensor):
+    """A kept tensor once its block has run. Unlike autograd's own it may be changed."""
+
+    __slots__ = ()
+
+    @property
+    def changed(self) -> bool:
+        return self._detached._version != self._version
+
+
 class KeepProducts:
     """One block's products, in the order they were computed."""
 
@@ -64,9 +74,9 @@ class KeepProducts:
             return None
         return pytree.tree_map_only(_Alias, self._saved, outputs)
 
-    def _saved(self, alias: _Alias) -> SavedTensor:
+    def _saved(self, alias: _Alias) -> _Kept:
         parked = None if self._keeper is None else self._keeper.keep(alias.tensor)
-        return SavedTensor(alias.tensor, parked)
+        return _Kept(alias.tensor, parked)
 
     def again(self) -> AbstractContextManager[None]:
         """Around the block's forward when it is computed again; may be entered several times."""
@@ -84,7 +94,7 @@ class KeepProducts:
                     f"computed {known} in forward; its forward must do the same each time, or set "
                     "checkpoint: false"
                 )
-            return run() if outputs is None else _restored(outputs)
+            return run() if _is_lost(outputs) else _restored(outputs)
 
         with _Watch(replay):
             yield
@@ -149,6 +159,12 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def _is_lost(outputs: Any | None) -> bool:
+    """Whether a call's outputs were changed in place: inside of its block (None) or outside."""
+    leaves = pytree.tree_leaves(outputs)
+    return outputs is None or any(leaf.changed for leaf in leaves if isinstance(leaf, _Kept))
+
+
 def _restored(outputs: Any) -> Any:
     """New tensors each time: autograd writes its graph into what an operation returns."""
-    return pytree.tree_map_only(SavedTensor, lambda saved: _detached(saved.tensor()), outputs)
+    return pytree.tree_map_only(_Kept, lambda saved: _detached(saved.tensor()), outputs)

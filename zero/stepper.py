@@ -96,10 +96,11 @@ class Stepper:
                 "step; set gradient_accumulation_steps to their number, or in_backward: false"
             )
 
-    def arrived(self, state: OptimizerState, index: int) -> None:
-        """A gradient of parameter `index` is in its accumulator."""
+    def arrived(self, state: OptimizerState, index: int, *, more: bool = False) -> None:
+        """A gradient of parameter `index` is in its accumulator. `more`: it is a part, and the
+        rest comes in the same backward pass."""
         self.has_unstepped_gradients = True
-        if not self._rules.in_backward or state.group.index in self._late:
+        if more or not self._rules.in_backward or state.group.index in self._late:
             return
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
@@ -122,7 +123,10 @@ class Stepper:
         """Make the update of every group with gradients pending, or skip it.
 
         Returns as soon as that is decided; parameters are read only after their own update.
+        StateError, with nothing changed, if `hyper_of` differs from what updates ahead were made
+        with.
         """
+        self._check_numbers_ahead(hyper_of)
         self._wait_for_reading_updates()
         self.has_unstepped_gradients = False
         for state in self._states:
@@ -142,6 +146,22 @@ class Stepper:
         self._trace.end_cycle()
         self._end_ahead()
         return StepOutcome(norm, skip)
+
+    def _check_numbers_ahead(self, hyper_of: HyperOf) -> None:
+        for index in sorted(self._ahead):
+            assert self._hyper_ahead is not None, "set with the first update ahead"
+            group = self._states[index].group
+            for param, spec in zip(group.params, group.layout.params, strict=True):
+                used, now = self._hyper_ahead(param), hyper_of(param)
+                if spec.trainable and used != now:
+                    raise StateError(
+                        f"the update of {spec.name} began during backward, and since then "
+                        f"{_changed(used, now)}: optimizer.in_backward uses param groups as they "
+                        "are in backward; change them before backward or after step(), where "
+                        "schedulers are stepped, or set in_backward: false. That update cannot be "
+                        "undone: to go on, put the param groups back as they were and call step() "
+                        "again, or load a checkpoint"
+                    )
 
     def _end_ahead(self) -> None:
         """What was updated ahead of this step belongs to the past; its gradients are used up."""
@@ -174,6 +194,18 @@ class Stepper:
                     continue
             if state.gradients.has_any:
                 state.gradients.clear()
+
+    def forget(self) -> None:
+        """Forget all gradients, and that updates have begun ahead of a step: what they changed is
+        about to be replaced. For settled states."""
+        self.has_unstepped_gradients = False
+        having = [state for state in self._states if state.gradients.has_any]
+        self._end_ahead()
+        for state in having:
+            if state.gradients.has_any:
+                state.gradients.clear()
+            if state.group.state.in_place:
+                state.group.gather()  # an update ahead withheld it
 
     def gradient_norm(self) -> float:
         """2-norm of all gradients as accumulated (scaled under loss scaling)."""
@@ -258,3 +290,12 @@ class Stepper:
             with self._lock:
                 self._clear_after_update.discard(index)
                 self._read_by_update.discard(index)
+
+
+def _changed(used: Hyper | None, now: Hyper | None) -> str:
+    """What happened to one parameter's numbers, as half a sentence."""
+    if used is None or now is None:
+        return f"it was {'added to' if used is None else 'taken out of'} the param groups"
+    pairs = zip(used.numbers, now.numbers, strict=True)
+    changes = [f"{name} was set from {a} to {b}" for (name, a), (_, b) in pairs if a != b]
+    return ", ".join(changes)

@@ -124,14 +124,19 @@ class ParameterValues:
 
     # ---------------------------------------------------------------- optimizer state of torch
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        """`step`, the moments and, where there is one, `master`; empty before the first update."""
+        """`step`, the moments and, where there is one, `master`.
+
+        Empty before the first update, as in torch, but not where there is a master: it may have
+        been made from values of more bits than the weight has.
+        """
         group, index = self._find(param)
-        spec = group.layout.params[index]
-        if not spec.trainable or not self._runtime.optimizer_states[group.index].steps[index]:
+        state, spec = self._state_of(group), group.layout.params[index]
+        if not spec.trainable:
             return {}
-        step = float(self._runtime.optimizer_states[group.index].steps[index])
-        found = {"step": torch.tensor(step)}
-        kept = self._state_of(group).formats[0]  # tiers differ in how they keep states only
+        kept = state.formats[0]  # tiers differ in how they keep states only
+        if not state.steps[index] and kept.master is Master.NONE:
+            return {}
+        found = {"step": torch.tensor(float(state.steps[index]))}
         for name in kept.states:
             found[name] = self.read(param, name)
         if kept.master is not Master.NONE:
@@ -139,7 +144,8 @@ class ParameterValues:
         return found
 
     def write_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """The reverse of `read_state`: an empty state is that before the first update."""
+        """The reverse of `read_state`: an empty state is that before the first update, with the
+        weight as it is."""
         group, index = self._find(param)
         spec = group.layout.params[index]
         if not spec.trainable:
@@ -156,37 +162,39 @@ class ParameterValues:
     def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """Full parameters for reading and writing. A parameter that was written keeps exactly what
         was written: its master becomes that value."""
-        groups = {self._find(param)[0].index: self._find(param)[0] for param in params}
-        self._enter(list(groups.values()))
-        before = {index: _digests(group) for index, group in groups.items()}
+        groups = list(dict.fromkeys(self._find(param)[0] for param in params))
+        user = object()
         try:
-            yield
+            self._enter(groups, user)
+            before = [_digests(group) for group in groups]
+            try:
+                yield
+            finally:
+                for group, known in zip(groups, before, strict=True):
+                    self._accept_changes(group, known)
+                    group.leave(user)
         finally:
-            for index, group in groups.items():
-                group.note_versions()
-                after = _digests(group)
-                changed = [i for i, digest in enumerate(after) if digest != before[index][i]]
-                if changed:
-                    self.accept(group, changed)
-                group.leave()
-
-    def _enter(self, groups: Sequence[ParamGroup]) -> None:
-        """Enter all groups or none. BudgetError when they do not fit together."""
-        entered: list[ParamGroup] = []
-        try:
             for group in groups:
-                group.enter()
-                entered.append(group)
+                group.leave(user)
+
+    def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
+        """BudgetError when they do not fit together."""
+        for count, group in enumerate(groups):
+            try:
+                group.enter(user)
                 group.state.settle()  # what goes home must not be half of what the caller writes
-        except TierFullError as error:
-            raise BudgetError(
-                f"gathered: {len(groups)} groups at once do not fit, {len(entered)} do ({error}); "
-                "gather fewer at a time, or raise the budget"
-            ) from error
-        finally:
-            if len(entered) < len(groups):
-                for group in entered:
-                    group.leave()
+            except TierFullError as error:
+                raise BudgetError(
+                    f"gathered: {len(groups)} groups at once do not fit, {count} do ({error}); "
+                    "gather fewer at a time, or raise the budget"
+                ) from error
+
+    def _accept_changes(self, group: ParamGroup, known: Sequence[Any]) -> None:
+        group.note_versions()
+        after = zip(_digests(group), known, strict=True)
+        changed = [index for index, (now, before) in enumerate(after) if now != before]
+        if changed:
+            self.accept(group, changed)
 
     def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
         """Parameters of a gathered group were written: their masters follow."""

@@ -46,7 +46,7 @@ def _check_numbers_format(engine: Engine, manifest: Manifest, path: Path) -> Non
         # rounding differs between the two, so a conversion could change weights by a bit
         ("optimizer.master", mine.master, saved.master),
         ("optimizer.type", mine.type, saved.type),
-        ("optimizer.states", mine.states, saved.states),
+        ("optimizer.states", _states(engine, mine, saved), saved.states),
         ("optimizer.amsgrad", _amsgrad(mine), _amsgrad(saved)),
     ]
     for key, here, there in pairs:
@@ -55,6 +55,12 @@ def _check_numbers_format(engine: Engine, manifest: Manifest, path: Path) -> Non
                 f"{path} was saved with {key}: {there}, this engine has {key}: {here}; set "
                 f"{key}: {there} to go on training, or {_WEIGHTS}"
             )
+
+
+def _states(engine: Engine, mine: OptimizerRecord, saved: OptimizerRecord) -> str:
+    """The saved format if the engine takes it over, else what the configuration says: formats of
+    several tiers are saved as another one, fp32."""
+    return saved.states if mine.states == saved.states else str(engine.config.optimizer.states)
 
 
 def _amsgrad(record: OptimizerRecord) -> str:

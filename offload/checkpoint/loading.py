@@ -63,6 +63,7 @@ class _Loader:
         self._reader = reader
         self._manifest = reader.manifest
         self._records = matched.parameters
+        self._saved_format = model.saved_format(engine)
         self._weights = {name: self._find(r) for name, r in self._records.items()}
         fields = self._manifest.optimizer.fields
         self._states = {
@@ -95,7 +96,7 @@ class _Loader:
     # ---------------------------------------------------------------- applying
     def apply(self) -> None:
         """Everything, group by group; returns when every byte is home."""
-        self._forget_gradients()
+        self._runtime.stepper.forget()
         for group, state in zip(self._runtime.groups, self._runtime.optimizer_states, strict=True):
             self._read_parameters(group)
             self._read_optimizer(state)
@@ -106,12 +107,6 @@ class _Loader:
                 record.settle()
         self._read_others()
         self._read_numbers()
-
-    def _forget_gradients(self) -> None:
-        for state in self._runtime.optimizer_states:
-            if state.gradients.has_any:
-                state.gradients.clear()
-        self._runtime.stepper.has_unstepped_gradients = False
 
     def _read_parameters(self, group: ParamGroup) -> None:
         itemsize = group.dtype.itemsize
@@ -139,7 +134,7 @@ class _Loader:
     def _read_record(
         self, raw: torch.Tensor, elements: range, specs: list[ParamSpec], kept: RecordFormat
     ) -> None:
-        saved, numel = model.saved_format(self._runtime), len(elements)
+        saved, numel = self._saved_format, len(elements)
         arrays = kept.arrays(raw, numel)
         raw.zero_()  # padding between parameters
         if kept == saved:

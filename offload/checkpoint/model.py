@@ -20,7 +20,6 @@ from offload.checkpoint.manifest import (
 from offload.kernels.rules import StateFormat
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.records import Master, RecordFormat
-from offload.zero.runtime import Runtime
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -106,13 +105,14 @@ def buffer_records(tensors: dict[str, torch.Tensor]) -> list[BufferRecord]:
     ]
 
 
-def saved_format(runtime: Runtime) -> RecordFormat:
-    """How a checkpoint keeps optimizer records: as they are. Where tiers keep them in several
-    formats: with states in fp32, since what is where may be another time otherwise."""
-    formats = {kept for state in runtime.optimizer_states for kept in state.formats}
-    if len(formats) == 1:
-        return formats.pop()
-    return replace(next(iter(formats)), state_format=StateFormat.FP32) if formats else _EMPTY
+def saved_format(engine: Engine) -> RecordFormat:
+    """How a checkpoint keeps optimizer records: as they are. Where the configuration has a format
+    per tier: with states in fp32, since what is where may be another time otherwise."""
+    formats = (kept for state in engine.runtime.optimizer_states for kept in state.formats)
+    kept = next(formats, _EMPTY)  # they differ in how states are kept only
+    if engine.config.optimizer.states.uniform:
+        return kept
+    return replace(kept, state_format=StateFormat.FP32)
 
 
 _EMPTY = RecordFormat(Master.NONE)  # of a frozen model
@@ -121,7 +121,7 @@ _EMPTY = RecordFormat(Master.NONE)  # of a frozen model
 # --------------------------------------------------------------------------- numbers
 def optimizer_record(engine: Engine) -> OptimizerRecord:
     """The optimizer's kind and the numbers of its param groups."""
-    saved = saved_format(engine.runtime)
+    saved = saved_format(engine)
     return OptimizerRecord(
         type=engine.config.optimizer.type,
         master=str(saved.master),

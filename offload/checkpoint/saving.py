@@ -71,6 +71,7 @@ class _Saver:
         self._others = model.other_tensors(engine)
         self._parameters = model.parameter_records(engine)
         self._optimizer = model.optimizer_record(engine)
+        self._saved_format = model.saved_format(engine)
         self._files: dict[str, FileRecord] = {}
         self._groups = [self._group_record(group) for group in self._runtime.groups]
         self._manifest = Manifest(
@@ -162,7 +163,7 @@ class _Saver:
             self._files[record.parameters] = file.finish()
 
     def _write_optimizer(self, folder: Path, state: OptimizerState, name: str) -> None:
-        saved = model.saved_format(self._runtime)
+        saved = self._saved_format
         specs = [spec for spec in state.group.layout.params if spec.trainable]
         sections = self._optimizer_sections(state.group)
         with SafetensorsWriter(folder / name, sections, {"group": state.group.name}) as file:

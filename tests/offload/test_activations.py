@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import math
+import random
 import re
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import offload.engine
 import offload.swap.activations
 from offload.errors import BudgetError, UnsupportedError
 from offload.tiers.units import parse_bytes
-from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, gradients_of, seeded
 
 PROGRAM = Path(__file__).with_name("activation_program.py")
 WIDTH, LENGTH, BATCH, VOCABULARY = 32, 16, 4, 37
@@ -354,6 +355,49 @@ def test_a_changed_activation_is_an_error_in_backward_as_in_torch(folder: Path) 
             loss.backward()
 
 
+class GivesItsProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        product = self.first(x)
+        return self.second(torch.tanh(product)), product
+
+
+class ChangesProducts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GivesItsProduct() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, product = block(x)
+            product.add_(1)
+            x = x + product
+        return x
+
+
+@pytest.mark.parametrize("check", [True, "selective"])
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_product_changed_outside_its_block_is_computed_again(
+    folder: Path, tier: str, check: Any
+) -> None:
+    plain = seeded(ChangesProducts)
+    x = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+    plain(x).sum().backward()
+    settings = keys(folder, tier, check, groups={"blocks": ["GivesItsProduct"]})
+    with offload.initialize(seeded(ChangesProducts), settings) as e:
+        loss = e.module(x).sum()
+        for passes in (1, 2):  # a graph may be run backward several times
+            loss.backward(retain_graph=passes == 1)
+            for name, param in e.module.named_parameters():
+                expected = plain.get_parameter(name).grad
+                assert torch.equal(e.gradient(param), expected * passes)  # type: ignore[arg-type,operator]
+        assert_nothing_left(e)
+
+
 # ------------------------------------------------------------------------------ said, refused
 def said(caplog: pytest.LogCaptureFixture, fragment: str) -> int:
     return sum(fragment in record.getMessage() for record in caplog.records)
@@ -395,6 +439,47 @@ def test_blocks_are_themselves_again_and_keep_their_names(folder: Path) -> None:
         assert list(model.state_dict()) == names
         assert "forward" in vars(e.module.blocks[0])  # type: ignore[union-attr,index]
     assert all("forward" not in vars(block) for block in model.blocks)
+
+
+class Noisy(Model):
+    """Its blocks scale by random numbers of their own: a shared generator's, and Python's."""
+
+    class Block(nn.Module):
+        def __init__(self, shared: torch.Generator) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.noise = shared
+            self.python = random.Random(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = torch.rand(x.shape, generator=self.noise) + self.python.random()
+            y: Tensor = self.linear(x).tanh() * scale * x.sigmoid()
+            return x + y
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.Generator().manual_seed(3)
+        self.blocks = nn.ModuleList(self.Block(shared) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("check", [True, "selective"])
+def test_generators_of_a_recomputed_block_draw_the_same_numbers_again(
+    folder: Path, check: Any
+) -> None:
+    plain, model = seeded(Noisy), seeded(Noisy)
+    with offload.initialize(model, keys(folder, "device", check)) as e:
+        for seed in (0, 1):  # the second forward goes on where the first one was
+            loss_of(plain, tokens_of(seed)).backward()
+            loss_of(model, tokens_of(seed)).backward()
+        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        assert_same_bits(gradients_of(e), expected)
 
 
 def test_a_cache_given_to_a_recomputed_block_is_refused_by_name(folder: Path) -> None:
@@ -505,8 +590,8 @@ def measured(tier: str, check: Any, folder: Path) -> dict[str, Any]:
 def test_activations_on_nvme_leave_memory(folder: Path) -> None:
     there, away = measured("device", False, folder), measured("nvme", False, folder)
     assert away["loss"] == there["loss"]
-    assert away["parked"] > 800 * MIB
+    assert away["parked"] > 400 * MIB
     assert away["stayed"] == 0
     assert away["host_peak"] <= away["host_budget"]
     # the window remains, and what is freed but not yet given back to the system
-    assert there["peak"] - away["peak"] > 0.75 * away["parked"]
+    assert there["peak"] - away["peak"] > away["parked"] - 272 * MIB

@@ -18,7 +18,9 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    differing,
     losses_of,
+    parameters_of,
     seeded,
     states_of,
 )
@@ -165,3 +167,75 @@ def test_what_needs_all_gradients_contradicts_it(keys: dict[str, Any]) -> None:
 def test_a_loop_of_ours_turns_it_on_by_itself() -> None:
     assert offload.OffloadConfig.load({}).owning_the_loop().optimizer.in_backward is True
     assert offload.OffloadConfig.load({}).resolved().optimizer.in_backward is False
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_numbers_set_between_backward_and_step_are_an_error(tmp_path: Path, placement: Any) -> None:
+    """With nothing changed: set back, the loop goes on as if they had never been set."""
+
+    def run(disturb: bool) -> dict[str, torch.Tensor]:
+        model = seeded(TinyLM)
+        with offload.initialize(model, ahead(tmp_path, placement)) as engine:
+            (group,) = engine.optimizer.param_groups
+            for tokens in batches(3):
+                model.loss(tokens).backward()
+                if disturb:
+                    group["lr"] = 0.0
+                    for _ in range(2):
+                        with pytest.raises(
+                            StateError, match=r"lr was set from 0.003 to 0.0.*after"
+                        ):
+                            engine.optimizer.step()
+                    group["lr"] = OPTIMIZER["lr"]
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return states_of(engine)
+
+    assert_same_bits(run(True), run(False))
+
+
+def test_a_parameter_put_into_a_param_group_after_its_update_is_an_error(tmp_path: Path) -> None:
+    model = seeded(TinyLM)
+    rest = [p for p in model.parameters() if p.requires_grad and p is not model.position]
+    with offload.initialize(model, ahead(tmp_path), parameters=rest) as engine:
+        model.loss(batches(1)[0]).backward()
+        engine.optimizer.add_param_group({"params": [model.position]})
+        with pytest.raises(StateError, match=r"update of position .*added to the param groups"):
+            engine.optimizer.step()
+
+
+def test_numbers_of_groups_that_wait_for_the_step_may_still_be_set(tmp_path: Path) -> None:
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x * self.used)  # type: ignore[no-any-return]
+
+    model = seeded(Waits)
+    groups = [{"params": [model.used, model.unused]}, {"params": list(model.linear.parameters())}]
+    with offload.initialize(model, ahead(tmp_path), parameters=groups) as engine:
+        before = parameters_of(engine)
+        model(torch.ones(3, 8)).square().sum().backward()
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        engine.optimizer.step()
+        changed = differing(before, parameters_of(engine))
+        assert changed == ["linear.bias", "linear.weight"]
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_a_load_in_place_of_the_step_forgets_what_was_updated(
+    tmp_path: Path, placement: Any
+) -> None:
+    model = seeded(TinyLM)
+    with offload.initialize(model, ahead(tmp_path, placement)) as engine:
+        losses_of(engine, batches(1))
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = losses_of(engine, batches(2, seed=2))
+        states = states_of(engine)
+        model.loss(batches(1, seed=3)[0]).backward()
+        engine.load_checkpoint(tmp_path / "saved")
+        assert losses_of(engine, batches(2, seed=2)) == expected
+        assert_same_bits(states_of(engine), states)
