@@ -22,7 +22,7 @@ from offload.model_state import StateDictHooks
 from offload.optimizer import OffloadOptimizer
 from offload.plan import Plan, spare_host_nbytes
 from offload.planner import make_plan, resolved_config
-from offload.report import Report, TierReport
+from offload.report import Report, tier_reports
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.zero.discovery import Discovery, discover, managed
@@ -133,7 +133,7 @@ class Engine:
             staging,
             _loss_scale(config),
         )
-        self._homes.let_wait(runtime.updates.await_progress)
+        self._homes.let_wait(runtime.await_progress)
         return runtime
 
     def _load(
@@ -196,10 +196,7 @@ class Engine:
         runtime = self._open()
         last = self.optimizer.last_step
         with self._homes.lock:
-            tiers = {
-                str(name): TierReport.of(account)
-                for name, account in self._homes.ledger.accounts.items()
-            }
+            tiers = tier_reports(self._homes.ledger.accounts)
         return Report(
             tiers=tiers,
             bytes_moved=self._homes.bytes_moved(),

@@ -33,6 +33,7 @@ class GroupBytes:
     parameters: int
     gradients: int
     records: tuple[int, ...]
+    summed: bool = False  # gradients are fp32 sums of 16-bit ones: never on nvme
 
     @property
     def optimizer(self) -> int:
@@ -57,7 +58,11 @@ class Sizes:
 def measure(config: OffloadConfig, discovery: Discovery) -> tuple[GroupBytes, ...]:
     """Bytes of every group's states."""
     sizes = sizes_of(config)
-    return tuple(_group_bytes(plan.name, lay_out(plan.params), sizes) for plan in discovery.groups)
+    shared = discovery.shared if config.micro_batches > 1 else frozenset[int]()
+    return tuple(
+        _group_bytes(plan.name, lay_out(plan.params), sizes, several=index in shared)
+        for index, plan in enumerate(discovery.groups)
+    )
 
 
 def record_formats(config: OffloadConfig) -> dict[TierName, RecordFormat]:
@@ -81,14 +86,17 @@ def sizes_of(config: OffloadConfig) -> Sizes:
     )
 
 
-def _group_bytes(name: str, layout: Layout, sizes: Sizes) -> GroupBytes:
+def _group_bytes(name: str, layout: Layout, sizes: Sizes, *, several: bool) -> GroupBytes:
+    """`several`: the group gets more gradients per step than the configuration says."""
+    itemsize = 4 if several else sizes.gradient_itemsize
     chunks = layout.chunks(sizes.chunk_numel)
     return GroupBytes(
         name=name or "(root)",
         layout=layout,
         parameters=_pages(layout.numel * sizes.itemsize),
-        gradients=_pages(layout.numel_trainable * sizes.gradient_itemsize),
+        gradients=_pages(layout.numel_trainable * itemsize),
         records=tuple(sizes.record_nbytes(len(chunk)) for chunk in chunks),
+        summed=itemsize > sizes.itemsize,
     )
 
 

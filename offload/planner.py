@@ -226,7 +226,11 @@ def _build(
     unit_nbytes: int, sums_nbytes: int,
 ) -> Plan:  # fmt: skip
     parameters = placements[StateClass.PARAMETERS].assign([g.parameters for g in groups])
-    gradients = placements[StateClass.GRADIENTS].assign([g.gradients for g in groups])
+    assigned = placements[StateClass.GRADIENTS].assign([g.gradients for g in groups])
+    gradients = [
+        TierName.HOST if group.summed and tier is TierName.NVME else tier
+        for group, tier in zip(groups, assigned, strict=True)
+    ]
     flat = placements[StateClass.OPTIMIZER].assign([r for g in groups for r in g.records])
     records = []
     for group in groups:

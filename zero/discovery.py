@@ -43,6 +43,12 @@ class Discovery:
     groups: list[GroupPlan]
     units: list[Unit]
 
+    @property
+    def shared(self) -> frozenset[int]:
+        """Groups that several units use: with micro-batches they get a gradient from each."""
+        uses = Counter(index for unit in self.units for index in unit.groups)
+        return frozenset(index for index, count in uses.items() if count > 1)
+
 
 def managed(param: nn.Parameter) -> bool:
     """Whether a parameter is ours to move: real floating point (integers and complex stay)."""

@@ -53,7 +53,6 @@ class GradientAccumulator:
         self.state: State = make(accumulate.nbytes)
         self._path = self._choose_path(run, partials, outbox)
         self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
-        self._missing = 0  # gradients still expected in this backward pass
         self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
         # All that was taken in is in the accumulator, and that is on its way home.
         self.landed: Transfer[None] = Transfer.completed(None)
@@ -73,7 +72,7 @@ class GradientAccumulator:
         return bool(self.passes.any())
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take in the gradient of parameter `index`; the last one expected closes the pass."""
+        """Take in the gradient of parameter `index`; the pass ends with that of the last one."""
         source = _flat(gradient)
         if self.passes[index] and self.format is not Float.FP32:
             self._promote()
@@ -84,8 +83,7 @@ class GradientAccumulator:
             self._path.copy(index, target, source)
         del target
         self.passes[index] += 1
-        self._missing -= 1
-        if self._missing == 0:
+        if (self.passes == self.passes[index]).all():
             self.close()
 
     def _slice(self, spec: ParamSpec) -> torch.Tensor:
@@ -95,7 +93,6 @@ class GradientAccumulator:
                 self.state.settle()  # the last pass may still be on its way home
             buffer = self.state.tensor() if self.has_any else self.state.blank()
             self._open = buffer.view(DTYPE_OF[self.format])
-            self._missing = len(self._specs)
         return self._open[spec.offset : spec.stop]
 
     def _promote(self) -> None:
@@ -112,14 +109,13 @@ class GradientAccumulator:
                 span = slice(spec.offset, spec.stop)
                 self._path.widen(index, new[span], old[span])
         self._open = new
-        self._missing = len(self._specs)
         del old
         old_state.close()
 
-    def close(self) -> None:
-        """No more gradients in this pass: let the accumulator go home. Idempotent."""
+    def close(self) -> bool:
+        """Let the accumulator go home until the next gradient comes; False if it is not open."""
         if self._open is None:
-            return
+            return False
         state, buffer, soon = self.state, self._open, self._last_pass
         self._open = None
 
@@ -128,6 +124,7 @@ class GradientAccumulator:
 
         del buffer
         self.landed = self._path.when_there(go_home, f"the gradients of {self.name}")
+        return True
 
     @property
     def _last_pass(self) -> bool:
@@ -164,7 +161,6 @@ class GradientAccumulator:
         """Forget all gradients."""
         self._arrive()
         self._open = None
-        self._missing = 0
         self.passes[:] = 0
         if not self._spent:
             self.state.discard()

@@ -8,12 +8,16 @@ splits its tensors along the first dimension, runs piece by piece into a graph o
 and gives the whole result on; in backward it goes through the pieces again, last to first as
 autograd would, while its gradients are summed, and hands on one gradient per parameter.
 
-In fp32 the result is bit for bit that of `torch.cat([block(piece) for piece in x.split(...)])`.
+In fp32 the result is bit for bit that of `torch.cat([block(piece) for piece in x.split(...)])`,
+except that a weight used several times by one block is summed in another order: autograd adds all
+uses in one chain, here those of a piece are added first, then the pieces, then calls of the block.
 In 16 bits the sum over pieces is kept in fp32 and rounded once.
 
 What cannot be split is refused: batch norm when it is installed, caches and other objects by their
 argument's name, and anything else that mixes samples by a comparison, the first time a class of
-blocks is called: two pieces together must give what each gives alone.
+blocks is called: two pieces together must give what each gives alone. So is a backward that is
+asked for chosen gradients alone (`torch.autograd.grad`, `backward(inputs=...)`): pieces are
+differentiated in a pass of their own, which does not know what was chosen.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
@@ -34,8 +39,9 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.discovery import Unit
 
 Forward = Callable[..., Any]
-# Entered around the backward of a block, with its groups (by index).
-BlockBackward = Callable[[Sequence[int]], AbstractContextManager[None]]
+# Entered around the backward of a block, with its groups (by index) and whether more of their
+# gradients are on the way: another call of the block waits for its backward.
+BlockBackward = Callable[[Sequence[int], bool], AbstractContextManager[None]]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the norm; 16 bits: 5e-2
@@ -74,6 +80,7 @@ class _Block:
         self.backward = backward
         # classes that were seen to treat samples alone, by which of their arguments were split
         self._compared = compared
+        self._waiting: WeakSet[_Call] = WeakSet()
         self.own_forward: Forward = unit.module.forward
         self._overrides = "forward" in unit.module.__dict__
         unit.module.forward = self
@@ -115,6 +122,17 @@ class _Block:
         args, kwargs = call
         return self.own_forward(*args, **kwargs)
 
+    def called(self) -> _Call:
+        """For the graph of one call to keep, until backward has gone through it."""
+        call = _Call()
+        self._waiting.add(call)
+        return call
+
+    def backward_of(self, call: _Call) -> AbstractContextManager[None]:
+        """To be entered around the backward of one call."""
+        self._waiting.discard(call)
+        return self.backward(self.unit.groups, bool(self._waiting))
+
     def _batch(self, leaves: Sequence[Any]) -> int:
         """The first dimension of the first tensor; UnsupportedError for other objects."""
         for leaf in leaves:
@@ -155,10 +173,15 @@ class _Block:
             if joined.shape != whole.shape or not _close(joined, whole):
                 raise UnsupportedError(
                     f"{self.unit.name} ({kind.__name__}): two micro-batches together do not give "
-                    "what each gives alone, so it mixes samples, or its first dimension is not "
-                    "the batch; use gradient_accumulation_steps instead of micro_batches"
+                    "what each gives alone, so it mixes samples, its first dimension is not the "
+                    "batch, or it draws random numbers in eval mode too; use "
+                    "gradient_accumulation_steps instead of micro_batches"
                 )
         self._compared.add((kind, tuple(pieces.split)))
+
+
+class _Call:
+    """One call of a block whose backward is still to come, or was given up with its graph."""
 
 
 class _Pieces:
@@ -287,11 +310,17 @@ class _OverPieces(torch.autograd.Function):
             produced = whole.put(number, pieces, output, block.unit.name)
             ctx.ends.append([_edge(tensor) for tensor in produced])
             del output, produced, call, span
+        # what needs no gradient here needs none outside: torch chooses other kernels for what does
+        ctx.mark_non_differentiable(
+            *(o for i, o in enumerate(whole.outputs) if all(e[i] is None for e in ctx.ends))
+        )
+        ctx.call = block.called()
         return tuple(whole.outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        _refuse_chosen_gradients(ctx.block.unit)
         if ctx.ends is None:
             raise RuntimeError(
                 "backward through a block under micro_batches a second time: its graphs are freed "
@@ -300,7 +329,7 @@ class _OverPieces(torch.autograd.Function):
         ends, ctx.ends = ctx.ends, None
         inputs = _InputGradients(ctx.shapes, ctx.split)
         ctx.sink.append(inputs)
-        with ctx.block.backward(ctx.block.unit.groups):
+        with ctx.block.backward_of(ctx.call):
             for number in reversed(range(len(ends))):
                 span = ctx.spans[number]
                 pairs = zip(ends[number], gradients, strict=True)
@@ -350,8 +379,14 @@ def _check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
-    distance = (a.double() - b.double()).norm()
-    return bool(distance <= _TOLERANCE.get(a.dtype, 5e-2) * b.double().norm())
+    finite = b.isfinite()
+    if not torch.equal(a.isfinite(), finite):
+        return False
+    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):  # signs of inf, places of NaN
+        return False
+    finite_a, finite_b = a[finite].double(), b[finite].double()
+    distance = (finite_a - finite_b).norm()
+    return bool(distance <= _TOLERANCE.get(a.dtype, 5e-2) * finite_b.norm())
 
 
 @contextmanager
@@ -382,6 +417,15 @@ def _refuse_batch_norm(unit: Unit, count: int) -> None:
                 "mixes the samples of a batch; use gradient_accumulation_steps, or a norm over "
                 "features (LayerNorm, GroupNorm)"
             )
+
+
+def _refuse_chosen_gradients(unit: Unit) -> None:
+    if not torch.autograd._is_checkpoint_valid():
+        raise UnsupportedError(
+            f"{unit.name}: torch.autograd.grad and backward(inputs=...) cannot go through a block "
+            "under micro_batches, since the gradients of all its parameters would be accumulated "
+            "as well; call loss.backward(), or set micro_batches: 1"
+        )
 
 
 def _refuse_outer_checkpoint(unit: Unit) -> None:

@@ -8,17 +8,24 @@ is saved by whatever hooks are active, so its boundary goes where other activati
     backward    the checkpoint ▶ module(...) ▶ hooks: gather ▶ own forward ▶ release
 
 Selective: what matrix products and attention gave is kept (`zero/kept_products.py`).
+
+Random numbers are drawn again as they were: those of torch's default generators, and of generators
+that are attributes of a block's modules (`torch.Generator`, `random.Random`). Nobody watches others
+(Python's `random` functions, NumPy, a generator that lives elsewhere): a block that draws from them
+gets wrong gradients, and no error.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.tiers.errors import UnsupportedError
@@ -28,6 +35,7 @@ from offload.zero.kept_products import KeepProducts
 
 _log = logging.getLogger("offload")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Generator = torch.Generator | random.Random
 
 
 class Recomputation:
@@ -107,10 +115,11 @@ class _Block:
         return (self._unit.module if self._owner.by_hooks else self)(*args, **kwargs)
 
     def _contexts(self) -> Contexts:
+        generators = _generators(self._unit.module)
         if not self._owner.selective:
-            return nullcontext(), self._computing_again(nullcontext())
+            return nullcontext(), self._computing_again(_SameRandom(generators, nullcontext()))
         kept = KeepProducts(self._owner.keeper)
-        return kept.first_pass(), self._computing_again(kept.again())
+        return kept.first_pass(), self._computing_again(_SameRandom(generators, kept.again()))
 
     def _computing_again(self, context: AbstractContextManager[Any]) -> _Again:
         """`context` is entered around the block's own forward alone: what gathers its parameters
@@ -141,6 +150,45 @@ class _Again:
 
     def __exit__(self, *error: object) -> None:
         self._stack.pop()
+
+
+class _SameRandom:
+    """Around a computation again: `generators` draw what they drew after this was made, and then go
+    on from where they were. Enters `inner` as well."""
+
+    def __init__(self, generators: Sequence[Generator], inner: AbstractContextManager[Any]) -> None:
+        self._generators = generators
+        self._inner = inner
+        self._first = _states(generators)
+        self._now: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._now = _states(self._generators)
+        _set_states(self._generators, self._first)
+
+    def __exit__(self, *error: Any) -> None:
+        _set_states(self._generators, self._now)
+        self._inner.__exit__(*error)
+
+
+def _generators(module: nn.Module) -> list[Generator]:
+    """Those that a block keeps for itself and that have a state."""
+    values = (value for each in module.modules() for value in vars(each).values())
+    found = [value for value in values if isinstance(value, (torch.Generator, random.Random))]
+    return [each for each in found if not isinstance(each, random.SystemRandom)]
+
+
+def _states(generators: Sequence[Generator]) -> list[Any]:
+    return [g.getstate() if isinstance(g, random.Random) else g.get_state() for g in generators]
+
+
+def _set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.set_state(state)
 
 
 def _in_checkpoint() -> bool:

@@ -6,7 +6,7 @@ optimizer's step to `step`. Everything that moves does so behind `State`.
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +37,7 @@ from offload.zero.loss_scale import LossScale
 from offload.zero.micro_batches import MicroBatching
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.records import RecordFormat
+from offload.zero.session import in_backward
 from offload.zero.stepper import StepOutcome, Stepper, StepRules
 from offload.zero.update import ExpectedUses, UpdateQueue
 
@@ -111,6 +112,10 @@ class Runtime:
         self._scaled_backward = False
         self.groups: list[ParamGroup] = []
         self.optimizer_states: list[OptimizerState] = []
+        self._backward_thread = 0  # the one that gave the last gradient
+        # before any copy of state has a place: it would part their memory for good
+        self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
+        self._shared = discovery.shared
         for plan in discovery.groups:
             self._add_group(plan.name, plan.params)
         self._where = {
@@ -121,8 +126,6 @@ class Runtime:
         self.updates = UpdateQueue(
             self.own, run, options.seed, staging, self._expected_uses(), work
         )  # fmt: skip
-        uses = Counter(index for unit in discovery.units for index in unit.groups)
-        self._shared = frozenset(index for index, count in uses.items() if count > 1)
         late = self._shared if options.micro_batches > 1 else frozenset()
         self.stepper = Stepper(
             self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale, late
@@ -131,7 +134,6 @@ class Runtime:
         self._units = discovery.units
         self._hooks: UnitHooks | None = None
         self._micro_batching: MicroBatching | None = None
-        self._sums: GradientSums | None = None
         self._gradient_hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     # ---------------------------------------------------------------- building
@@ -152,7 +154,8 @@ class Runtime:
         group = ParamGroup(
             index, name, layout, ordered, options.dtype, state, options.device
         )  # fmt: skip
-        accumulate = Float.FP32 if options.accumulate_fp32 else self.own
+        several = options.micro_batches > 1 and index in self._shared
+        accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
         rules = options.step_rules
         gradients = GradientAccumulator(
             name, layout, self.own, accumulate,
@@ -179,10 +182,10 @@ class Runtime:
     def start(self, model: nn.Module, written: Callable[[ParamGroup, list[int]], None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime."""
         self._hooks = UnitHooks(
-            model, self._units, self.groups, self._handles, self.use, written
+            model, self._units, self.groups, self._handles, self.use, written,
+            self.trace.begin_forward,
         )  # fmt: skip
         if self.options.micro_batches > 1:
-            self._sums = GradientSums(self._homes.gradient_sums())
             self._micro_batching = MicroBatching(
                 self.options.micro_batches, self._units, self._block_backward
             )
@@ -197,7 +200,7 @@ class Runtime:
         """`group` is needed now: note it, hurry its update, fetch what comes next."""
         self.check_usable()
         self._needed = group.index  # what comes next must not take its place before it is gathered
-        if self.trace.use(group.index):
+        if self.trace.use(group.index, backward=in_backward()):
             group.state.note_use()
         if self.updates.is_pending(group):
             self.updates.promote(group)
@@ -241,19 +244,22 @@ class Runtime:
         else:
             self._keep_gradient(group, index, gradient)
 
-    def _keep_gradient(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
+    def _keep_gradient(
+        self, group: ParamGroup, index: int, gradient: torch.Tensor, *, more: bool = False
+    ) -> None:
         state = self.optimizer_states[group.index]
         self.stepper.check_arrival(state)
         group.wait_for_update()  # of a graph older than the last step: that step still reads
+        self._backward_thread = threading.get_ident()
         state.gradients.add(index, gradient)
-        self.stepper.arrived(state, index)
+        self.stepper.arrived(state, index, more=more)
 
     @contextmanager
-    def _block_backward(self, indices: Sequence[int]) -> Iterator[None]:
+    def _block_backward(self, indices: Sequence[int], more: bool) -> Iterator[None]:
         """Around the backward of one block over all micro-batches: its parameters stay, and each
-        gives one gradient at the end."""
+        gives one gradient at the end. `more`: the block was called again, and that is to come."""
         assert self._hooks is not None, "installed by `start`"
-        assert self._sums is not None, "made by `start`"
+        assert self._sums is not None, "there are micro-batches"
         groups = [self.groups[index] for index in indices]
         own = [group for group in groups if group.index not in self._shared]
         with self._sums.open(own):
@@ -261,7 +267,17 @@ class Runtime:
                 yield
             for group in own:
                 for index, total in self._sums.totals(group):
-                    self._keep_gradient(group, index, total)
+                    self._keep_gradient(group, index, total, more=more)
+
+    def await_progress(self) -> bool:
+        """For a pool that is out of room: send home gradients of groups whose backward is not over
+        (an expert without tokens never gets its own), or wait for the group being updated. False
+        if there is nothing to wait for."""
+        if threading.get_ident() == self._backward_thread:
+            closed = [state.gradients.close() for state in self.optimizer_states]
+            if any(closed):
+                return True
+        return self.updates.await_progress()
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:

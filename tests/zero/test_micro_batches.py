@@ -196,6 +196,70 @@ def test_a_second_backward_through_the_same_graph_is_an_error(tmp_path: Path) ->
             loss.backward()
 
 
+class Residual(nn.Linear):
+    """A block of one group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).tanh()
+
+
+class Looped(nn.Module):
+    """One block, called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Residual(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_block_called_several_times_is_updated_in_backward_after_its_last_gradient(
+    tmp_path: Path, passes: int
+) -> None:
+    data = torch.randn(4, passes, 4, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def run(in_backward: bool) -> tuple[dict[str, Tensor], list[bool]]:
+        optimizer = {"lr": 3e-3, "in_backward": in_backward}
+        more = {"optimizer": optimizer, "gradient_accumulation_steps": passes}
+        ahead = []
+        with offload.initialize(seeded(Looped), split(tmp_path, "Residual", **more)) as engine:
+            for step in data:
+                engine.module(step[0])  # with a graph that never sees a backward
+                version = engine.runtime.groups[0].version
+                for x in step:
+                    engine.module(x).square().sum().backward()
+                ahead.append(engine.runtime.groups[0].version > version)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return states_of(engine), ahead
+
+    states, ahead = run(in_backward=True)
+    expected, _ = run(in_backward=False)
+    assert_same_bits(states, expected)
+    assert all(ahead)
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [lambda y, x: torch.autograd.grad(y, x), lambda y, x: y.backward(inputs=[x])],
+    ids=["autograd.grad", "inputs"],
+)
+def test_a_backward_for_chosen_gradients_alone_is_refused(
+    tmp_path: Path, backward: Callable[[Tensor, Tensor], Any]
+) -> None:
+    model = stack(lambda: nn.Linear(WIDTH, WIDTH))
+    with offload.initialize(model, split(tmp_path, "Linear")) as engine:
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        y = model(x).square().sum()
+        with pytest.raises(UnsupportedError, match=r"call loss\.backward\(\).*micro_batches: 1"):
+            backward(y, x)
+        assert not gradients_of(engine)
+
+
 def test_closing_gives_the_blocks_their_forward_back(tmp_path: Path) -> None:
     model = seeded(TinyLM)
     with offload.initialize(model, config(tmp_path, micro_batches=2)):
@@ -308,7 +372,103 @@ def test_a_checkpoint_around_all_pieces_is_refused(tmp_path: Path) -> None:
         checkpoint(model[1][0], x, use_reentrant=False)  # type: ignore[index]
 
 
+class Drawing(nn.Linear):
+    """Noise in evaluation too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + torch.randn_like(y)
+
+
+def test_a_block_that_draws_random_numbers_in_evaluation_is_told_so(tmp_path: Path) -> None:
+    model = stack(lambda: Drawing(WIDTH, WIDTH))
+    with (
+        offload.initialize(model, split(tmp_path, "Drawing")),
+        pytest.raises(UnsupportedError, match="draws random numbers in eval mode"),
+    ):
+        model(torch.randn(4, WIDTH))
+
+
+class Infinite(nn.Linear):
+    """Also returns infinities and NaN, whose signs and places are the same for any batch, or not:
+    `mixing` sees how many samples there are."""
+
+    def __init__(self, mixing: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.mixing = mixing
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        sign = -1.0 if self.mixing and len(x) > 2 else 1.0
+        special = y.new_tensor([sign * float("inf"), float("nan"), -float("inf")])
+        return torch.cat([y, special.expand(len(x), 3)], -1)
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+def test_infinities_and_nan_are_compared_exactly(tmp_path: Path, mixing: bool) -> None:
+    model = nn.ModuleList([Infinite(mixing), Infinite(mixing)])
+    with offload.initialize(model, split(tmp_path, "Infinite")):
+        x = torch.randn(4, WIDTH)
+        if mixing:
+            with pytest.raises(UnsupportedError, match="mixes samples"):
+                model[0](x)
+        else:
+            assert model[0](x)[:, WIDTH:].isinf().sum() == 8
+
+
 # ------------------------------------------------------------------------- shapes of blocks
+class Masked(nn.Module):
+    """Attention under a mask, which is passed on. Whether the mask requires a gradient decides
+    which kernel torch takes."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = self.project(x)[:, None].chunk(3, -1)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+            return x + mixed[:, 0], mask
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def run(self, x: Tensor, mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            pairs = zip(x.split(size), mask.split(size), strict=True)
+            outputs = [block(*pair) for pair in pairs]
+            x, mask = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+        return x, mask
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x, mask = block(x, mask)
+        return x, mask
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_that_is_passed_on_requires_no_gradient(tmp_path: Path, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 40, WIDTH, generator=generator)
+    mask = torch.randn(4, 40, 40, generator=generator)
+    if causal:
+        mask = mask.masked_fill(torch.ones(40, 40).triu(1).bool(), -float("inf"))
+    plain = seeded(Masked)
+    expected, _ = plain.run(x, mask, 2)
+    expected.square().sum().backward()
+    gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    model = seeded(Masked)
+    with offload.initialize(model, split(tmp_path, "Block")) as engine:
+        output, passed_on = model(x, mask)
+        output.square().sum().backward()
+        assert_same_bits(gradients_of(engine), gradients)
+    assert torch.equal(output, expected)
+    assert torch.equal(passed_on, mask)
+    assert not passed_on.requires_grad
+
+
 class Shared(nn.Module):
     """Blocks of several inputs: one per sample, one that all samples share and that learns, a
     plain number; inputs and outputs in containers."""

@@ -1,0 +1,133 @@
+"""The least host budget that `initialize` accepts trains: all the memory needed was planned for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.errors import BudgetError
+from offload.tiers.units import parse_bytes
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
+
+WIDTH, BATCH = 48, 6
+STATES_HOST = {**HOST, "optimizer": "nvme"}
+
+
+def least_budget(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, str]:
+    """What a refusal asks for."""
+    with pytest.raises(BudgetError) as refusal:
+        offload.initialize(seeded(build), {**keys, "budget": {"host": "4KiB", "nvme": "64MiB"}})
+    needed = re.search(r"of the ([\d.]+) (\w+) needed", str(refusal.value))
+    assert needed, str(refusal.value)
+    unit = parse_bytes(f"1{needed[2]}")
+    rounding = 0 if unit == 1024 else unit // 20  # one decimal is shown
+    nbytes = float(needed[1]) * unit + rounding
+    return {"host": f"{math.ceil(nbytes / 1024)}KiB", "nvme": "64MiB"}
+
+
+class Experts(nn.Module):
+    """Of four experts those that no token chose get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            tokens = chosen == index
+            if tokens.any():
+                y[tokens] = expert(x[tokens]) * weights[tokens, index : index + 1]
+        return x + y
+
+
+class Lender(nn.Module):
+    """Uses its own weight and, if there is one, that of the block before."""
+
+    def __init__(self, before: nn.Linear | None) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.before = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.own(x) * self.scale
+        return x + torch.tanh(hidden if self.before is None else hidden + self.before(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def experts() -> Stack:
+    return Stack([Experts() for _ in range(10)])
+
+
+def lenders() -> Stack:
+    blocks: list[nn.Module] = []
+    before: nn.Linear | None = None
+    for _ in range(6):
+        blocks.append(Lender(before))
+        before = blocks[-1].own
+    return Stack(blocks)
+
+
+def train(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, Tensor]:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[keys["precision"]]
+    generator = torch.Generator().manual_seed(3)
+    model = seeded(build)
+    with offload.initialize(model, keys) as engine:
+        for _ in range(3):
+            for _ in range(keys.get("gradient_accumulation_steps", 1)):
+                x = torch.randn(BATCH, WIDTH, generator=generator).to(dtype)
+                model(x).float().square().mean().backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.optimizer.state_dict()
+        engine.check_integrity()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_experts_without_tokens(tmp_path: Path, passes: int) -> None:
+    """Their block's gradients are never complete, and give way to those of the other blocks."""
+    keys = config(
+        tmp_path, NVME, precision="fp32", gradient_accumulation_steps=passes,
+        groups={"blocks": ["Experts"]}, optimizer={"chunk": 2048, "lr": 1e-2},
+    )  # fmt: skip
+    tight = train(experts, {**keys, "budget": least_budget(experts, keys)})
+    assert_same_bits(tight, train(experts, {**keys, "budget": {"host": "64MiB", "nvme": "64MiB"}}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", [NVME, STATES_HOST], ids=["nvme", "optimizer on nvme"])
+def test_blocks_that_share_a_weight_over_micro_batches(
+    tmp_path: Path, placement: dict[str, Any], precision: str
+) -> None:
+    """Each gives a gradient of it: fp32 sums, in host memory that the plan has counted."""
+    keys = config(
+        tmp_path, placement, precision=precision, micro_batches=3,
+        groups={"blocks": ["Lender"]}, optimizer={"chunk": 2048, "lr": 1e-2},
+    )  # fmt: skip
+    tight = train(lenders, {**keys, "budget": least_budget(lenders, keys)})
+    assert_same_bits(tight, train(lenders, {**keys, "budget": {"host": "64MiB", "nvme": "64MiB"}}))
