@@ -19,26 +19,13 @@ import torch
 from torch import nn
 
 from offload.bench.gpu_step import whole_model
+from offload.bench.step_deepspeed import LossOnly
 from offload.bench.step_systems import Batch, adamw_arguments
-from offload.train.model import LanguageModel
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
 _QUIET = 10**9  # steps between its progress lines
-
-
-class _LossOnly(nn.Module):
-    """Its hooks look for tensors in tensors, tuples and dicts."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor | None = self.model(inputs, targets).loss
-        assert loss is not None, "targets were given"
-        return loss
 
 
 class DeepSpeedOnGpu:
@@ -50,7 +37,7 @@ class DeepSpeedOnGpu:
         settings = settings_of(config)
         torch.manual_seed(config.seed)
         with deepspeed.zero.Init(config_dict_or_path=settings):
-            model = _LossOnly(whole_model(config))
+            model = LossOnly(whole_model(config))
         self._engine: Any = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=settings
         )[0]

@@ -36,7 +36,7 @@ _QUIET = 10**9  # steps between its progress lines
 _BUFFERS_OF_ONE_BLOCK = 10
 
 
-class _LossOnly(nn.Module):
+class LossOnly(nn.Module):
     """Its hooks find the tensors in tensors, tuples and dicts, not in a dataclass."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -59,7 +59,7 @@ class DeepSpeedZero3:
     ) -> None:
         _single_process()
         deepspeed: Any = importlib.import_module("deepspeed")
-        self._model = _LossOnly(build_model(config))
+        self._model = LossOnly(build_model(config))
         params = list(self._model.parameters())
         settings = _settings(config, device)
         if device == "nvme":
