@@ -37,6 +37,13 @@ from torch.utils import _pytree as pytree
 
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.discovery import Unit
+from offload.zero.micro_batch_checks import (
+    check_joinable,
+    is_close,
+    refuse_batch_norm,
+    refuse_chosen_gradients,
+    refuse_outer_checkpoint,
+)
 
 Forward = Callable[..., Any]
 # Entered around the backward of a block, with its groups (by index) and whether more of their
@@ -44,7 +51,6 @@ Forward = Callable[..., Any]
 BlockBackward = Callable[[Sequence[int], bool], AbstractContextManager[None]]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the norm; 16 bits: 5e-2
 
 
 class MicroBatching:
@@ -59,7 +65,7 @@ class MicroBatching:
                 "name their class in groups.blocks, or use gradient_accumulation_steps"
             )
         for unit in blocks:
-            _refuse_batch_norm(unit, count)
+            refuse_batch_norm(unit, count)
         compared: set[tuple[type, tuple[bool, ...]]] = set()
         self._blocks = [_Block(unit, count, backward, compared) for unit in blocks]
 
@@ -103,7 +109,7 @@ class _Block:
                 f"{self.count}; use larger batches (the model gets all micro-batches at once), or "
                 "lower micro_batches"
             )
-        _refuse_outer_checkpoint(self.unit)
+        refuse_outer_checkpoint(self.unit)
         pieces = _Pieces(leaves, structure, batch, self.count)
         self._compare_once(pieces)
         if not training:
@@ -167,10 +173,10 @@ class _Block:
             alone = [self._try_alone(pieces, number) for number in (0, 1)]
             together = _tensors(self.run(pieces.pair()))
         for number, outputs in enumerate(alone):
-            _check_joinable(outputs, pieces.spans[number], self.unit.name)
+            check_joinable(outputs, pieces.spans[number], self.unit.name)
         for place, whole in enumerate(together):
             joined = torch.cat([outputs[place] for outputs in alone])
-            if joined.shape != whole.shape or not _close(joined, whole):
+            if joined.shape != whole.shape or not is_close(joined, whole):
                 raise UnsupportedError(
                     f"{self.unit.name} ({kind.__name__}): two micro-batches together do not give "
                     "what each gives alone, so it mixes samples, its first dimension is not the "
@@ -230,7 +236,7 @@ class _Whole:
         leaves, structure = pytree.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         span = pieces.spans[number]
-        _check_joinable(tensors, span, name)
+        check_joinable(tensors, span, name)
         if self.structure is None:
             self.structure = structure
             self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -320,7 +326,7 @@ class _OverPieces(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _refuse_chosen_gradients(ctx.block.unit)
+        refuse_chosen_gradients(ctx.block.unit)
         if ctx.ends is None:
             raise RuntimeError(
                 "backward through a block under micro_batches a second time: its graphs are freed "
@@ -367,28 +373,6 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> None:
-    for tensor in tensors:
-        if tensor.dim() == 0 or tensor.shape[0] != span.stop - span.start:
-            raise UnsupportedError(
-                f"{name}: micro_batches cannot join an output of shape {tuple(tensor.shape)}, "
-                "whose first dimension is not the batch; use gradient_accumulation_steps"
-            )
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    finite = b.isfinite()
-    if not torch.equal(a.isfinite(), finite):
-        return False
-    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):  # signs of inf, places of NaN
-        return False
-    finite_a, finite_b = a[finite].double(), b[finite].double()
-    distance = (finite_a - finite_b).norm()
-    return bool(distance <= _TOLERANCE.get(a.dtype, 5e-2) * finite_b.norm())
-
-
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Without dropout: it would make any two runs differ."""
@@ -407,31 +391,3 @@ def _same_random(pieces: _Pieces) -> AbstractContextManager[None]:
     tensors = [leaf for leaf in pieces.leaves if isinstance(leaf, torch.Tensor)]
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return torch.random.fork_rng(devices=sorted(devices, key=str))
-
-
-def _refuse_batch_norm(unit: Unit, count: int) -> None:
-    for name, module in unit.module.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedError(
-                f"micro_batches: {count}: {unit.name}.{name} is a {type(module).__name__}, which "
-                "mixes the samples of a batch; use gradient_accumulation_steps, or a norm over "
-                "features (LayerNorm, GroupNorm)"
-            )
-
-
-def _refuse_chosen_gradients(unit: Unit) -> None:
-    if not torch.autograd._is_checkpoint_valid():
-        raise UnsupportedError(
-            f"{unit.name}: torch.autograd.grad and backward(inputs=...) cannot go through a block "
-            "under micro_batches, since the gradients of all its parameters would be accumulated "
-            "as well; call loss.backward(), or set micro_batches: 1"
-        )
-
-
-def _refuse_outer_checkpoint(unit: Unit) -> None:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
-        raise UnsupportedError(
-            f"{unit.name}: the model checkpoints its blocks itself, around all micro-batches; turn "
-            "that off and set placement.activations.checkpoint: true, which works within them"
-        )
