@@ -20,6 +20,7 @@ from offload.bench.record import Kind, Record, Row, Target, timed_row
 from offload.bench.rounds import Say, interleaved, seconds_of
 from offload.bench.stream import GROUP, BusLoop
 from offload.bench.table import Column, number
+from offload.bench.threads import sharing
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import BudgetError
 from offload.tiers.units import format_bytes, round_up
@@ -65,16 +66,10 @@ def run_adam(options: AdamOptions, say: Say) -> Record:
     record = Record("adam", {**asdict(options), "numel": numel, "threads": threads})
     record.note_rounds(options.rounds)
     arrays = Arrays(numel, streams)
-    runner = ParallelRunner(threads, min_share=1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with sharing(threads) as runner:
         systems, missing = _systems(arrays, runner, say)
         runs = {s.name: lambda s=s: seconds_of(s.run) for s in systems}
         seconds = interleaved(runs, options.rounds, say)
-    finally:
-        torch.set_num_threads(before)
-        runner.close()
     for system in systems:
         rates = {"parameters_per_s": float(numel), "bytes_per_s": system.traffic * numel}
         facts = {"traffic_nbytes_per_parameter": system.traffic}

@@ -19,6 +19,7 @@ from offload.bench.arrays import STAGGER_NBYTES
 from offload.bench.record import Kind, Record, timed_row
 from offload.bench.rounds import Say, interleaved, seconds_of
 from offload.bench.table import Column, number
+from offload.bench.threads import sharing
 from offload.swap.streams import CopyMark, CopyStream
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import BudgetError, ConfigError
@@ -64,10 +65,7 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
     threads = options.threads or machine.cpu_count()
     record = Record("copy", {**asdict(options), "nbytes": nbytes, "threads": threads})
     record.note_rounds(options.rounds)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    runner = ParallelRunner(threads, min_share=1)
-    try:
+    with sharing(threads) as runner:
         systems = (
             _device_systems(nbytes, options.piece_nbytes)
             if gpu
@@ -75,9 +73,6 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
         )
         runs = {s.name: lambda s=s: seconds_of(s.run) for s in systems}
         seconds = interleaved(runs, options.rounds, say)
-    finally:
-        torch.set_num_threads(before)
-        runner.close()
     for system in systems:
         rates = {"bytes_per_s": float(system.nbytes)}
         record.rows.append(

@@ -24,28 +24,14 @@ from offload.kernels.triton_convert import (
 from offload.kernels.variants import Master
 from tests.kernels import triton_device
 from tests.kernels.adam_cases import assert_same
+from tests.kernels.convert_cases import ALL_16_BITS, SIXTEEN, patterns
 from tests.kernels.triton_cases import NOISE, RULES, Case, case
 from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
 
 __all__ = ["launches"]
 pytestmark = triton_device.MARKS
 
-SIXTEEN = [Float.BF16, Float.FP16]
 SIZES = [0, 1, 1023, 1024, 1025, 3000]
-ALL_16_BITS = np.arange(1 << 16, dtype=np.uint16)
-EDGES = np.array(
-    [0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000,
-     0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF,
-     0xFFFF8000, 0x477FEFFF, 0x477FF000, 0x33000000, 0x33000001],
-    dtype=np.uint32,
-)  # fmt: skip
-
-
-def patterns(numel: int) -> NDArray[np.float32]:
-    """fp32 of every kind: random bits, with the edge cases among them."""
-    bits = np.random.default_rng(numel).integers(0, 1 << 32, numel, dtype=np.uint32)
-    bits[: EDGES.size] = EDGES[:numel]
-    return bits.view(np.float32)
 
 
 def halves(values: NDArray[np.float32]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import offload
+from offload.errors import BudgetError
+from offload.tiers.units import parse_bytes
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 37, 32, 6, 2
 NVME: dict[str, Any] = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
@@ -139,3 +144,15 @@ def losses_of(
             engine.optimizer.step()
             engine.optimizer.zero_grad()
     return losses
+
+
+def least_budget(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, str]:
+    """What a refusal asks for."""
+    with pytest.raises(BudgetError) as refusal:
+        offload.initialize(seeded(build), {**keys, "budget": {"host": "4KiB", "nvme": "64MiB"}})
+    needed = re.search(r"of the ([\d.]+) (\w+) needed", str(refusal.value))
+    assert needed, str(refusal.value)
+    unit = parse_bytes(f"1{needed[2]}")
+    rounding = 0 if unit == 1024 else unit // 20  # one decimal is shown
+    nbytes = float(needed[1]) * unit + rounding
+    return {"host": f"{math.ceil(nbytes / 1024)}KiB", "nvme": "64MiB"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,24 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.errors import BudgetError
-from offload.tiers.units import parse_bytes
-from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    assert_same_bits,
+    config,
+    least_budget,
+    seeded,
+)
 
 WIDTH, BATCH = 48, 6
 STATES_HOST = {**HOST, "optimizer": "nvme"}
-
-
-def least_budget(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, str]:
-    """What a refusal asks for."""
-    with pytest.raises(BudgetError) as refusal:
-        offload.initialize(seeded(build), {**keys, "budget": {"host": "4KiB", "nvme": "64MiB"}})
-    needed = re.search(r"of the ([\d.]+) (\w+) needed", str(refusal.value))
-    assert needed, str(refusal.value)
-    unit = parse_bytes(f"1{needed[2]}")
-    rounding = 0 if unit == 1024 else unit // 20  # one decimal is shown
-    nbytes = float(needed[1]) * unit + rounding
-    return {"host": f"{math.ceil(nbytes / 1024)}KiB", "nvme": "64MiB"}
 
 
 class Experts(nn.Module):

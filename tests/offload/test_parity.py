@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offload
-from offload.errors import BudgetError
-from offload.tiers.units import parse_bytes
 from tests.aio import WHY_NO_LIBAIO
 from tests.offload.engine_cases import (
     DEVICE,
@@ -27,6 +23,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    least_budget,
     losses_of,
     seeded,
     states_of,
@@ -81,18 +78,6 @@ def reference(folder: Path, precision: str, accumulate: int, clip: bool) -> Run:
     return train(config(folder, HOST, **keys), accumulate)
 
 
-def least_host_budget(keys: dict[str, Any]) -> str:
-    """The host budget that a refusal asks for: what it says has to be enough."""
-    with pytest.raises(BudgetError) as refusal:
-        offload.initialize(seeded(TinyLM), {**keys, "budget": {"host": "4KiB", "nvme": "64MiB"}})
-    needed = re.search(r"of the ([\d.]+) (\w+) needed", str(refusal.value))
-    assert needed, str(refusal.value)
-    unit = parse_bytes(f"1{needed[2]}")
-    shown = float(needed[1]) * unit
-    rounding = 0 if unit == 1024 else unit // 20  # one decimal is shown
-    return f"{math.ceil((shown + rounding) / 1024)}KiB"
-
-
 AIO = "threads" if WHY_NO_LIBAIO else "libaio"
 
 
@@ -143,7 +128,7 @@ def test_no_placement_budget_chunk_prefetch_or_backend_changes_a_bit(
         **keys["placement"], "activations": {"tier": tier, "checkpoint": checkpoint}
     }  # fmt: skip
     if tight:
-        keys["budget"] = {"host": least_host_budget(keys), "nvme": "64MiB"}
+        keys["budget"] = least_budget(TinyLM, keys)
     elif tier == "nvme":
         keys["budget"] = {"host": "32MiB", "nvme": "64MiB"}
         event(f"host budget {keys['budget']['host']}")
