@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,8 @@ from offload.zero.discovery import Discovery
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig, ThreadsConfig
+
+_log = logging.getLogger("offload")
 
 
 def resolved_config(config: OffloadConfig, plan: Plan, device: str) -> OffloadConfig:
@@ -118,7 +121,22 @@ def make_plan(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -
     plan = with_device(plan, device)
     plan = _with_activations(plan, activations)
     _check(plan, hardware)
+    _tell_of_sums(plan)
     return plan
+
+
+def _tell_of_sums(plan: Plan) -> None:
+    """Say what is not where the configuration puts it."""
+    if TierName.NVME not in dict(plan.placements[StateClass.GRADIENTS].shares):
+        return
+    summed = [group for group in plan.groups if group.summed]
+    if summed:
+        _log.warning(
+            "placement.gradients: %d groups that several blocks share get a gradient from each "
+            "under micro_batches; these fp32 sums (%s) stay on host, not on nvme: %s",
+            len(summed), format_bytes(sum(group.gradients for group in summed)),
+            ", ".join(group.name for group in summed[:3]) + (" ..." if len(summed) > 3 else ""),
+        )  # fmt: skip
 
 
 def _tuned(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -> OffloadConfig:

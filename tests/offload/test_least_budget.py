@@ -113,7 +113,7 @@ def test_experts_without_tokens(tmp_path: Path, passes: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("placement", [NVME, STATES_HOST], ids=["nvme", "optimizer on nvme"])
 def test_blocks_that_share_a_weight_over_micro_batches(
-    tmp_path: Path, placement: dict[str, Any], precision: str
+    tmp_path: Path, placement: dict[str, Any], precision: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each gives a gradient of it: fp32 sums, in host memory that the plan has counted."""
     keys = config(
@@ -122,3 +122,5 @@ def test_blocks_that_share_a_weight_over_micro_batches(
     )  # fmt: skip
     tight = train(lenders, {**keys, "budget": least_budget(lenders, keys)})
     assert_same_bits(tight, train(lenders, {**keys, "budget": {"host": "64MiB", "nvme": "64MiB"}}))
+    told = "fp32 sums" in caplog.text and "stay on host" in caplog.text
+    assert told == (precision == "bf16" and placement["gradients"] == "nvme")
