@@ -14,8 +14,8 @@ from offload.kernels import jit
 from offload.kernels.floats import Float
 from offload.kernels.lanes import F64, I64, STORAGE, WIDTH, Lanes, Value
 from offload.kernels.loops import interleave
+from offload.kernels.norm_blocks import NORM_BLOCK
 
-NORM_BLOCK = 65536  # elements per partial sum of squares
 SUM_LANES = 32  # partial sums within a block; fixed, since the bits of a partial follow from it
 _DIGEST = jit.digest(__file__)
 

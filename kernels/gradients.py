@@ -24,7 +24,8 @@ from functools import partial
 import numpy as np
 
 from offload.kernels.floats import Array, Float, Runner, check_input, check_output, numel_of, serial
-from offload.kernels.gradient_loop import NORM_BLOCK, Action, gradient_loop, variant_code
+from offload.kernels.gradient_loop import Action, gradient_loop, variant_code
+from offload.kernels.norm_blocks import NORM_BLOCK, norm_blocks
 
 __all__ = [
     "NORM_BLOCK",
@@ -37,11 +38,6 @@ __all__ = [
 
 _FP32 = np.dtype(np.float32)
 _FP64 = np.dtype(np.float64)
-
-
-def norm_blocks(numel: int) -> int:
-    """How many partials an array of `numel` elements has."""
-    return -(-numel // NORM_BLOCK)
 
 
 def copy_gradient(

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.kernels.floats import Float
-from offload.kernels.gradient_loop import NORM_BLOCK, SUM_LANES
+from offload.kernels.gradient_loop import SUM_LANES
 from offload.kernels.int8 import BLOCK
+from offload.kernels.norm_blocks import NORM_BLOCK
 from offload.kernels.rules import AdamScalars
 
 F32 = NDArray[np.float32]

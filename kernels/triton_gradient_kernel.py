@@ -12,7 +12,8 @@ first of them is added.
 import triton
 import triton.language as tl
 
-from offload.kernels.gradient_loop import NORM_BLOCK, SUM_LANES, Action
+from offload.kernels.gradient_loop import SUM_LANES, Action
+from offload.kernels.norm_blocks import NORM_BLOCK
 from offload.kernels.triton_ops import decode, encode, load, store
 
 COPY = tl.constexpr(int(Action.COPY))

@@ -20,8 +20,8 @@ from offload.homes import TieredHomes, compute_device, this_machine
 from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
 from offload.model_state import StateDictHooks
 from offload.optimizer import OffloadOptimizer
-from offload.plan import Plan, spare_host_nbytes
-from offload.planner import make_plan, resolved_config
+from offload.planning.plan import Plan, spare_host_nbytes
+from offload.planning.planner import make_plan, resolved_config
 from offload.report import Report, tier_reports
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
@@ -73,7 +73,9 @@ class Engine:
         dtype = _DTYPES[config.precision]
         _check_model(model)
         discovery = discover(model, config.groups.blocks)
-        self.plan: Plan = make_plan(config, discovery, this_machine(config.nvme, self.device))
+        self.plan: Plan = make_plan(
+            config, discovery.shape(), this_machine(config.nvme, self.device)
+        )
         self.config = resolved_config(config, self.plan, self.device.type)
         _say_slow(config.precision, self.device)
         optimized: Any = parameters

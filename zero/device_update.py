@@ -25,9 +25,8 @@ from offload.tiers.units import round_up
 from offload.zero.bits import DTYPE_OF
 from offload.zero.chunks import Chunk, Part, Segment
 from offload.zero.device_work import DeviceWork
-from offload.zero.records import RecordFormat
+from offload.zero.records import ALIGN_NBYTES, RecordFormat
 
-ALIGN_NBYTES = 512  # of what shares a buffer
 # What a kernel on the device takes for the arrays of a record: 16-bit floats have a type there.
 _DTYPES = {
     np.dtype(np.float32): torch.float32,

@@ -8,12 +8,14 @@ every other unit with that weight needs the first one's group as well.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from offload.tiers.errors import ConfigError
+from offload.zero.layout import ParamShape
+from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A subtree this small is one unit: a hook per layer would cost more than moving it whole.
@@ -43,11 +45,19 @@ class Discovery:
     groups: list[GroupPlan]
     units: list[Unit]
 
-    @property
-    def shared(self) -> frozenset[int]:
-        """Groups that several units use: with micro-batches they get a gradient from each."""
-        uses = Counter(index for unit in self.units for index in unit.groups)
-        return frozenset(index for index, count in uses.items() if count > 1)
+    def shape(self) -> ModelShape:
+        """The same without modules and values."""
+        return ModelShape(
+            tuple(GroupShape(group.name, shapes_of(group.params)) for group in self.groups),
+            tuple(UnitShape(u.name, tuple(u.groups), u.repeated) for u in self.units),
+        )
+
+
+def shapes_of(
+    params: Iterable[tuple[tuple[str, ...], nn.Parameter]],
+) -> tuple[ParamShape, ...]:
+    """`(names, parameter)` pairs without their values."""
+    return tuple(ParamShape(names, tuple(p.shape), p.requires_grad) for names, p in params)
 
 
 def managed(param: nn.Parameter) -> bool:

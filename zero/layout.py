@@ -9,10 +9,9 @@ same grid of elements, so that piece `i` of each class belongs to piece `i` of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from offload.tiers.units import round_up
 
@@ -21,11 +20,24 @@ ALIGN_NUMEL = 256
 
 
 @dataclass(frozen=True, slots=True)
+class ParamShape:
+    """A parameter without its values: enough to count and to place it."""
+
+    names: tuple[str, ...]  # every qualified name it has in the model (tied weights: several)
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter in a flat buffer. Offsets and sizes in elements."""
 
     names: tuple[str, ...]  # every qualified name it has in the model (tied weights: several)
-    shape: torch.Size
+    shape: tuple[int, ...]
     offset: int
     trainable: bool
 
@@ -35,7 +47,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        return self.shape.numel()
+        return math.prod(self.shape)
 
     @property
     def stop(self) -> int:
@@ -57,17 +69,17 @@ class Layout:
         return [range(start, min(start + chunk_numel, end)) for start in starts]
 
 
-def lay_out(params: Sequence[tuple[tuple[str, ...], torch.nn.Parameter]]) -> Layout:
-    """The layout of `(names, parameter)` pairs, which may have any order and sizes (also 0)."""
+def lay_out(params: Sequence[ParamShape]) -> Layout:
+    """The layout of parameters, which may have any order and sizes (also 0)."""
     specs = []
     offset = 0
     numel_trainable = 0
     for trainable in (True, False):
-        for names, param in params:
-            if param.requires_grad is trainable:
-                specs.append(ParamSpec(names, param.shape, offset, trainable))
+        for param in params:
+            if param.trainable is trainable:
+                specs.append(ParamSpec(param.names, param.shape, offset, trainable))
                 # one without elements takes room, too: no state is empty, every update has a chunk
-                offset = round_up(offset + max(param.numel(), 1), ALIGN_NUMEL)
+                offset = round_up(offset + max(param.numel, 1), ALIGN_NUMEL)
         if trainable:
             numel_trainable = offset
     return Layout(tuple(specs), numel_trainable, offset)

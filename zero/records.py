@@ -12,17 +12,21 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX, StateFormat, is_signed
-from offload.kernels.state_codec import Stored, decode_state, encode_state
 from offload.tiers.units import round_up
 
+if TYPE_CHECKING:
+    import torch
+
+    from offload.kernels.state_codec import Stored
+
 _STAGGER_NBYTES = 17 * 64
+ALIGN_NBYTES = 512  # of what shares a staging buffer on a device
 _STATE_DTYPES: dict[StateFormat, np.dtype[Any]] = {
     StateFormat.FP32: np.dtype(np.float32),
     StateFormat.BF16: np.dtype(np.uint16),
@@ -132,15 +136,22 @@ class RecordFormat:
 
     def read_state(self, arrays: dict[str, Array], name: str, span: slice) -> Array:
         """A copy of part of a state in fp32."""
+        # imported where values are looked at: counting bytes needs no compiler
+        from offload.kernels.state_codec import decode_state
+
         stored = self._stored(arrays, name, span)
         return decode_state(stored, self.state_format, signed=is_signed(name))
 
     def write_state(self, arrays: dict[str, Array], name: str, span: slice, values: Array) -> None:
         """Overwrite part of a state; what `read_state` gave is kept exactly."""
+        from offload.kernels.state_codec import encode_state
+
         stored = self._stored(arrays, name, span)
         encode_state(values, stored, self.state_format, signed=is_signed(name))
 
     def _stored(self, arrays: dict[str, Array], name: str, span: slice) -> Stored:
+        from offload.kernels.state_codec import Stored
+
         if self.state_format is not StateFormat.INT8:
             return Stored(arrays[name][span])
         return Stored(arrays[name][span], arrays[_scale(name)][_blocks(span)])

@@ -24,7 +24,7 @@ from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.bits import FLOAT_OF
 from offload.zero.device_work import DeviceWork
-from offload.zero.discovery import Discovery
+from offload.zero.discovery import Discovery, shapes_of
 from offload.zero.gradient_paths import DevicePartials
 from offload.zero.gradient_sums import GradientSums
 from offload.zero.gradients import GradientAccumulator
@@ -115,7 +115,7 @@ class Runtime:
         self._backward_thread = 0  # the one that gave the last gradient
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
-        self._shared = discovery.shared
+        self._shared = discovery.shape().shared
         for plan in discovery.groups:
             self._add_group(plan.name, plan.params)
         self._where = {
@@ -140,7 +140,7 @@ class Runtime:
     def _add_group(self, name: str, params: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
         options = self.options
         index = len(self.groups)
-        layout = lay_out(params)
+        layout = lay_out(shapes_of(params))
         by_names = dict(params)
         ordered = [by_names[spec.names] for spec in layout.params]
 

@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 def print_plan(file: Path, overrides: Sequence[str]) -> None:
     """Describe the run of `file` without starting it."""
     config = OffloadConfig.load(file, overrides)
-    from offload.plan_text import describe
+    from offload.planning.plan_text import describe
     from offload.train.model import build_meta_model
 
     with located(file, overrides):

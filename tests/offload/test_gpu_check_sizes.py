@@ -15,8 +15,8 @@ from offload.bench.gpu_sizes import DEEPSPEED, GIB, OURS, SHAPES, Needs, choose
 from offload.bench.gpu_step import OffloadedOnGpu, train
 from offload.config import OffloadConfig
 from offload.errors import IntegrityError
-from offload.plan import Hardware
-from offload.planner import make_plan
+from offload.planning.plan import Hardware
+from offload.planning.planner import make_plan
 from offload.train.model import build_meta_model, parameter_count
 from offload.zero.discovery import discover
 from tests.offload.gpu_check_cases import H200, MACHINES, chosen
@@ -86,7 +86,7 @@ def test_the_planner_accepts_what_is_chosen(
     hardware = Hardware(
         machine.device_nbytes, machine.host_nbytes, machine.host_nbytes, machine.disk_nbytes
     )
-    plan = make_plan(config, discover(build_meta_model(config), ()), hardware)
+    plan = make_plan(config, discover(build_meta_model(config), ()).shape(), hardware)
     assert plan.uses_nvme == (case.record_share_on_nvme > 0)
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.plan import Hardware
-from offload.planner import make_plan
+from offload.planning.plan import Hardware
+from offload.planning.planner import make_plan
+from offload.planning.tuning import UNMEASURED, Streamed, choose
 from offload.swap.measure import Bandwidth
-from offload.tuning import UNMEASURED, Streamed, choose
 from offload.zero.discovery import discover
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -54,7 +54,7 @@ def test_only_what_is_on_nvme_is_measured_for(placement: str, measures: int) -> 
     classes = dict.fromkeys(("parameters", "gradients", "optimizer"), placement)
     config = OffloadConfig.load({"placement": classes, "budget": {"host": "32GiB"}})
     hardware = Hardware(0, 64 * GIB, 64 * GIB, 256 * GIB, measure)
-    plan = make_plan(config, discover(model), hardware)
+    plan = make_plan(config, discover(model).shape(), hardware)
     assert len(calls) == measures
     assert (plan.chunk_numel > UNMEASURED.chunk_numel) == bool(measures)
 
@@ -62,6 +62,6 @@ def test_only_what_is_on_nvme_is_measured_for(placement: str, measures: int) -> 
     fixed = OffloadConfig.load(
         {"placement": classes, "budget": {"host": "32GiB"}, "optimizer": explicit, "prefetch": 3}
     )
-    plan = make_plan(fixed, discover(model), hardware)
+    plan = make_plan(fixed, discover(model).shape(), hardware)
     assert (plan.chunk_numel, plan.prefetch) == (4096, 3)
     assert len(calls) == measures

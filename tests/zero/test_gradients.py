@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from offload.kernels.floats import Float, serial
 from offload.swap.state import MemoryState
@@ -16,16 +15,14 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.zero.gradients import GradientAccumulator, total_norm
-from offload.zero.layout import lay_out
+from offload.zero.layout import ParamShape, lay_out
 from offload.zero.loss_scale import LossScale
 
 
 @pytest.fixture
 def make():
     tier = MemoryTier(TierName.HOST, 1 << 20, HostMemory(1 << 20), Ledger())
-    layout = lay_out(
-        [(("w",), nn.Parameter(torch.zeros(70, 3))), (("b",), nn.Parameter(torch.zeros(5)))]
-    )
+    layout = lay_out([ParamShape(("w",), (70, 3)), ParamShape(("b",), (5,))])
 
     def state(itemsize: int) -> MemoryState:
         size = layout.numel_trainable * itemsize

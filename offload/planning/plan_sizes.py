@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
+from offload.planning.tuning import UNMEASURED
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.units import round_up
-from offload.tuning import UNMEASURED
-from offload.zero.discovery import Discovery
-from offload.zero.layout import Layout, lay_out
+from offload.zero.layout import Layout
+from offload.zero.model_shape import ModelShape
 from offload.zero.records import Master, RecordFormat
 
 if TYPE_CHECKING:
@@ -55,13 +55,13 @@ class Sizes:
         return _pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
 
 
-def measure(config: OffloadConfig, discovery: Discovery) -> tuple[GroupBytes, ...]:
+def measure(config: OffloadConfig, model: ModelShape) -> tuple[GroupBytes, ...]:
     """Bytes of every group's states."""
     sizes = sizes_of(config)
-    shared = discovery.shared if config.micro_batches > 1 else frozenset[int]()
+    shared = model.shared if config.micro_batches > 1 else frozenset[int]()
     return tuple(
-        _group_bytes(plan.name, lay_out(plan.params), sizes, several=index in shared)
-        for index, plan in enumerate(discovery.groups)
+        _group_bytes(group.name, group.layout, sizes, several=index in shared)
+        for index, group in enumerate(model.groups)
     )
 
 
@@ -108,37 +108,37 @@ def with_records(group: GroupBytes, tiers: Sequence[TierName], sizes: Sizes) -> 
     return replace(group, records=records)
 
 
-def window_nbytes_of(discovery: Discovery, groups: Sequence[GroupBytes]) -> int:
+def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     """Memory that copies of nvme state need at least: one unit's parameters, those of an enclosing
     module that stay gathered meanwhile, and one group's gradients or one record.
 
     They lie where earlier copies left room: with `n` copies in use, the space between them may be
     in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
     """
-    root = [groups[index].parameters for u in discovery.units if not u.name for index in u.groups]
+    root = [groups[index].parameters for u in model.units if not u.name for index in u.groups]
     other = max((max(group.gradients, *group.records, 0) for group in groups), default=0)
     window = 0
-    for unit in discovery.units:
+    for unit in model.units:
         pieces = [groups[index].parameters for index in unit.groups]
         pieces += [*(root if unit.name else ()), other]
         window = max(window, sum(pieces) + (len(pieces) - 1) * max(pieces))
     return window
 
 
-def largest_unit(discovery: Discovery, groups: Sequence[GroupBytes]) -> int:
+def largest_unit(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's,
     with the room between them that `window_nbytes_of` explains."""
-    root = [groups[index].parameters for u in discovery.units if not u.name for index in u.groups]
+    root = [groups[index].parameters for u in model.units if not u.name for index in u.groups]
     largest = sum(root)
-    for unit in discovery.units:
+    for unit in model.units:
         pieces = [groups[index].parameters for index in unit.groups] + (root if unit.name else [])
         largest = max(largest, sum(pieces) + max(0, len(pieces) - 1) * max(pieces, default=0))
     return largest
 
 
-def sums_nbytes_of(discovery: Discovery, groups: Sequence[GroupBytes]) -> int:
+def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     """fp32 gradients of the largest block, summed over its micro-batches."""
-    blocks = [unit.groups for unit in discovery.units if unit.repeated]
+    blocks = [unit.groups for unit in model.units if unit.repeated]
     numels = [sum(groups[index].layout.numel_trainable for index in block) for block in blocks]
     return _pages(max(numels, default=0) * 4)
 

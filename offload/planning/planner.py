@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.activation_plan import least_window, share_out
 from offload.config_fields import Percent, TierSplit
-from offload.device_plan import plan_device, with_device
-from offload.plan import Hardware, Plan, breakdown, needed_nbytes
-from offload.plan_sizes import (
+from offload.planning.activation_plan import least_window, share_out
+from offload.planning.device_plan import plan_device, with_device
+from offload.planning.plan import Hardware, Plan, breakdown, needed_nbytes
+from offload.planning.plan_sizes import (
     CLASSES,
     ITEMSIZE,
     STAGING_BUFFERS,
@@ -26,14 +26,14 @@ from offload.plan_sizes import (
     window_nbytes_of,
     with_records,
 )
+from offload.planning.tuning import Streamed, choose
 from offload.swap.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.units import format_bytes
-from offload.tuning import Streamed, choose
-from offload.zero.discovery import Discovery
+from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig, ThreadsConfig
@@ -94,18 +94,18 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
     return int(whole * given.fraction) if isinstance(given, Percent) else given
 
 
-def make_plan(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -> Plan:
+def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
     """The plan of a model on some hardware. BudgetError if a budget cannot work."""
-    _check_least(config, discovery, hardware)
-    config = _tuned(config, discovery, hardware)
-    groups = measure(config, discovery)
+    _check_least(config, model, hardware)
+    config = _tuned(config, model, hardware)
+    groups = measure(config, model)
     sizes = sizes_of(config)
     explicit = _explicit(config)
     budgets = resolve_budgets(config, hardware, _device_demand(explicit, groups))
     gpu = hardware.device_nbytes > 0
     device = plan_device(explicit, groups, sizes, hardware, budgets[TierName.DEVICE])
     activations = TierName(config.placement.activations.tier)
-    window = window_nbytes_of(discovery, groups)
+    window = window_nbytes_of(model, groups)
     taken = window + least_window(activations, gpu)
     free = dict(budgets)
     free[TierName.DEVICE] -= device.total_nbytes if device is not None else 0
@@ -115,8 +115,8 @@ def make_plan(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -
     for state_class in CLASSES:
         if state_class not in placements:
             placements[state_class] = _place(state_class, groups, free, placements, taken)
-    sums = sums_nbytes_of(discovery, groups) if config.micro_batches > 1 else 0
-    unit = largest_unit(discovery, groups)
+    sums = sums_nbytes_of(model, groups) if config.micro_batches > 1 else 0
+    unit = largest_unit(model, groups)
     plan = _build(placements, groups, budgets, sizes, window, gpu, unit, sums)
     plan = with_device(plan, device)
     plan = _with_activations(plan, activations)
@@ -139,13 +139,13 @@ def _tell_of_sums(plan: Plan) -> None:
         )  # fmt: skip
 
 
-def _tuned(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -> OffloadConfig:
+def _tuned(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> OffloadConfig:
     """`config` with chunk and prefetch chosen, where they are open, for the nvme that is there."""
     chunk, prefetch = config.optimizer.chunk, config.prefetch
     if chunk != "auto" and prefetch != "auto":
         return config
     sizes = sizes_of(config)
-    numels = [sum(p.numel() for _, p in group.params) for group in discovery.groups]
+    numels = [group.numel for group in model.groups]
     chunks = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.itemsize + sizes.gradient_itemsize
     budget = resolve_budgets(config, hardware, 0)[TierName.HOST]
     named = list(_explicit(config).values())
@@ -161,9 +161,9 @@ def _tuned(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -> O
     return config.model_copy(update={"optimizer": optimizer, "prefetch": depth})
 
 
-def _check_least(config: OffloadConfig, discovery: Discovery, hardware: Hardware) -> None:
+def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
     """Refuse what no placement could hold, before counting it chunk by chunk."""
-    numel = sum(param.numel() for group in discovery.groups for _, param in group.params)
+    numel = model.numel
     least = numel * ITEMSIZE[config.precision]
     there = hardware.device_nbytes + hardware.host_nbytes + hardware.nvme_free_nbytes
     if least > there:

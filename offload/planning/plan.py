@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload import machine
-from offload.activation_plan import ActivationPlan
-from offload.plan_sizes import CLASSES, GroupBytes
+from offload.planning.activation_plan import ActivationPlan
+from offload.planning.plan_sizes import CLASSES, GroupBytes
+from offload.planning.tuning import Measure
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.units import format_bytes
-from offload.tuning import Measure
 from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
-    from offload.device_plan import DevicePlan
+    from offload.planning.device_plan import DevicePlan
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.kernels.gradients import NORM_BLOCK, norm_blocks
-from offload.plan_sizes import GroupBytes, Sizes
+from offload.kernels.norm_blocks import NORM_BLOCK, norm_blocks
+from offload.planning.plan_sizes import GroupBytes, Sizes
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.units import round_up
-from offload.zero.device_update import ALIGN_NBYTES
+from offload.zero.records import ALIGN_NBYTES
 
 if TYPE_CHECKING:
-    from offload.plan import Hardware, Plan
+    from offload.planning.plan import Hardware, Plan
 
 # Where a buffer is filled, one leaves, and two more let a burst of small gradients through.
 _OUTBOX_BUFFERS = 4

@@ -10,8 +10,8 @@ from rich.table import Table
 from torch import nn
 
 from offload.homes import compute_device, this_machine
-from offload.plan import Plan, breakdown, needed_nbytes
-from offload.planner import make_plan
+from offload.planning.plan import Plan, breakdown, needed_nbytes
+from offload.planning.planner import make_plan
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
@@ -33,8 +33,8 @@ def describe(config: OffloadConfig, model: nn.Module) -> RenderableType:
     """
     config = config.resolved()
     device = compute_device(config)
-    discovery = discover(model, config.groups.blocks)
-    plan = make_plan(config, discovery, this_machine(config.nvme, device))
+    shape = discover(model, config.groups.blocks).shape()
+    plan = make_plan(config, shape, this_machine(config.nvme, device))
     return Group(_headline(config, plan, device), _bytes(plan), _needs(plan))
 
 

@@ -1,0 +1,62 @@
+"""A model without its values: which parameters there are, and which move together.
+
+All that planning needs. Made from modules by `Discovery.shape()`, or from a file's header by
+whoever has no module at hand; neither torch nor the model's code is needed to work with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.zero.layout import Layout, ParamShape, lay_out
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Parameters that are gathered and released together, in module order."""
+
+    name: str
+    params: tuple[ParamShape, ...]
+
+    @cached_property
+    def layout(self) -> Layout:
+        return lay_out(self.params)
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return sum(param.numel for param in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """A module with a forward, and the groups (by index) that it needs while it runs."""
+
+    name: str
+    groups: tuple[int, ...]
+    repeated: bool = False  # one of the model's blocks
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Groups, and the units that use them in module order."""
+
+    groups: tuple[GroupShape, ...]
+    units: tuple[UnitShape, ...]
+
+    @property
+    def numel(self) -> int:
+        """Parameters; tied ones count once."""
+        return sum(group.numel for group in self.groups)
+
+    @property
+    def numel_trainable(self) -> int:
+        return sum(p.numel for group in self.groups for p in group.params if p.trainable)
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Groups that several units use: with micro-batches they get a gradient from each."""
+        uses = Counter(index for unit in self.units for index in unit.groups)
+        return frozenset(index for index, count in uses.items() if count > 1)
