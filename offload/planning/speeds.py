@@ -1,0 +1,25 @@
+"""How fast a machine is: the numbers that the model of time works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Sustained rates of one rank's share of a machine. Bytes and operations per second."""
+
+    name: str  # `this machine`, `RTX 4090 + Gen4 SSD`
+    gpu: bool  # whether the model computes on a GPU
+    matmul_flops_per_s: Mapping[str, float]  # by precision: fp32, bf16, fp16
+    compute_bytes_per_s: float  # operations bound by the memory of the compute device
+    operation_s: float  # what one call of a kernel costs beside its work
+    host_bytes_per_s: float  # the optimizer's traffic over the memory bus, all cores
+    optimizer_parameters_per_s: Mapping[str, float] = field(default_factory=dict)
+    # measured rate by format of states (fp32, bf16, int8); absent: bound by the bus
+    nvme_read_bytes_per_s: float = 0.0
+    nvme_write_bytes_per_s: float = 0.0
+    host_to_device_bytes_per_s: float = 0.0
+    device_to_host_bytes_per_s: float = 0.0
+    endurance_nbytes: int = 0  # that may be written to the SSDs in all; 0: unknown
