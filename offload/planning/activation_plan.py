@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.tiers.errors import BudgetError
 from offload.tiers.extent import PAGE_NBYTES, TierName
-from offload.tiers.units import format_bytes
 
 LEAST_WINDOW_NBYTES = 8 << 20  # four pieces of 2 MiB on their way at a time
 
@@ -40,15 +38,10 @@ def share_out(
 
     Half of the host memory, if copies of other states (`cached`) or the pages of files want the
     rest, else all of it. On nvme an eighth stays free: extents of other states that are written
-    anew must find holes of their size. BudgetError where nvme is their home and nothing is left.
+    anew must find holes of their size; 0 where nothing is left.
     """
     whole = tier is TierName.HOST and not cached
     more = max(0, host_left_nbytes if whole else host_left_nbytes // 2)
     window = LEAST_WINDOW_NBYTES + more // PAGE_NBYTES * PAGE_NBYTES
     disk = max(0, nvme_left_nbytes) * 7 // 8 if tier is TierName.NVME else 0
-    if tier is TierName.NVME and not disk:
-        raise BudgetError(
-            "placement.activations.tier: nvme, but the other states need all of budget.nvme "
-            f"({format_bytes(max(0, nvme_left_nbytes))} are left); raise budget.nvme"
-        )
     return ActivationPlan(tier, window, disk)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from offload.config_fields import Percent, TierSplit
 from offload.planning.activation_plan import least_window, share_out
 from offload.planning.device_plan import plan_device, with_device
-from offload.planning.plan import Hardware, Plan, breakdown, needed_nbytes
+from offload.planning.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan_sizes import (
     CLASSES,
     ITEMSIZE,
@@ -26,6 +26,7 @@ from offload.planning.plan_sizes import (
     window_nbytes_of,
     with_records,
 )
+from offload.planning.shortfalls import shortfalls as shortfalls
 from offload.planning.tuning import Streamed, choose
 from offload.swap.worker import available_cores
 from offload.tiers.errors import BudgetError
@@ -97,6 +98,16 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
 def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
     """The plan of a model on some hardware. BudgetError if a budget cannot work."""
     _check_least(config, model, hardware)
+    plan = lay_out_plan(config, model, hardware)
+    missing = shortfalls(plan, hardware)
+    if missing:
+        raise BudgetError(missing[0].message)
+    _tell_of_sums(plan)
+    return plan
+
+
+def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
+    """The plan as the configuration asks for it, whether or not it fits (see `shortfalls`)."""
     config = _tuned(config, model, hardware)
     groups = measure(config, model)
     sizes = sizes_of(config)
@@ -119,10 +130,7 @@ def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> P
     unit = largest_unit(model, groups)
     plan = _build(placements, groups, budgets, sizes, window, gpu, unit, sums)
     plan = with_device(plan, device)
-    plan = _with_activations(plan, activations)
-    _check(plan, hardware)
-    _tell_of_sums(plan)
-    return plan
+    return _with_activations(plan, activations)
 
 
 def _tell_of_sums(plan: Plan) -> None:
@@ -289,52 +297,3 @@ def _with_activations(plan: Plan, tier: TierName) -> Plan:
     activations = share_out(tier, left[TierName.HOST], left[TierName.NVME], cached=plan.uses_nvme)
     expected[TierName.HOST][StateClass.ACTIVATIONS] = activations.window_nbytes
     return replace(plan, activations=activations)
-
-
-def _check(plan: Plan, hardware: Hardware) -> None:
-    """BudgetError, naming the missing bytes and the key, if a tier cannot hold its part."""
-    for tier in (TierName.DEVICE, TierName.HOST, TierName.NVME):
-        needed = needed_nbytes(plan, tier)
-        budget = plan.budgets[tier]
-        if needed > budget:
-            raise BudgetError(
-                f"budget.{tier}: {format_bytes(budget)} is {format_bytes(needed - budget)} short "
-                f"of the {format_bytes(needed)} needed ({breakdown(plan, tier)}); "
-                f"{_remedy(plan, tier)}"
-            )
-    _check_machine(plan, hardware)
-
-
-def _check_machine(plan: Plan, hardware: Hardware) -> None:
-    if plan.budgets[TierName.HOST] > hardware.host_nbytes:
-        raise BudgetError(
-            f"budget.host: {format_bytes(plan.budgets[TierName.HOST])} is more than the "
-            f"{format_bytes(hardware.host_nbytes)} of RAM that this process may use; lower it, or "
-            "write a percentage"
-        )
-    memory = needed_nbytes(plan, TierName.HOST)
-    if not hardware.device_nbytes:
-        memory += needed_nbytes(plan, TierName.DEVICE)
-    if memory > hardware.host_nbytes:
-        raise BudgetError(
-            f"budget.host: the plan needs {format_bytes(memory)} of RAM, this process may use "
-            f"{format_bytes(hardware.host_nbytes)}; move a class to nvme"
-        )
-    disk = needed_nbytes(plan, TierName.NVME)
-    if disk > hardware.nvme_free_nbytes:
-        raise BudgetError(
-            f"budget.nvme: the plan needs {format_bytes(disk)} on disk, "
-            f"{format_bytes(hardware.nvme_free_nbytes)} are free under nvme.paths; free space, or "
-            "add a path to nvme.paths"
-        )
-
-
-def _remedy(plan: Plan, tier: TierName) -> str:
-    if tier is TierName.NVME:
-        return "raise budget.nvme"
-    classes = [c for c in CLASSES if plan.expected[tier].get(c)]
-    below = TierName.HOST if tier is TierName.DEVICE else TierName.NVME
-    if not classes:
-        return f"raise budget.{tier}, or lower optimizer.chunk"
-    largest = max(classes, key=lambda c: plan.expected[tier][c])
-    return f"raise budget.{tier}, or set placement.{largest}: {below}"
