@@ -53,6 +53,12 @@ class Streamed:
     host_budget: int
 
 
+def known(read_bytes_per_s: float, write_bytes_per_s: float) -> Measure:
+    """What would be measured, where it is known from elsewhere: a data sheet."""
+    bandwidth = Bandwidth(read_bytes_per_s, write_bytes_per_s)
+    return lambda: bandwidth
+
+
 def choose(streamed: Streamed, measure: Measure | None) -> Tuning:
     """The chunk size and prefetch depth; `measure` is called if it is worth it."""
     if measure is None or sum(streamed.group_nbytes) < WORTH_MEASURING_NBYTES:
