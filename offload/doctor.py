@@ -26,8 +26,6 @@ Status = Literal["ok", "warn", "off"]
 
 _LOW_MEMORY_NBYTES = 2 << 30
 _LOW_DISK_NBYTES = 10 << 30
-_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
-_NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph"})
 _WANTED_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16")
 
 
@@ -187,7 +185,8 @@ def _aio_limit() -> Check:
     used = machine.read_setting("/proc/sys/fs/aio-nr") or "?"
     if most is None:
         return Check("fs.aio-max-nr", "off", "unknown")
-    if most.isdigit() and used.isdigit() and int(most) - int(used) < 1024:
+    room = machine.aio_room()
+    if room is not None and room < 1024:
         return Check(
             "fs.aio-max-nr", "warn", f"{most}, {used} used",
             "sysctl fs.aio-max-nr=1048576, or nvme.backend: threads",
@@ -201,11 +200,7 @@ def _file_system(path: Path) -> Check:
     if mount is None:
         return Check(name, "off", "unknown")
     found = f"{mount.kind} on {mount.point}"
-    if mount.kind in _MEMORY_FILE_SYSTEMS:
-        return Check(name, "warn", found, "this is RAM: name a folder on a disk in nvme.paths")
-    if mount.kind in _NETWORK_FILE_SYSTEMS:
-        return Check(name, "warn", found, "a network is slow for this: name a local disk")
-    return Check(name, "ok", found)
+    return Check(name, "warn" if mount.remark else "ok", found, mount.remark)
 
 
 def _free_space(path: Path) -> Check:

@@ -16,12 +16,13 @@ from torch import nn
 from offload import machine
 from offload.activations import Activations
 from offload.config import OffloadConfig
-from offload.homes import TieredHomes, compute_device, this_machine
+from offload.homes import TieredHomes, compute_device, nvme_paths, this_machine
 from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
 from offload.model_state import StateDictHooks
 from offload.optimizer import OffloadOptimizer
 from offload.planning.plan import Plan, spare_host_nbytes
 from offload.planning.planner import make_plan, resolved_config
+from offload.planning.preflight import preflight
 from offload.report import Report, tier_reports
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
@@ -77,6 +78,7 @@ class Engine:
             config, discovery.shape(), this_machine(config.nvme, self.device)
         )
         self.config = resolved_config(config, self.plan, self.device.type)
+        _look_ahead(self.plan, config, model)
         _say_slow(config.precision, self.device)
         optimized: Any = parameters
         if parameters is not None and not isinstance(parameters, torch.Tensor):
@@ -287,6 +289,16 @@ def _close_all(runtime: Runtime | None, runner: ParallelRunner, homes: TieredHom
     finally:
         runner.close()
         homes.close()
+
+
+def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
+    """Refuse what this machine cannot do now, and say what will be slow, before allocating."""
+    here = [p for p in model.parameters() if p.device.type == "cpu"]
+    freed = sum(p.numel() * p.element_size() for p in here)
+    found = preflight(plan, config.nvme, nvme_paths(config.nvme), freed_nbytes=freed)
+    found.refuse()
+    for warning in found.warnings:
+        _log.warning("%s", warning)
 
 
 def _say_slow(precision: str, device: torch.device) -> None:

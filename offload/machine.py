@@ -19,6 +19,8 @@ import psutil
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
+_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+_NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre"})
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,24 @@ class Mount:
     kind: str  # ext4, tmpfs, cgroup2, ...
     options: frozenset[str]
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether what lies there takes RAM."""
+        return self.kind in _MEMORY_FILE_SYSTEMS
+
+    @property
+    def remark(self) -> str:
+        """What speaks against swap files there, and what to do; empty for a local disk."""
+        if self.is_memory:
+            return "this is RAM: name a folder on a disk in nvme.paths"
+        if self.kind in _NETWORK_FILE_SYSTEMS or self.kind == "fuse.sshfs":
+            return "a network is slow for this: name a local disk"
+        if self.kind.startswith("fuse"):
+            return "every request passes through a program (FUSE): name a local disk"
+        if self.kind == "overlay":
+            return "a container's own layer, whose room is shared: mount a volume and name it"
+        return ""
+
 
 @dataclass(frozen=True)
 class MemoryLimit:
@@ -40,9 +60,9 @@ class MemoryLimit:
     used_nbytes: int
 
 
-def total_memory_nbytes() -> int:
+def total_memory_nbytes(root: Path = _ROOT) -> int:
     """RAM of the whole machine, in bytes."""
-    return int(psutil.virtual_memory().total)
+    return _meminfo("MemTotal", root) or int(psutil.virtual_memory().total)
 
 
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
@@ -57,19 +77,29 @@ def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
 
 def memory_limit_nbytes(root: Path = _ROOT) -> int:
     """Most bytes this process may ever hold: the RAM, or the tightest cgroup limit."""
-    return min([total_memory_nbytes(), *(limit.limit_nbytes for limit in memory_limits(root))])
+    return min([total_memory_nbytes(root), *(limit.limit_nbytes for limit in memory_limits(root))])
 
 
 def available_memory_nbytes(root: Path = _ROOT) -> int:
     """Bytes this process can still take without swapping or being killed."""
     rooms = [max(0, limit.limit_nbytes - limit.used_nbytes) for limit in memory_limits(root)]
-    return min([int(psutil.virtual_memory().available), *rooms])
+    available = _meminfo("MemAvailable", root) or int(psutil.virtual_memory().available)
+    return min([available, *rooms])
 
 
 def memlock_limit_nbytes() -> int | None:
     """Most bytes this process may lock in RAM; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def aio_room(root: Path = _ROOT) -> int | None:
+    """Requests of Linux AIO that can still be had, of all processes; None where unknown."""
+    most = read_setting("/proc/sys/fs/aio-max-nr", root)
+    used = read_setting("/proc/sys/fs/aio-nr", root)
+    if most is None or used is None or not (most.isdigit() and used.isdigit()):
+        return None
+    return max(0, int(most) - int(used))
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
@@ -213,6 +243,15 @@ def _affinity_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _meminfo(name: str, root: Path) -> int | None:
+    """Bytes of a line of /proc/meminfo."""
+    for line in (_read(root / "proc/meminfo") or "").splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == f"{name}:" and words[1].isdigit():
+            return int(words[1]) * 1024
+    return None
 
 
 def _read_int(path: Path) -> int | None:

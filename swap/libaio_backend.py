@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 _Entry = tuple[int, int, int, Piece]  # priority, sequence, index in its request; smallest first
 
 
+DEPTH = 8  # requests in the kernel at a time
+
+
 def import_libaio() -> Any:
     """The `libaio` module. Raises UnsupportedError saying what is missing."""
     try:
@@ -48,7 +51,7 @@ class LibaioBackend(IOBackend):
 
     name = "libaio"
 
-    def __init__(self, *, depth: int = 8, io_block_nbytes: int = IO_BLOCK_NBYTES) -> None:
+    def __init__(self, *, depth: int = DEPTH, io_block_nbytes: int = IO_BLOCK_NBYTES) -> None:
         """Raises UnsupportedError if the package, the library or kernel contexts are missing."""
         super().__init__(io_block_nbytes=io_block_nbytes)
         if depth < 1:

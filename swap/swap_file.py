@@ -111,6 +111,18 @@ def file_system_of(path: Path) -> str:
     return kind
 
 
+def direct_refusal(path: str | os.PathLike[str]) -> str | None:
+    """Why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
+    fd = _open_unnamed(check_directory(path).path)
+    try:
+        _probe_direct(fd)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        os.close(fd)
+    return None
+
+
 class SwapFile:
     """A private file in `directory`, of which `nbytes` are reserved on the device.
 

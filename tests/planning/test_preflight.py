@@ -1,0 +1,156 @@
+"""What the machine cannot do now is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+import offload.planning.preflight as module
+from offload.config import OffloadConfig
+from offload.errors import BudgetError, PathError, UnsupportedError
+from offload.planning.plan import Hardware, Plan
+from offload.planning.planner import lay_out_plan
+from offload.planning.preflight import Preflight, preflight
+from offload.zero.layout import ParamShape
+from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
+from tests.offload.engine_cases import HOST, NVME, TinyLM, config, seeded
+
+MIB, GIB = 1 << 20, 1 << 30
+BLOCK = (1024, 1024)
+
+
+def model(blocks: int = 8) -> ModelShape:
+    names = [f"blocks.{index}" for index in range(blocks)]
+    groups = tuple(GroupShape(n, (ParamShape((f"{n}.weight",), BLOCK),)) for n in names)
+    units = tuple(UnitShape(n, (index,), repeated=True) for index, n in enumerate(names))
+    return ModelShape(groups, units)
+
+
+def plan_of(keys: dict[str, Any], *, gpu: bool = False) -> Plan:
+    hardware = Hardware(GIB if gpu else 0, 64 * GIB, 64 * GIB, 64 * GIB)
+    return lay_out_plan(OffloadConfig.load(keys), model(), hardware)
+
+
+def made_up(
+    root: Path, *, available: int, kind: str = "ext4", aio: tuple[int, int] = (0, 65536)
+) -> Path:
+    """A machine: RAM that is available, the file system of everything, kernel requests."""
+    files = {
+        "proc/meminfo": f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {available // 1024} kB\n",
+        "proc/self/mountinfo": f"1 0 0:1 / / rw - {kind} /dev/disk rw\n",
+        "proc/sys/fs/aio-nr": f"{aio[0]}\n",
+        "proc/sys/fs/aio-max-nr": f"{aio[1]}\n",
+    }
+    for name, text in files.items():
+        path = root / "machine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root / "machine"
+
+
+def fly(
+    tmp_path: Path, keys: dict[str, Any], root: Path, *, gpu: bool = False, freed: int = 0
+) -> Preflight:
+    nvme = OffloadConfig.load(keys).nvme
+    return preflight(plan_of(keys, gpu=gpu), nvme, [tmp_path], freed_nbytes=freed, root=root)
+
+
+def test_ram_that_others_have_taken_is_refused_with_the_missing_bytes(tmp_path):
+    keys = {"placement": HOST, "budget": {"host": "1GiB"}}
+    assert fly(tmp_path, keys, made_up(tmp_path, available=GIB)).refusals == ()
+    found = fly(tmp_path, keys, made_up(tmp_path, available=100 * MIB))
+    with pytest.raises(BudgetError, match=r"budget.host: the plan needs 128.* 28.0 MiB short"):
+        found.refuse()
+
+
+def test_parameters_that_already_take_ram_are_not_counted_twice(tmp_path):
+    keys = {"placement": HOST, "budget": {"host": "1GiB"}}
+    root = made_up(tmp_path, available=100 * MIB)
+    assert fly(tmp_path, keys, root, freed=32 * MIB).refusals == ()
+
+
+def test_a_gpu_pins_the_whole_budget(tmp_path):
+    keys = {"placement": HOST, "budget": {"host": "1GiB"}}
+    root = made_up(tmp_path, available=512 * MIB)
+    found = fly(tmp_path, keys, root, gpu=True)
+    with pytest.raises(BudgetError, match=r"budget.host: 1.0 GiB is pinned whole.*512.0 MiB short"):
+        found.refuse()
+
+
+def test_files_in_ram_count_as_ram(tmp_path):
+    keys = {"placement": NVME, "budget": {"host": "128MiB", "nvme": "1GiB"}}
+    root = made_up(tmp_path, available=200 * MIB)
+    assert fly(tmp_path, keys, root).refusals == ()
+    root = made_up(tmp_path, available=200 * MIB, kind="tmpfs")
+    found = fly(tmp_path, keys, root)
+    with pytest.raises(BudgetError, match=r"nvme.paths: .* is RAM .* name a folder on a disk"):
+        found.refuse()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("tmpfs", "RAM"), ("nfs4", "network"), ("cifs", "network"), ("fuse.gocryptfs", "FUSE"),
+     ("overlay", "container"), ("ext4", "")],
+)  # fmt: skip
+def test_the_kind_of_file_system_is_said_where_files_are_used(tmp_path, kind, said):
+    root = made_up(tmp_path, available=GIB, kind=kind)
+    warnings = fly(tmp_path, {"placement": NVME, "budget": {"host": "128MiB"}}, root).warnings
+    assert [said in warning for warning in warnings] == ([True] if said else [])
+    assert fly(tmp_path, {"placement": HOST}, root).warnings == ()
+
+
+def test_kernel_requests_are_looked_at_for_libaio_alone(tmp_path):
+    root = made_up(tmp_path, available=GIB, aio=(65534, 65536))
+    keys = {"placement": NVME, "budget": {"host": "128MiB"}}
+    assert fly(tmp_path, keys, root).refusals == ()
+    found = fly(tmp_path, {**keys, "nvme": {"backend": "libaio"}}, root)
+    with pytest.raises(UnsupportedError, match=r"nvme.backend: libaio needs 8 .* 2 are left"):
+        found.refuse()
+
+
+def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr("offload.swap.swap_file.direct_refusal", lambda folder: "no such thing")
+    keys = {"placement": NVME, "budget": {"host": "128MiB"}}
+    root = made_up(tmp_path, available=GIB)
+    assert fly(tmp_path, keys, root).refusals == ()
+    found = fly(tmp_path, {**keys, "nvme": {"direct": True}}, root)
+    with pytest.raises(PathError, match=r"nvme.direct: true, but O_DIRECT is refused"):
+        found.refuse()
+
+
+def test_a_limit_of_locked_memory_is_said_where_memory_is_pinned(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.machine, "memlock_limit_nbytes", lambda: 8 * MIB)
+    keys = {"placement": HOST, "budget": {"host": "256MiB"}}
+    root = made_up(tmp_path, available=GIB)
+    assert fly(tmp_path, keys, root).warnings == ()
+    (warning,) = fly(tmp_path, keys, root, gpu=True).warnings
+    assert "memlock limit: 8.0 MiB, 248.0 MiB less than budget.host" in warning
+
+
+def test_a_budget_that_others_have_taken_is_said(tmp_path):
+    keys = {"placement": NVME, "budget": {"host": "1GiB"}}
+    (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB)).warnings
+    assert "budget.host: 1.0 GiB, but 512.0 MiB of RAM are available now" in warning
+
+
+def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
+    refusal = BudgetError("budget.host: nothing is left")
+
+    def full(*args: Any, **kwargs: Any) -> Preflight:
+        return Preflight((refusal,), ())
+
+    def allocate(*args: Any) -> None:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr("offload.engine.preflight", full)
+    monkeypatch.setattr("offload.engine.TieredHomes", allocate)
+    with pytest.raises(BudgetError, match="nothing is left"):
+        offload.initialize(seeded(TinyLM), config(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setattr("offload.engine.preflight", lambda *a, **k: Preflight((), ("slow disk",)))
+    with caplog.at_level(logging.WARNING), offload.initialize(seeded(TinyLM), config(tmp_path)):
+        assert "slow disk" in caplog.text
