@@ -23,3 +23,9 @@ class Speeds:
     host_to_device_bytes_per_s: float = 0.0
     device_to_host_bytes_per_s: float = 0.0
     endurance_nbytes: int = 0  # that may be written to the SSDs in all; 0: unknown
+    # Where model, optimizer and I/O share cores and memory bus. 0 and 1 beside a GPU, or where
+    # nobody measured: then they are taken to share without loss.
+    nvme_mixed_bytes_per_s: float = 0.0  # both directions at once, together; 0: not measured
+    io_lost_s_per_byte: float = 0.0  # that compute loses to each byte moved beside it
+    optimizer_lost_share: float = 1.0  # that compute loses per second of the optimizer alone
+    request_s: float = 0.0  # one read or write of nvme, beside its bytes

@@ -1,0 +1,226 @@
+"""How fast this machine is: measured once, kept in the user's cache, read without torch.
+
+    $XDG_CACHE_HOME/offload/speeds/        (or ~/.cache/offload/speeds)
+        compute-<digest>.json              by CPU, cores, torch version, GPUs
+        nvme-<digest>.json                 by that and the file systems of the configured folders
+
+A file that is damaged, of another machine or of another version counts as not there. Where the
+folder cannot be written the measurement is used and not kept, and that is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from offload import machine
+from offload.planning.speeds import Speeds
+from offload.tiers.errors import PathError
+
+_log = logging.getLogger("offload")
+
+FORMAT = 1  # raised whenever what is measured, or how, changes
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+Found = Mapping[str, Any]  # fields of `Speeds`
+StrPath = str | os.PathLike[str]
+
+
+def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = False) -> Speeds:
+    """This machine's speeds, with swap files in `nvme_paths` (none: in a temporary folder).
+
+    What is not in the cache is measured, which takes some seconds, all cores and up to 512 MiB of
+    each folder's disk, and is kept. PathError where a folder cannot be used.
+    """
+    folders = _folders(nvme_paths)
+    compute, disk = _compute_key(), _disk_key(folders)
+    found = None if remeasure else _load("compute", compute)
+    if found is None:
+        found = _measured("compute", compute, _measure_compute)
+    there = None if remeasure else _load("nvme", disk)
+    if there is None:
+        gpu = bool(found["gpu"])
+        there = _measured("nvme", disk, lambda: _measure_disk(folders, gpu))
+    return _speeds(found, there)
+
+
+def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
+    """What `machine_speeds` would give, if it has been measured before; at once, without torch."""
+    try:
+        folders = _folders(nvme_paths)
+    except PathError:
+        return None
+    found, there = _load("compute", _compute_key()), _load("nvme", _disk_key(folders))
+    return None if found is None or there is None else _speeds(found, there)
+
+
+def forget_speeds(nvme_paths: Sequence[StrPath] = ()) -> None:
+    """Let the next `machine_speeds` measure again."""
+    for kind, key in (("compute", _compute_key()), ("nvme", _disk_key(_folders(nvme_paths)))):
+        with suppress(OSError):
+            _file(kind, key).unlink(missing_ok=True)
+
+
+def _speeds(compute: Found, disk: Found) -> Speeds:
+    return Speeds(name="this machine", **{**compute, **disk})
+
+
+# ---------------------------------------------------------------- whose speeds
+def _folders(paths: Sequence[StrPath]) -> list[Path]:
+    folders = [Path(path).expanduser().absolute() for path in paths]
+    folders = folders or [Path(tempfile.gettempdir())]
+    for folder in folders:
+        # the runtime makes the last component of a path that is missing
+        if not folder.is_dir() and not folder.parent.is_dir():
+            raise PathError(
+                f"nvme.paths: {folder} does not exist and neither does {folder.parent}; is the "
+                "drive mounted? Its speed is measured there"
+            )
+    return folders
+
+
+def _compute_key() -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "cpu": machine.cpu_model(),
+        "cores": machine.cpu_count(),
+        "torch": _version("torch"),
+        "numba": _version("numba"),
+        "gpus": _gpus(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def _disk_key(folders: Sequence[Path]) -> dict[str, Any]:
+    systems = []
+    for folder in folders:
+        there = folder if folder.is_dir() else folder.parent
+        mount = machine.mount_of(there)
+        kind, point = ("unknown", str(there)) if mount is None else (mount.kind, str(mount.point))
+        systems.append([kind, point, there.stat().st_dev])
+    return {**_compute_key(), "file systems": sorted(systems)}
+
+
+def _gpus() -> list[str]:
+    """Models of the GPUs that the driver has, without asking it."""
+    models = []
+    with suppress(OSError):
+        for file in sorted(_GPUS.glob("*/information")):
+            lines = file.read_text(errors="replace").splitlines()
+            models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
+    return models
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+# ---------------------------------------------------------------- measuring
+def _measure_compute() -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from offload.planning.speed_tests import measure_compute
+
+    return asdict(measure_compute())
+
+
+def _measure_disk(folders: Sequence[Path], gpu: bool) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from offload.planning.speed_tests import measure_disk
+    from offload.swap.swap_file import check_directory
+
+    used = [check_directory(folder).path for folder in folders]
+    return asdict(measure_disk(used, beside_compute=not gpu))
+
+
+def _measured(kind: str, key: Found, measure: Callable[[], dict[str, Any]]) -> Found:
+    what = "speed of computing" if kind == "compute" else "speed of nvme.paths"
+    _log.info("measuring this machine's %s, once; the result is kept in %s", what, _folder())
+    found = measure()
+    try:
+        _store(_file(kind, key), {"key": key, "speeds": found})
+    except OSError as error:
+        _log.warning(
+            "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
+            "folder that can be written", what, error.strerror or error, _folder(),
+        )  # fmt: skip
+    return found
+
+
+# ---------------------------------------------------------------- the cache
+def _folder() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME")
+    base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
+    return base / "offload" / "speeds"
+
+
+def _file(kind: str, key: Found) -> Path:
+    text = json.dumps(key, sort_keys=True)
+    return _folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _store(file: Path, value: Found) -> None:
+    """Replace `file` as a whole: a reader sees the old content or the new."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_text(json.dumps(value, indent=1) + "\n")
+        beside.replace(file)
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def _load(kind: str, key: Found) -> Found | None:
+    """What was measured for `key`; None where nothing valid is kept."""
+    try:
+        value = json.loads(_file(kind, key).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(value, dict) or value.get("key") != json.loads(json.dumps(key)):
+        return None
+    found = value.get("speeds")
+    return found if isinstance(found, dict) and _is_valid(kind, found) else None
+
+
+_NUMBERS = {
+    "compute": (
+        "compute_bytes_per_s", "operation_s", "host_bytes_per_s", "optimizer_lost_share",
+        "host_to_device_bytes_per_s", "device_to_host_bytes_per_s",
+    ),
+    "nvme": (
+        "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s",
+        "io_lost_s_per_byte", "request_s",
+    ),
+}  # fmt: skip
+_TABLES = {"compute": ("matmul_flops_per_s", "optimizer_parameters_per_s"), "nvme": ()}
+
+
+def _is_valid(kind: str, found: Found) -> bool:
+    tables = _TABLES[kind]
+    names = {*_NUMBERS[kind], *tables, *(("gpu",) if kind == "compute" else ())}
+    if set(found) != names:
+        return False
+    numbers = [found[name] for name in _NUMBERS[kind]]
+    for table in tables:
+        if not isinstance(found[table], dict) or not found[table]:
+            return False
+        numbers += list(found[table].values())
+    return all(
+        isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < float("inf")
+        for n in numbers
+    )

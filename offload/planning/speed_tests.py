@@ -1,0 +1,320 @@
+"""The measurements behind `Speeds`: short loops over what a step is made of.
+
+All rates are medians of a few repetitions, of what training finds in the long run: arrays beyond
+every cache, files that were written before. Interference is measured as it happens in a step: a
+product of matrices runs while the optimizer's kernel or the block store's backend runs beside it,
+and what it loses is counted (see `benchmarks/contention.py`, which does it with a whole model).
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from offload.bench.adam_ours import PLAIN, SPLIT_BF16, SPLIT_INT8, Variant, stepper
+from offload.bench.arrays import Arrays, Stream
+from offload.swap.backends import open_backend
+from offload.swap.block_store import checksum_of
+from offload.swap.io_backend import IOBackend
+from offload.swap.swap_file import SwapFile, free_space
+from offload.swap.transfer import Transfer, all_of
+from offload.swap.worker import ParallelRunner, available_cores
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FORMATS = {"fp32": PLAIN, "bf16": SPLIT_BF16, "int8": SPLIT_INT8}
+
+_PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred million parameters
+_PRODUCT_GPU = (4096, 4096, 16384)
+_TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a fast kernel
+_MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
+_ELEMENTS_NBYTES = 8 << 20  # of one operand of a memory-bound operation: some per cent of a cache
+_CHAIN = 100  # operations whose calls are timed together
+_OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
+_BLOCK_NBYTES = 8 << 20
+_IN_FLIGHT_NBYTES = 64 << 20
+_FILE_NBYTES = 512 << 20  # per path, moved once in each direction and once in both
+_SMALL_NBYTES = 64 << 10  # requests whose own cost is seen
+_LEAST_FREE = 4  # files are at most this part of what is free
+_SLOW_S = 0.5  # a first pass over an eighth of the file that takes longer is all there will be
+_BESIDE_S = 0.25  # how long something runs beside the product
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class ComputeSpeeds:
+    """What does not depend on a disk. Per second, and seconds."""
+
+    gpu: bool
+    matmul_flops_per_s: Mapping[str, float]
+    compute_bytes_per_s: float
+    operation_s: float
+    host_bytes_per_s: float
+    optimizer_parameters_per_s: Mapping[str, float]
+    optimizer_lost_share: float
+    host_to_device_bytes_per_s: float = 0.0
+    device_to_host_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class DiskSpeeds:
+    """Of all paths of a configuration together."""
+
+    nvme_read_bytes_per_s: float
+    nvme_write_bytes_per_s: float
+    nvme_mixed_bytes_per_s: float
+    io_lost_s_per_byte: float
+    request_s: float
+
+
+def seconds(work: Work, repeat: int = 3, *, gpu: bool = False) -> float:
+    """The median of `repeat` runs, after one that does not count."""
+    _timed(work, gpu)
+    return statistics.median(_timed(work, gpu) for _ in range(repeat))
+
+
+def _timed(work: Work, gpu: bool) -> float:
+    if gpu:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+# ---------------------------------------------------------------- compute
+def measure_compute() -> ComputeSpeeds:
+    """Blocks for one to three seconds. Holds about 250 MiB meanwhile."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    with ExitStack() as stack:
+        runner = ParallelRunner(available_cores())
+        stack.callback(runner.close)
+        arrays = Arrays(_OPTIMIZER_NUMEL, _streams(tuple(_FORMATS.values())))
+        steps = {name: stepper(variant, arrays, runner) for name, variant in _FORMATS.items()}
+        times = {name: seconds(step, 5) for name, step in steps.items()}
+        lost = 1.0 if gpu else _lost_share(steps["fp32"], times["fp32"])
+    to_device, to_host = _copy_rates(device) if gpu else (0.0, 0.0)
+    return ComputeSpeeds(
+        gpu=gpu,
+        matmul_flops_per_s={name: matmul_rate(dtype, device) for name, dtype in DTYPES.items()},
+        compute_bytes_per_s=_elementwise_rate(device),
+        operation_s=_operation_s(device),
+        host_bytes_per_s=_traffic(PLAIN) * _OPTIMIZER_NUMEL / times["fp32"],
+        optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
+        optimizer_lost_share=lost,
+        host_to_device_bytes_per_s=to_device,
+        device_to_host_bytes_per_s=to_host,
+    )
+
+
+def _streams(variants: Sequence[Variant]) -> tuple[Stream, ...]:
+    return tuple({stream.name: stream for v in variants for stream in v.streams}.values())
+
+
+def _traffic(variant: Variant) -> float:
+    return sum(stream.traffic for stream in variant.streams)
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a layer's three products, forward, input's and weight's gradient, together.
+
+    16-bit products of a CPU may have a fast kernel for some of the three only; training needs all.
+    """
+    gpu = device.type == "cuda"
+    trial = _product_rate(dtype, device, _TRIAL)
+    shape = _PRODUCT_GPU if gpu else _PRODUCT
+    expected_s = 6 * _product(shape) / trial
+    if expected_s > _MOST_PRODUCT_S and not gpu:
+        return trial
+    return _product_rate(dtype, device, shape)
+
+
+def _product(shape: tuple[int, int, int]) -> int:
+    tokens, inputs, outputs = shape
+    return tokens * inputs * outputs
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> float:
+    return 6 * _product(shape) / seconds(_layer(dtype, device, shape), 5, gpu=device.type == "cuda")
+
+
+def _layer(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> Work:
+    tokens, inputs, outputs = shape
+    x = _random(device, tokens, inputs).to(dtype)  # TI
+    weight = _random(device, outputs, inputs).to(dtype)  # OI
+    gradient = _random(device, tokens, outputs).to(dtype)  # TO
+
+    def work() -> None:
+        F.linear(x, weight)
+        gradient @ weight
+        gradient.t() @ x
+
+    return work
+
+
+def _random(device: torch.device, *shape: int) -> torch.Tensor:
+    """From a generator of its own: nobody's random numbers depend on what was measured."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(*shape, device=device, generator=generator)
+
+
+def _elementwise_rate(device: torch.device) -> float:
+    """Bytes per second read and written by operations that make new tensors, as a model does."""
+    numel = _ELEMENTS_NBYTES // 4
+    x, y = _random(device, numel), _random(device, numel)
+
+    def work() -> None:
+        z = x * y  # 3 operands
+        z = F.silu(z)  # 2
+        z = z + x  # 3
+        z.sum()  # 1
+
+    return 9 * _ELEMENTS_NBYTES / seconds(work, 7, gpu=device.type == "cuda")
+
+
+def _operation_s(device: torch.device) -> float:
+    """One small operation, autograd's share included: `_CHAIN` forward, as many in backward."""
+    start = _random(device, 64, 64).requires_grad_()
+    factor = _random(device, 64, 64)
+
+    def work() -> None:
+        x = start
+        for _ in range(_CHAIN):
+            x = x * factor
+        x.backward(factor)
+        start.grad = None
+
+    return seconds(work, 5, gpu=device.type == "cuda") / (2 * _CHAIN)
+
+
+def _copy_rates(device: torch.device) -> tuple[float, float]:
+    pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(pinned, device=device)
+    to_device = seconds(lambda: there.copy_(pinned, non_blocking=True), gpu=True)
+    to_host = seconds(lambda: pinned.copy_(there, non_blocking=True), gpu=True)
+    return pinned.numel() / to_device, pinned.numel() / to_host
+
+
+# ---------------------------------------------------------------- one beside the other
+def _beside(product: Work, other: Work) -> tuple[float, float, int]:
+    """Runs both until `_BESIDE_S` have passed: seconds, products' seconds alone, other's turns."""
+    alone_s = seconds(product)
+    stop = threading.Event()
+    turns = 0
+
+    def run() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            other()
+            turns += 1
+
+    thread = threading.Thread(target=run)
+    started = time.perf_counter()
+    thread.start()
+    products = 0
+    try:
+        while time.perf_counter() - started < _BESIDE_S:
+            product()
+            products += 1
+        took_s = time.perf_counter() - started
+    finally:
+        stop.set()
+        thread.join()
+    return took_s, products * alone_s, turns
+
+
+def _lost_share(step: Work, alone_s: float) -> float:
+    product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
+    took_s, of_products, turns = _beside(product, step)
+    return max(0.0, took_s - of_products) / max(turns * alone_s, 1e-9)
+
+
+# ---------------------------------------------------------------- disk
+def measure_disk(paths: Sequence[Path], *, beside_compute: bool) -> DiskSpeeds:
+    """Of swap files in all `paths` at once. Blocks for some seconds; the files are gone after."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(SwapFile(path)) for path in paths]
+        room = min(free_space(path) for path in paths) // _LEAST_FREE
+        nbytes = max(_BLOCK_NBYTES, min(_FILE_NBYTES, room) // _BLOCK_NBYTES * _BLOCK_NBYTES)
+        for file in files:
+            file.reserve(nbytes)
+        backend = stack.enter_context(open_backend())
+        return _Disk(files, backend, nbytes).measure(beside_compute=beside_compute)
+
+
+class _Disk:
+    def __init__(self, files: Sequence[SwapFile], backend: IOBackend, nbytes: int) -> None:
+        self._files, self._backend, self._nbytes = files, backend, nbytes
+        noise = np.random.default_rng(0).bytes(1 << 20)  # nothing that a device could compress
+        self._buffer = _pages(_IN_FLIGHT_NBYTES)
+        for start in range(0, _IN_FLIGHT_NBYTES, len(noise)):
+            self._buffer[start : start + len(noise)] = noise
+
+    def measure(self, *, beside_compute: bool) -> DiskSpeeds:
+        eighth = max(_BLOCK_NBYTES, self._nbytes // 8 // _BLOCK_NBYTES * _BLOCK_NBYTES)
+        first_s = self._move("w", eighth)
+        nbytes = self._nbytes if first_s < _SLOW_S else eighth
+        self._move("w", nbytes)  # fresh blocks, which a run writes only once
+        write_s = self._move("w", nbytes)
+        read_s = self._move("r", nbytes)
+        mixed_s = self._move("rw", nbytes)
+        small_s = self._move("r", min(nbytes, 64 * _SMALL_NBYTES), _SMALL_NBYTES)
+        moved = nbytes * len(self._files)
+        small = min(nbytes, 64 * _SMALL_NBYTES) // _SMALL_NBYTES * len(self._files)
+        per_request = small_s / small - _SMALL_NBYTES * read_s / moved
+        lost = self._lost_s_per_byte(eighth) if beside_compute else 0.0
+        return DiskSpeeds(
+            moved / read_s, moved / write_s, 2 * moved / mixed_s, lost, max(0.0, per_request)
+        )
+
+    def _lost_s_per_byte(self, nbytes: int) -> float:
+        """What a product loses to a byte that moves beside it and is checked."""
+        product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
+        turn = 2 * nbytes * len(self._files)
+        sums = self._buffer[: min(_BLOCK_NBYTES, nbytes)]
+
+        def move() -> None:
+            self._move("rw", nbytes)
+            for _ in range(turn // sums.nbytes):
+                checksum_of(sums)
+
+        took_s, of_products, turns = _beside(product, move)
+        return max(0.0, took_s - of_products) / max(turns * turn, 1)
+
+    def _move(self, how: str, nbytes: int, block_nbytes: int = _BLOCK_NBYTES) -> float:
+        """Seconds to move `nbytes` of each file in the directions `how` names, r, w or rw."""
+        waiting: list[Transfer[None]] = []
+        started = time.perf_counter()
+        most = _IN_FLIGHT_NBYTES // block_nbytes
+        count = 0
+        for at in range(0, nbytes, block_nbytes):
+            for file in self._files:
+                for direction in how:
+                    slot = count % most
+                    count += 1
+                    if len(waiting) >= most:
+                        waiting.pop(0).wait()
+                    part = self._buffer[slot * block_nbytes : (slot + 1) * block_nbytes]
+                    submit = (
+                        self._backend.submit_read if direction == "r"
+                        else self._backend.submit_write
+                    )  # fmt: skip
+                    waiting.append(submit(file.fd, part, at, path=file.path))
+        all_of(waiting).wait()
+        return time.perf_counter() - started
+
+
+def _pages(nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, nbytes))
