@@ -34,6 +34,8 @@ class Placement:
         ratio idea of ZeRO-Infinity's partial offload). Deterministic; the error against the exact
         split is less than the largest piece per tier.
         """
+        if len(self.tiers) == 1:
+            return [self.tiers[0]] * len(sizes)
         given = dict.fromkeys(self.tiers, 0)
         return list(self._assign(sizes, given))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -89,23 +90,37 @@ def sizes_of(config: OffloadConfig) -> Sizes:
 def _group_bytes(name: str, layout: Layout, sizes: Sizes, *, several: bool) -> GroupBytes:
     """`several`: the group gets more gradients per step than the configuration says."""
     itemsize = 4 if several else sizes.gradient_itemsize
-    chunks = layout.chunks(sizes.chunk_numel)
     return GroupBytes(
         name=name or "(root)",
         layout=layout,
         parameters=_pages(layout.numel * sizes.itemsize),
         gradients=_pages(layout.numel_trainable * itemsize),
-        records=tuple(sizes.record_nbytes(len(chunk)) for chunk in chunks),
+        records=_by_chunk(layout, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
     )
 
 
+def _by_chunk(layout: Layout, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
+    """`nbytes_of` every chunk; all but the last have the same length."""
+    full, rest = divmod(layout.numel_trainable, chunk_numel)
+    last = (nbytes_of(rest),) if rest else ()
+    return (nbytes_of(chunk_numel),) * full + last if full else last
+
+
+def _record_nbytes(kept: RecordFormat, numel: int) -> int:
+    return _pages(kept.nbytes(numel))
+
+
 def with_records(group: GroupBytes, tiers: Sequence[TierName], sizes: Sizes) -> GroupBytes:
     """The group with the bytes that its records have in the tiers they were given."""
-    chunks = group.layout.chunks(sizes.chunk_numel)
-    pairs = zip(tiers, chunks, strict=True)
-    records = tuple(_pages(sizes.record_formats[t].nbytes(len(chunk))) for t, chunk in pairs)
-    return replace(group, records=records)
+    held = {
+        tier: _by_chunk(group.layout, sizes.chunk_numel, partial(_record_nbytes, kept))
+        for tier, kept in sizes.record_formats.items()
+        if tier in tiers
+    }
+    if len(held) == 1:
+        return replace(group, records=next(iter(held.values())))
+    return replace(group, records=tuple(held[t][index] for index, t in enumerate(tiers)))
 
 
 def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:

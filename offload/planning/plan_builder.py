@@ -1,0 +1,201 @@
+"""From a placement of every class to a plan: bytes per tier, windows, buffers.
+
+What does not depend on the placement (budgets, chunks, bytes of every group) is counted once: many
+placements of one model can then be compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offload.config_fields import Percent, TierSplit
+from offload.planning.activation_plan import least_window, share_out
+from offload.planning.device_plan import plan_device, with_device
+from offload.planning.plan import Hardware, Plan, needed_nbytes
+from offload.planning.plan_sizes import (
+    CLASSES,
+    STAGING_BUFFERS,
+    GroupBytes,
+    largest_unit,
+    measure,
+    sizes_of,
+    staging_nbytes_of,
+    sums_nbytes_of,
+    window_nbytes_of,
+    with_records,
+)
+from offload.planning.tuning import Streamed, choose
+from offload.tiers.extent import TierName
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+Placements = Mapping[StateClass, Placement]
+
+
+class PlanBuilder:
+    """Plans of one model, one configuration and one machine, by placement."""
+
+    def __init__(self, config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
+        self.explicit = explicit_placements(config)
+        self.config = tuned(config, self.explicit, model, hardware)
+        self.model = model
+        self.hardware = hardware
+        self.gpu = hardware.device_nbytes > 0
+        self.sizes = sizes_of(self.config)
+        self.groups = measure(self.config, model)
+        self.budgets = resolve_budgets(config, hardware, _device_demand(self.explicit, self.groups))
+        self.window_nbytes = window_nbytes_of(model, self.groups)
+        self.unit_nbytes = largest_unit(model, self.groups)
+        several = self.config.micro_batches > 1
+        self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
+
+    def build(self, placements: Placements) -> Plan:
+        """The plan with every class where `placements` has it, whether or not that fits."""
+        parameters = placements[StateClass.PARAMETERS].assign([g.parameters for g in self.groups])
+        gradients = self._assign_gradients(placements[StateClass.GRADIENTS])
+        records = self._assign_records(placements[StateClass.OPTIMIZER])
+        groups = tuple(
+            with_records(group, tiers, self.sizes)
+            for group, tiers in zip(self.groups, records, strict=True)
+        )
+        staging = staging_nbytes_of(placements, groups, self.sizes, self.gpu)
+        plan = Plan(
+            budgets=dict(self.budgets), placements=dict(placements), groups=groups,
+            parameters=tuple(parameters), gradients=tuple(gradients), records=tuple(records),
+            record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
+            prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
+            staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
+            sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
+        )  # fmt: skip
+        plan = replace(plan, expected=_expected(plan))
+        device = plan_device(
+            placements, groups, self.sizes, self.hardware, self.budgets[TierName.DEVICE]
+        )
+        activations = TierName(self.config.placement.activations.tier)
+        return _with_activations(with_device(plan, device), activations)
+
+    def _assign_gradients(self, placement: Placement) -> list[TierName]:
+        assigned = placement.assign([group.gradients for group in self.groups])
+        return [
+            TierName.HOST if group.summed and tier is TierName.NVME else tier
+            for group, tier in zip(self.groups, assigned, strict=True)
+        ]
+
+    def _assign_records(self, placement: Placement) -> list[tuple[TierName, ...]]:
+        """Of all groups in one row, so that every tier's share holds from one to the next, too."""
+        flat = placement.assign([nbytes for group in self.groups for nbytes in group.records])
+        records, start = [], 0
+        for group in self.groups:
+            stop = start + len(group.records)
+            records.append(tuple(flat[start:stop]))
+            start = stop
+        return records
+
+
+def _expected(plan: Plan) -> dict[TierName, dict[StateClass, int]]:
+    expected: dict[TierName, dict[StateClass, int]] = {tier: defaultdict(int) for tier in TierName}
+    rows = zip(plan.groups, plan.parameters, plan.gradients, plan.records, strict=True)
+    for group, parameter, gradient, chunks in rows:
+        expected[parameter][StateClass.PARAMETERS] += group.parameters
+        expected[gradient][StateClass.GRADIENTS] += group.gradients
+        for tier, nbytes in zip(chunks, group.records, strict=True):
+            expected[tier][StateClass.OPTIMIZER] += nbytes
+    staging = plan.staging_nbytes * plan.staging_buffers
+    computing = TierName.DEVICE if plan.gpu else TierName.HOST
+    expected[TierName.HOST][StateClass.STAGING] += staging
+    expected[computing][StateClass.STAGING] += plan.sums_nbytes
+    return expected
+
+
+def _with_activations(plan: Plan, tier: TierName) -> Plan:
+    """Give them what all other states leave of the budgets, or a share of it."""
+    least = least_window(tier, plan.gpu)
+    if not least:
+        return plan
+    expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
+    expected[TierName.HOST][StateClass.ACTIVATIONS] = least
+    plan = replace(plan, expected=expected)
+    left = {name: plan.budgets[name] - needed_nbytes(plan, name) for name in TierName}
+    activations = share_out(tier, left[TierName.HOST], left[TierName.NVME], cached=plan.uses_nvme)
+    expected[TierName.HOST][StateClass.ACTIVATIONS] = activations.window_nbytes
+    return replace(plan, activations=activations)
+
+
+def tuned(
+    config: OffloadConfig, explicit: Placements, model: ModelShape, hardware: Hardware
+) -> OffloadConfig:
+    """`config` with chunk and prefetch chosen, where they are open, for the nvme that is there."""
+    chunk, prefetch = config.optimizer.chunk, config.prefetch
+    if chunk != "auto" and prefetch != "auto":
+        return config
+    sizes = sizes_of(config)
+    numels = [group.numel for group in model.groups]
+    chunks = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.itemsize + sizes.gradient_itemsize
+    budget = resolve_budgets(config, hardware, 0)[TierName.HOST]
+    named = list(explicit.values())
+    used = any(TierName.NVME in placement.tiers for placement in named)
+    overflowing = len(named) < len(CLASSES) and sum(numels) * chunks > budget
+    measured = hardware.measure_nvme if used or overflowing else None
+    streamed = Streamed([n * sizes.itemsize for n in numels], chunks, STAGING_BUFFERS, budget)
+    chosen = choose(streamed, measured)
+    optimizer = config.optimizer.model_copy(
+        update={"chunk": chosen.chunk_numel if chunk == "auto" else chunk}
+    )
+    depth = chosen.prefetch if prefetch == "auto" else prefetch
+    return config.model_copy(update={"optimizer": optimizer, "prefetch": depth})
+
+
+def resolve_budgets(
+    config: OffloadConfig, hardware: Hardware, on_cpu_device: int
+) -> dict[TierName, int]:
+    """Bytes per tier. `on_cpu_device`: what an automatic device budget is on a CPU."""
+    budget = config.budget
+    device_auto = int(hardware.device_nbytes * 0.8) if hardware.device_nbytes else on_cpu_device
+    device_whole = hardware.device_nbytes or hardware.host_nbytes
+    return {
+        TierName.DEVICE: _resolve(budget.device, device_whole, device_auto),
+        TierName.HOST: _resolve(
+            budget.host, hardware.host_nbytes, int(hardware.host_free_nbytes * 0.7)
+        ),
+        TierName.NVME: _resolve(
+            budget.nvme, hardware.nvme_free_nbytes, int(hardware.nvme_free_nbytes * 0.9)
+        ),
+    }
+
+
+def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
+    if given is None:
+        return auto
+    return int(whole * given.fraction) if isinstance(given, Percent) else given
+
+
+def explicit_placements(config: OffloadConfig) -> dict[StateClass, Placement]:
+    """The classes that the configuration names a home for."""
+    named: dict[StateClass, TierSplit | None] = {
+        StateClass.PARAMETERS: config.placement.parameters,
+        StateClass.GRADIENTS: config.placement.gradients,
+        StateClass.OPTIMIZER: config.placement.optimizer,
+    }
+    return {
+        state_class: Placement(tuple((TierName(t), s) for t, s in split.fractions.items()))
+        for state_class, split in named.items()
+        if split is not None
+    }
+
+
+def _device_demand(placements: Placements, groups: Sequence[GroupBytes]) -> int:
+    """Bytes that explicit placements ask of the device tier, with room for uneven pieces."""
+    demand = 0
+    for state_class, placement in placements.items():
+        share = dict(placement.shares).get(TierName.DEVICE, 0.0)
+        if share:
+            pieces = [getattr(group, state_class) for group in groups]
+            demand += int(sum(pieces) * share) + (max(pieces, default=0) if share < 1 else 0)
+    return demand
