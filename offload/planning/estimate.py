@@ -125,7 +125,15 @@ class Estimate:
     shortfalls: tuple[Shortfall, ...] = ()
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what was assumed
+    endurance_nbytes: int = 0  # that the SSDs are rated to take in writes; 0: unknown
 
     @property
     def fits(self) -> bool:
         return not self.shortfalls
+
+    @property
+    def ssd_life_steps(self) -> int | None:
+        """Steps until the SSDs have taken what they are rated for; None where nothing is written
+        or the rating is not known."""
+        written = self.step.written_nbytes if self.step is not None else 0
+        return self.endurance_nbytes // written if written and self.endurance_nbytes else None

@@ -1,0 +1,172 @@
+"""What the pictures of an estimate show, before it is known how they are drawn.
+
+    place    ├ parameters ┤├ gradients ┤├── optimizer ──┤├ ... ┤     shares of the peak
+    gauge    ├────────── peak ─────────┤        │ capacity           shares of the larger of both
+    lanes    compute  ├ forward ┤├──── backward ────┤                shares of the step
+
+All positions are fractions of the picture's width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
+from offload.tiers.extent import TierName
+
+PLACE_TITLES = {
+    TierName.DEVICE: "GPU memory",
+    TierName.HOST: "RAM",
+    TierName.NVME: "Disk (nvme)",
+}
+_UNITS = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), (1, "s"),
+          (1e-3, "ms"), (1e-6, "µs"))  # fmt: skip
+LEAST_WIDTH = 0.004  # of a piece that is there at all: it can be seen, and pointed at
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One class of bytes in a bar."""
+
+    name: MemoryClass
+    nbytes: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The peak of one place, by class."""
+
+    tier: TierName
+    title: str
+    peak_nbytes: int
+    capacity_nbytes: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def filled(self) -> float:
+        """Share of the capacity; infinite where there is none."""
+        if not self.capacity_nbytes:
+            return math.inf if self.peak_nbytes else 0.0
+        return self.peak_nbytes / self.capacity_nbytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_nbytes <= self.capacity_nbytes
+
+    @property
+    def gauge_peak(self) -> float:
+        """Where the peak ends on a line that holds both it and the capacity."""
+        longest = max(self.peak_nbytes, self.capacity_nbytes)
+        return self.peak_nbytes / longest if longest else 0.0
+
+    @property
+    def gauge_capacity(self) -> float:
+        """Where the capacity ends on the same line."""
+        longest = max(self.peak_nbytes, self.capacity_nbytes)
+        return self.capacity_nbytes / longest if longest else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One span of a lane."""
+
+    label: str
+    seconds: float
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What one link does during a step."""
+
+    link: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A mark of the time axis."""
+
+    text: str
+    at: float
+
+
+def bars(memory: MemoryEstimate) -> tuple[Bar, ...]:
+    """One bar per place, fastest first."""
+    return tuple(_bar(tier, memory.places[tier]) for tier in TierName if tier in memory.places)
+
+
+def lanes(step: StepEstimate) -> tuple[Lane, ...]:
+    """One lane per link that has spans, in the order of the links."""
+    names = dict.fromkeys([*(link.name for link in step.links), *(s.link for s in step.spans)])
+    length = step_length(step)
+    found = []
+    for name in names:
+        blocks = tuple(
+            Block(s.label, s.stop_s - s.start_s, s.start_s / length, s.stop_s / length)
+            for s in step.spans
+            if s.link == name
+        )
+        if blocks:
+            found.append(Lane(name, blocks))
+    return tuple(found)
+
+
+def labels(step: StepEstimate) -> tuple[str, ...]:
+    """What spans do, each once, in the order in which it is first done."""
+    return tuple(dict.fromkeys(span.label for span in sorted(step.spans, key=lambda s: s.start_s)))
+
+
+def step_length(step: StepEstimate) -> float:
+    """Seconds that the time axis covers."""
+    return max([step.seconds, *(span.stop_s for span in step.spans)]) or 1.0
+
+
+def ticks(length_s: float, wanted: int = 5) -> tuple[Tick, ...]:
+    """Round times from 0 on, about `wanted` of them, in one unit."""
+    unit, name = next(each for each in _UNITS if length_s >= each[0] * 2 or each is _UNITS[-1])
+    width = _rounded(length_s / unit / wanted, by_sixty=name in ("min", "s") and length_s > 2)
+    count = int(length_s / unit / width * 1.000001)
+    return tuple(
+        Tick(f"{i * width:,.10g} {name}" if i else "0", min(1.0, i * width * unit / length_s))
+        for i in range(count + 1)
+    )
+
+
+def _rounded(value: float, *, by_sixty: bool) -> float:
+    """About that, as 1, 2, 5, 10, 20 ...; of minutes and seconds also 15 and 30."""
+    if by_sixty and 10 < value <= 30:
+        return 15.0 if value <= 15 else 30.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value * 0.75)
+
+
+def _bar(tier: TierName, place: PlaceEstimate) -> Bar:
+    held = [(name, place.by_class.get(name, 0)) for name in MemoryClass]
+    present = [(name, nbytes) for name, nbytes in held if nbytes > 0]
+    widths = _widths([nbytes for _, nbytes in present])
+    segments = []
+    start = 0.0
+    for (name, nbytes), width in zip(present, widths, strict=True):
+        segments.append(Segment(name, nbytes, start, start + width))
+        start += width
+    title = PLACE_TITLES[tier]
+    return Bar(tier, title, place.peak_nbytes, place.capacity_nbytes, tuple(segments))
+
+
+def _widths(sizes: Iterable[int]) -> list[float]:
+    """Shares of the sum, each at least `LEAST_WIDTH`, taken from those that are wider."""
+    sizes = list(sizes)
+    whole = sum(sizes)
+    small = [size / whole < LEAST_WIDTH for size in sizes]
+    rest = sum(size for size, is_small in zip(sizes, small, strict=True) if not is_small)
+    room = 1.0 - LEAST_WIDTH * sum(small)
+    return [
+        LEAST_WIDTH if is_small else room * size / rest
+        for size, is_small in zip(sizes, small, strict=True)
+    ]

@@ -1,0 +1,156 @@
+"""An estimate as tables for a terminal, 80 columns or wider."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from offload.planning.estimate import Estimate, MemoryClass, StepEstimate
+from offload.tiers.units import format_bytes
+from offload.tools.memest import summary, wording
+from offload.tools.memest.picture import Bar, bars
+
+_BAR_CELLS = 16
+_NAME_CELLS = max(len(name) for name in MemoryClass)
+_GAUGE_CELLS = 9  # three of them and their shares fit into 80 columns
+
+
+def to_table(estimate: Estimate) -> RenderableType:
+    """Everything there is to say, verdict first."""
+    return Group(*_parts(estimate))
+
+
+def _parts(estimate: Estimate) -> Iterator[RenderableType]:
+    yield _verdict(estimate)
+    yield _headline(estimate)
+    yield ""
+    yield _memory(estimate)
+    if estimate.step is not None:
+        yield ""
+        yield _time(estimate.step)
+    yield ""
+    yield _figures(estimate)
+    if estimate.shortfalls:
+        yield from _list("why not", [s.message for s in estimate.shortfalls])
+    if estimate.changes:
+        yield from _changes(estimate)
+    if estimate.notes:
+        yield from _list("notes", estimate.notes)
+
+
+def _verdict(estimate: Estimate) -> Text:
+    style = "bold green" if estimate.fits else "bold red"
+    return Text(summary.verdict(estimate), style=style)
+
+
+def _headline(estimate: Estimate) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("model", Text(f"{estimate.model}: {summary.model_text(estimate)}"))
+    table.add_row("hardware", Text(estimate.hardware))
+    table.add_row("work", summary.workload_text(estimate))
+    table.add_row("states", summary.state_text(estimate))
+    placed = estimate.plan.placements.items()
+    table.add_row("homes", "; ".join(f"{name} {where.describe()}" for name, where in placed))
+    return table
+
+
+def _memory(estimate: Estimate) -> Table:
+    shown = bars(estimate.memory)
+    table = _titled("Peak memory")
+    table.add_column("", no_wrap=True, min_width=_NAME_CELLS)
+    for bar in shown:
+        table.add_column(bar.title, justify="right", no_wrap=True)
+    for name in MemoryClass:
+        cells = [_held(bar, name) for bar in shown]
+        if any(cells):
+            table.add_row(str(name), *(cell or "-" for cell in cells))
+    table.add_section()
+    table.add_row("peak", *(_peak(bar) for bar in shown))
+    table.add_row("capacity", *(format_bytes(bar.capacity_nbytes) for bar in shown))
+    table.add_row("", *(_gauge(bar) for bar in shown))
+    return table
+
+
+def _titled(title: str) -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
+        title=Text(title, style="bold"), title_justify="left", title_style="",
+    )  # fmt: skip
+
+
+def _held(bar: Bar, name: MemoryClass) -> str:
+    return next((format_bytes(s.nbytes) for s in bar.segments if s.name is name), "")
+
+
+def _peak(bar: Bar) -> Text:
+    return Text(format_bytes(bar.peak_nbytes), style="bold" if bar.fits else "bold red")
+
+
+def _gauge(bar: Bar) -> Text:
+    used = wording.share(bar.filled) if bar.capacity_nbytes else ""
+    filled = min(_GAUGE_CELLS, round(bar.filled * _GAUGE_CELLS)) if bar.capacity_nbytes else 0
+    text = Text("█" * filled, style="green" if bar.fits else "red")
+    text.append("░" * (_GAUGE_CELLS - filled), style="dim")
+    return text.append(f" {used:>6}", style="" if bar.fits else "red")
+
+
+def _time(step: StepEstimate) -> Table:
+    title = f"One step: {wording.duration(step.seconds)}, bound by {step.bottleneck}"
+    table = _titled(title)
+    table.add_column("link", no_wrap=True, min_width=_NAME_CELLS)
+    table.add_column("busy", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share of the step", no_wrap=True)
+    for link in step.links:
+        busy = link.seconds / step.seconds if step.seconds else 0.0
+        cells = min(_BAR_CELLS, round(busy * _BAR_CELLS))
+        bar = Text("█" * cells, style="yellow" if link.name == step.bottleneck else "blue")
+        bar.append("░" * (_BAR_CELLS - cells), style="dim").append(f" {wording.share(busy):>6}")
+        nbytes = format_bytes(link.nbytes) if link.nbytes else "-"
+        table.add_row(link.name, wording.duration(link.seconds), nbytes, bar)
+    return table
+
+
+def _figures(estimate: Estimate) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for figure in summary.figures(estimate):
+        if figure.name != "step":  # the title of the table above
+            table.add_row(figure.name, figure.value, figure.aside)
+    return table
+
+
+def _changes(estimate: Estimate) -> Iterator[RenderableType]:
+    yield ""
+    yield Text("what would fit" if not estimate.fits else "what would help", style="bold")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for change in estimate.changes:
+        factor = change.step_factor
+        cost = "?" if factor is None else wording.factor_of_time(factor)
+        settings = [summary.setting_text(k, v) for k, v in change.settings.items()]
+        text = Text(" ".join(settings), style="cyan")
+        text.append(f"\n{change.text}" if settings else change.text, style="default")
+        table.add_row(cost, text)
+    yield Padding(table, (0, 0, 0, 2))
+
+
+def _list(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[RenderableType]:
+    yield ""
+    yield Text(title, style="bold")
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row("·", Text(line))
+    yield Padding(table, (0, 0, 0, 2))

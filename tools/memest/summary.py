@@ -1,0 +1,95 @@
+"""The sentences and figures of an estimate that table and pictures share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.planning.estimate import Change, Estimate
+from offload.tiers.units import format_bytes
+from offload.tools.memest import wording
+from offload.tools.memest.picture import PLACE_TITLES
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One key figure: a name, a value, and what is to be said beside it."""
+
+    name: str
+    value: str
+    aside: str = ""
+
+
+def verdict(estimate: Estimate) -> str:
+    """`fits`, or what is short of what."""
+    if estimate.fits:
+        return "fits"
+    short = "; ".join(
+        f"{PLACE_TITLES[s.tier]} is {format_bytes(max(0, s.needed_nbytes - s.capacity_nbytes))} "
+        "short"
+        for s in estimate.shortfalls
+    )
+    return f"does not fit: {short}"
+
+
+def workload_text(estimate: Estimate) -> str:
+    """`batch 4 x 2,048 tokens, 8 passes per step`."""
+    workload = estimate.workload
+    passes = f", {workload.passes} passes per step" if workload.passes > 1 else ""
+    micro = estimate.config.micro_batches
+    pieces = f", {micro} micro-batches" if micro > 1 else ""
+    return f"batch {workload.batch:,} x {workload.sequence:,} tokens{passes}{pieces}"
+
+
+def model_text(estimate: Estimate) -> str:
+    """`6.74 B parameters`, and how many of them are trained."""
+    text = f"{wording.counted(estimate.numel)} parameters"
+    if estimate.numel_trainable != estimate.numel:
+        text += f", {wording.counted(estimate.numel_trainable)} trained"
+    return text
+
+
+def state_text(estimate: Estimate) -> str:
+    """`bf16, split master, fp32 states`."""
+    config = estimate.config
+    master = "" if config.master == "none" else f", {config.master} master"
+    recompute = config.placement.activations.checkpoint
+    words = {True: ", checkpointing", "selective": ", selective checkpointing"}
+    states = f", {config.optimizer.type} with {config.optimizer.states} states"
+    return f"{config.precision}{master}{states}{words.get(recompute, '')}"
+
+
+def figures(estimate: Estimate) -> tuple[Figure, ...]:
+    """Time first, then what it does to disks."""
+    step = estimate.step
+    found = []
+    if step is not None:
+        found = [
+            Figure("step", wording.duration(step.seconds), f"bound by {step.bottleneck}"),
+            Figure("tokens/s", wording.per_second(step.tokens_per_s),
+                   f"{step.tokens:,} tokens per step"),
+            Figure("written per step", format_bytes(step.written_nbytes), "to nvme"),
+        ]  # fmt: skip
+        if step.written_nbytes:
+            found.append(_life(estimate))
+    checkpoint = format_bytes(estimate.memory.checkpoint_nbytes)
+    return (*found, Figure("checkpoint", checkpoint, "on disk, each"))
+
+
+def _life(estimate: Estimate) -> Figure:
+    steps = estimate.ssd_life_steps
+    if steps is None or estimate.step is None:
+        return Figure("SSD life", "unknown", "name the SSD with --ssd")
+    time = wording.duration(steps * estimate.step.seconds)
+    rated = format_bytes(estimate.endurance_nbytes)
+    return Figure("SSD life", f"{wording.counted(steps)} steps", f"{time}; rated {rated} written")
+
+
+def change_text(change: Change) -> str:
+    """`-o key=value ...: what it does (+12 % time)`."""
+    settings = " ".join(setting_text(key, value) for key, value in change.settings.items())
+    return f"{settings}: {change.text}" if settings else change.text
+
+
+def setting_text(key: str, value: str) -> str:
+    """As the command line takes it: `-o micro_batches=4`, `--ram 96GiB`."""
+    return f"{key} {value}" if key.startswith("--") else f"-o {key}={value}"
