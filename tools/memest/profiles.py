@@ -353,7 +353,8 @@ def _unknown(text: str, parts: Sequence[_Named]) -> str:
         return f"it could be {' or '.join(several)}; say which"
     like = difflib.get_close_matches(text.strip(), names, n=1, cutoff=0.4)
     hint = f"; did you mean {like[0]!r}?" if like else ""
-    return f"no such part{hint}; known are {', '.join(dict.fromkeys(names))}, or write a size like 24GiB"
+    known_names = ", ".join(dict.fromkeys(names))
+    return f"no such part{hint}; known are {known_names}, or write a size like 24GiB"
 
 
 def _size(text: str, option: str, least: int, most: int) -> int:
