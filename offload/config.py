@@ -14,11 +14,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from offload.config_errors import render
 from offload.config_fields import (
+    AUTO_MICRO_BATCHES,
     AutoBool,
     AutoDepth,
     AutoThreads,
     Budget,
     KeyedError,
+    MicroBatches,
     Percent,
     Recompute,
     Section,
@@ -90,7 +92,8 @@ class ActivationConfig(Section):
     checkpoint: Recompute = Field(
         False,
         description="Recompute each repeated block's activations in backward. selective: keep "
-        "those of matrix products and attention.",
+        "those of matrix products and attention. auto: as a step is fastest and fits, where the "
+        "batch is known beforehand (`offload train`, memest); elsewhere false.",
     )
 
 
@@ -189,11 +192,12 @@ class OffloadConfig(Section):
         ge=1,
         description="Backward passes whose gradients add up to one step.",
     )
-    micro_batches: int = Field(
+    micro_batches: MicroBatches = Field(
         1,
-        ge=1,
         description="Pieces of each batch that a block runs over before the next block begins: "
-        "weights and gradients move once per step, activations of one piece at a time.",
+        "weights and gradients move once per step, activations of one piece at a time. auto: as "
+        "many as make a step fastest and fit, where the batch is known beforehand (`offload "
+        "train`, memest); elsewhere 1. Another number rounds differently.",
     )
     prefetch: AutoDepth = Field("auto", description="Groups fetched ahead; 0: none.")
     threads: ThreadsConfig = Field(
@@ -328,7 +332,7 @@ class OffloadConfig(Section):
         return (self.loss_scale or LossScaleConfig()) if self.precision == "fp16" else None
 
     def resolved(self) -> OffloadConfig:
-        """The same configuration with every `auto` that needs no machine filled in."""
+        """The same configuration with every `auto` that needs no machine and no batch filled in."""
         optimizer = self.optimizer.model_copy(
             update={
                 "master": self.master,
@@ -342,6 +346,19 @@ class OffloadConfig(Section):
             "loss_scale": self.scaling,
         }
         return self.model_copy(update=update)
+
+    def settled(self) -> OffloadConfig:
+        """Without `auto` for what depends on the batch: nothing recomputed, one piece. For whoever
+        does not know the batch; who does asks `offload.planning.solver` first."""
+        activations = self.placement.activations
+        config = self
+        if activations.checkpoint == "auto":
+            activations = activations.model_copy(update={"checkpoint": False})
+            placement = self.placement.model_copy(update={"activations": activations})
+            config = config.model_copy(update={"placement": placement})
+        if self.micro_batches == AUTO_MICRO_BATCHES:
+            config = config.model_copy(update={"micro_batches": 1})
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `load` reads back to an equal configuration."""

@@ -17,6 +17,7 @@ from offload.tiers.units import parse_bytes, parse_percent
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 _AUTO = {"const": "auto"}
+AUTO_MICRO_BATCHES = 0  # how `micro_batches: auto` is kept: not more than one piece until chosen
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 
 
@@ -202,9 +203,21 @@ def _parse_auto_bool(value: Any) -> Any:
 
 
 def _parse_recompute(value: Any) -> Any:
-    if value == "selective" or isinstance(value, bool):
+    if value in ("selective", "auto") or isinstance(value, bool):
         return value
-    raise ValueError(f"expected true, false or selective; found {value!r}")
+    raise ValueError(f"expected true, false, selective or auto; found {value!r}")
+
+
+def _parse_micro_batches(value: Any) -> int:
+    if value == "auto":
+        return AUTO_MICRO_BATCHES
+    number = _auto_int(value, 1)
+    assert isinstance(number, int), "auto was before"
+    return number
+
+
+def _dump_micro_batches(value: int) -> int | str:
+    return "auto" if value == AUTO_MICRO_BATCHES else value
 
 
 def _auto_int(value: Any, least: int, multiple: int = 1, most: int | None = None) -> Any:
@@ -294,9 +307,15 @@ AutoBool = Annotated[
     bool | Literal["auto"], PlainValidator(_parse_auto_bool), _auto_schema({"type": "boolean"})
 ]
 Recompute = Annotated[
-    bool | Literal["selective"],
+    bool | Literal["selective", "auto"],
     PlainValidator(_parse_recompute),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "selective"}]}),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["selective", "auto"]}]}),
+]
+MicroBatches = Annotated[
+    int,
+    PlainValidator(_parse_micro_batches),
+    PlainSerializer(_dump_micro_batches),
+    _auto_schema({"type": "integer", "minimum": 1}),
 ]
 AutoThreads = Annotated[
     int | Literal["auto"],

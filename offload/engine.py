@@ -68,6 +68,7 @@ class Engine:
         self, model: nn.Module, config: OffloadConfig, *, parameters: ParamGroups | None = None,
         weights: str | Path | None = None,
     ) -> None:  # fmt: skip
+        config = config.settled()
         self.module = model
         self.device = compute_device(config)
         self._closed = False

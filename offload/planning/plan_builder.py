@@ -43,6 +43,7 @@ class PlanBuilder:
     """Plans of one model, one configuration and one machine, by placement."""
 
     def __init__(self, config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
+        config = config.settled()
         self.explicit = explicit_placements(config)
         self.config = tuned(config, self.explicit, model, hardware)
         self.model = model

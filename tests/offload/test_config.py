@@ -190,8 +190,8 @@ BAD_VALUES = [
         ["'disk' is not allowed; allowed: device, host, nvme"],
     ),
     (
-        "placement: {activations: {checkpoint: auto}}",
-        ["placement.activations.checkpoint: expected true, false or selective; found 'auto'"],
+        "placement: {activations: {checkpoint: often}}",
+        ["placement.activations.checkpoint: expected true, false, selective or auto; found 'often'"],
     ),
     (
         "precision: fp16\noptimizer:\n  master: split",
@@ -258,7 +258,7 @@ def test_a_mistake_is_named_with_file_line_and_key(
 
 
 def test_a_wrong_choice_is_one_line(write: Any) -> None:
-    for value in ("auto", "Selective", "1"):
+    for value in ("often", "Selective", "1"):
         text = f"placement: {{activations: {{checkpoint: {value}}}}}"
         assert len(message(write(text)).splitlines()) == 1
 
@@ -419,3 +419,13 @@ def test_fp32_sums_of_16_bit_gradients_are_refused_on_nvme() -> None:
     assert OffloadConfig.load(keys).gradient_accumulation_steps == 4
     with pytest.raises(ConfigError, match=r"contradicts gradient_accumulation_steps: 4 in bf16"):
         OffloadConfig.load({**keys, "precision": "bf16"})
+
+
+def test_what_depends_on_the_batch_can_be_left_open() -> None:
+    keys = {"micro_batches": "auto", "placement": {"activations": {"checkpoint": "auto"}}}
+    config = OffloadConfig.load(keys)
+    assert OffloadConfig.load(config.to_dict()) == config
+    assert config.to_dict()["micro_batches"] == "auto"
+    settled = config.settled()
+    assert (settled.micro_batches, settled.placement.activations.checkpoint) == (1, False)
+    assert settled.settled() is settled
