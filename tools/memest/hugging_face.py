@@ -1,0 +1,143 @@
+"""A model from a Hugging Face `config.json`: counted without torch where its family is known.
+
+Nothing is executed from a model folder: classes come from the installed transformers alone,
+`auto_map` (code beside the weights) is never followed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.tiers.errors import ConfigError
+from offload.tools.memest.config_keys import Keys, shown
+from offload.tools.memest.families import FAMILIES
+from offload.tools.memest.family import Family
+from offload.tools.memest.input_files import read_json
+from offload.zero.module_tree import ModuleTree
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True)
+class ModelConfiguration:
+    """The checked top level of a `config.json`."""
+
+    where: str
+    values: Mapping[str, Any]
+    model_type: str
+    architecture: str | None  # the class that is trained, if the file says so
+
+    @property
+    def family(self) -> Family | None:
+        """The description of its modules, if there is one that fits."""
+        family = FAMILIES.get(self.model_type)
+        if family is None or self.architecture not in (None, family.architecture):
+            return None
+        return family if family.covers(self.keys(family)) else None
+
+    def keys(self, family: Family) -> Keys:
+        return family.keys(self.values, self.where)
+
+    def first_size(self, *names: str) -> int | None:
+        """The first of some keys that has a usable size: here, or of the text model."""
+        inner = self.values.get("text_config")
+        for values in (self.values, inner if isinstance(inner, dict) else {}):
+            for name in names:
+                value = values.get(name)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+        return None
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence in tokens, where the file or its family says."""
+        return self.first_size(*_CONTEXT_KEYS) or self._default(*_CONTEXT_KEYS)
+
+    @property
+    def vocab(self) -> int | None:
+        return self.first_size("vocab_size") or self._default("vocab_size")
+
+    def _default(self, *names: str) -> int | None:
+        family = FAMILIES.get(self.model_type)
+        defaults = family.defaults if family is not None else {}
+        return next((defaults[name] for name in names if name in defaults), None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What in the file was not followed."""
+        notes = []
+        if "auto_map" in self.values:
+            notes.append("auto_map names code in the model folder, which is not executed")
+        if self.values.get("quantization_config") is not None:
+            notes.append("quantization_config is left aside: training is estimated unquantised")
+        if self.architecture is None:
+            notes.append("no architecture is named: taken as a causal language model")
+        return tuple(notes)
+
+
+def read_configuration(path: Path) -> ModelConfiguration:
+    """The configuration in a file. ConfigError if it describes no model."""
+    return check_configuration(read_json(path), str(path))
+
+
+def check_configuration(values: Any, where: str) -> ModelConfiguration:
+    """The top level of parsed JSON. ConfigError if it describes no model."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: is no model configuration: {shown(values)}, no keys")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        problem = "no model_type" if model_type is None else f"model_type is {shown(model_type)}"
+        raise ConfigError(
+            f"{where}: is no model configuration: {problem}; a Hugging Face config.json has "
+            '"model_type": "llama" or the like'
+        )
+    architectures = values.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise ConfigError(f"{where}: architectures is {shown(architectures)}; a list of names")
+    first = architectures[0] if architectures else None
+    return ModelConfiguration(where, values, model_type, first)
+
+
+def family_tree(configuration: ModelConfiguration) -> ModuleTree | None:
+    """The modules, without torch; None where the family is not described here."""
+    family = configuration.family
+    if family is None:
+        return None
+    keys = configuration.keys(family)
+    check_heads(keys)
+    return family.build(keys)
+
+
+def check_heads(keys: Keys) -> None:
+    """What every attention needs: heads that divide the width, in groups that divide the heads."""
+    hidden = keys.raw("hidden_size") and keys.size("hidden_size")
+    heads = keys.raw("num_attention_heads") and keys.size("num_attention_heads")
+    if not hidden or not heads:
+        return
+    if keys.raw("head_dim") is None and keys.raw("v_head_dim") is None and hidden % heads:
+        raise ConfigError(
+            f"{keys.where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+        )
+    groups = keys.size_or("num_key_value_heads", heads)
+    if heads % groups:
+        raise ConfigError(
+            f"{keys.where}: num_attention_heads {heads} is no multiple of "
+            f"num_key_value_heads {groups}"
+        )
+
+
+def unknown_architecture(configuration: ModelConfiguration, known: list[str]) -> ConfigError:
+    """The error for a `model_type` that nobody here knows, with those that could be meant."""
+    like = difflib.get_close_matches(configuration.model_type, known, n=3)
+    hint = f"; did you mean {' or '.join(like)}?" if like else ""
+    return ConfigError(
+        f"{configuration.where}: the architecture {configuration.model_type[:60]!r} is unknown"
+        f"{hint} ({len(known)} are known: {', '.join(sorted(FAMILIES)[:6])}, ...; `pip install -U "
+        "transformers` may know more; code of a model folder is not executed)"
+    )

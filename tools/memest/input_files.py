@@ -1,0 +1,135 @@
+"""Files that somebody names: opened for reading only, bounded, and never executed.
+
+Formats that hold code (pickles, PyTorch's zip archives) are known by their first bytes and refused
+unopened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.units import format_bytes
+
+MOST_JSON_NBYTES = 256 << 20  # the index of 10^6 tensors has about 100 MB
+
+_NOT_OPENED = "may hold code and is not opened; name the config.json, or convert to safetensors"
+_MAGIC = {
+    b"PK\x03\x04": f"a zip archive, as torch.save writes it: it {_NOT_OPENED}",
+    b"PK\x05\x06": "an empty zip archive",
+    b"\x1f\x8b": "gzip-compressed; unpack it first",
+    b"\xfd7zXZ": "xz-compressed; unpack it first",
+    b"GGUF": "a GGUF file, made for inference; name the config.json of the model it was made from",
+    b"\x89HDF": f"an HDF5 file (Keras): it {_NOT_OPENED}",
+    b"\x7fELF": "a program",
+}
+
+
+def status_of(path: Path) -> os.stat_result:
+    """What the file system says of `path`; PathError with its reason."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        raise PathError(f"{path}: no such file or folder") from None
+    except OSError as error:
+        raise PathError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise PathError(f"{str(path)!r} is no name of a file: {error}") from None
+
+
+def file_nbytes(path: Path) -> int:
+    """Bytes of a regular file; PathError for anything else."""
+    status = status_of(path)
+    if stat.S_ISDIR(status.st_mode):
+        raise PathError(f"{path}: is a folder, a file was expected")
+    if not stat.S_ISREG(status.st_mode):
+        raise PathError(f"{path}: is no regular file")
+    return status.st_size
+
+
+def read_range(path: Path, offset: int, nbytes: int) -> bytes:
+    """Up to `nbytes` of a file from `offset`; PathError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(nbytes)
+    except OSError as error:
+        raise PathError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def refuse_code(path: Path) -> bytes:
+    """The first 16 bytes of a file; ConfigError if they are those of a format not read here."""
+    start = read_range(path, 0, 16)
+    for magic, what in _MAGIC.items():
+        if start.startswith(magic):
+            raise ConfigError(f"{path}: is {what}")
+    # protocol 2 and later begin with 0x80 and their number
+    if len(start) >= 2 and start[0] == 0x80 and 2 <= start[1] <= 5 and start[8:9] != b"{":
+        raise ConfigError(f"{path}: is a pickle: it {_NOT_OPENED}")
+    return start
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. PathError if it cannot be read, ConfigError if it is no JSON."""
+    nbytes = file_nbytes(path)
+    if nbytes > MOST_JSON_NBYTES:
+        raise ConfigError(
+            f"{path}: {format_bytes(nbytes)} is too much for a description of a model; "
+            f"at most {format_bytes(MOST_JSON_NBYTES)} are read"
+        )
+    return parse_json(read_range(path, 0, nbytes), str(path))
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """The value of JSON text; ConfigError, naming it as `where`, also for NaN and keys twice."""
+    try:
+        return json.loads(
+            data.decode("utf-8-sig"),
+            object_pairs_hook=_unique(where),
+            parse_constant=_no_constant(where),
+            parse_float=_finite(where),
+        )
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: byte {error.start} is no UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        hint = "; the file ends too early" if error.pos >= len(data.rstrip()) else ""
+        raise ConfigError(f"{where}:{error.lineno}: not valid JSON: {error.msg}{hint}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deep for a description of a model") from None
+    except ValueError as error:  # a number with thousands of digits
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+
+
+def _unique(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in values if names.count(name) > 1)
+            raise ConfigError(f"{where}: {twice[:80]!r} is given twice")
+        return values
+
+    return build
+
+
+def _no_constant(where: str) -> Callable[[str], NoReturn]:
+    def refuse(name: str) -> NoReturn:
+        raise ConfigError(f"{where}: {name} is no number")
+
+    return refuse
+
+
+def _finite(where: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ConfigError(f"{where}: {text[:40]} is too large a number")
+        return value
+
+    return read

@@ -1,0 +1,232 @@
+"""Whatever memest can be asked about: read as one kind of thing, `ModelSource`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.config import OffloadConfig
+from offload.tiers.errors import ConfigError
+from offload.tools.memest.builtin_model import builtin_tree
+from offload.tools.memest.factory import build_named, is_named
+from offload.tools.memest.hugging_face import (
+    ModelConfiguration,
+    check_configuration,
+    family_tree,
+    read_configuration,
+)
+from offload.tools.memest.input_files import read_json, refuse_code, status_of
+from offload.tools.memest.safetensors_header import (
+    HeaderTensor,
+    formats_of,
+    read_files,
+    read_header,
+    tensors_of_index,
+)
+from offload.tools.memest.skeleton_cache import key_of
+from offload.tools.memest.source import ModelSource, SourceKind
+from offload.tools.memest.stated_sizes import StatedSizes, model_of
+from offload.tools.memest.transformers_models import (
+    build_on_meta,
+    fingerprint_parts,
+    library_shape,
+)
+from offload.tools.memest.weight_names import tree_of_names
+from offload.train.config import ModelConfig
+from offload.zero.module_tree import shape_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ModelSource", "SourceKind", "StatedSizes", "read_model", "read_stated"]
+
+_INDEX = "model.safetensors.index.json"
+_CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
+    """The model that `source` names: a file, a folder or `module:function`.
+
+    `blocks`: class names of the repeated blocks, as `groups.blocks`. Nothing of a file is executed.
+    ConfigError with a one-line reason, PathError where a file cannot be read.
+    """
+    if is_named(source) and not os.path.exists(source):
+        return read_named(source, blocks)
+    path = Path(source)
+    if stat.S_ISDIR(status_of(path).st_mode):
+        return read_folder(path, blocks)
+    return read_file(path, blocks)
+
+
+def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
+    """The model that a file describes, by what is in it."""
+    suffix = path.suffix.lower()
+    start = refuse_code(path)
+    if suffix in (".yaml", ".yml"):
+        return read_yaml(path)
+    if suffix == ".json" or start.lstrip()[:1] == b"{":
+        return _read_json_file(path, blocks)
+    if suffix == ".safetensors" or start[8:9] == b"{":
+        return _from_tensors(read_header(path), path, blocks)
+    raise ConfigError(
+        f"{path}: is no description of a model; name a config.json, a safetensors file or index, "
+        "an offload YAML (.yaml), a folder with one of them, or module:function"
+    )
+
+
+def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
+    """The model of a folder: its config.json, else its safetensors files."""
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be listed: {error.strerror}") from None
+    if "config.json" in names:
+        configuration = read_configuration(path / "config.json")
+        return _from_configuration(configuration, path.resolve().name, blocks)
+    if _INDEX in names:
+        return _read_json_file(path / _INDEX, blocks)
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    if files:
+        return _from_tensors(read_files([path / name for name in files]), path, blocks)
+    code = sorted(name for name in names if name.endswith(_CODE_SUFFIXES))
+    found = f"{code[0]} may hold code and is not opened" if code else f"{len(names)} other files"
+    raise ConfigError(
+        f"{path}: has neither config.json nor safetensors files ({found}); "
+        "put the model's config.json there, or name another source"
+    )
+
+
+def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
+    """The model that a function of the user's returns."""
+    from offload.zero.discovery import discover
+
+    model = build_named(source)
+    return ModelSource(
+        name=source,
+        kind=SourceKind.FACTORY,
+        shape=discover(model, blocks).shape(),
+        fingerprint="",  # code may change between two calls
+        build=lambda: model,
+    )
+
+
+def read_yaml(path: Path) -> ModelSource:
+    """The built-in model of an offload configuration, with its defaults where it names none."""
+    config = OffloadConfig.load(path)
+    stated = "train" in config.model_fields_set
+    model = config.train.model
+    return ModelSource(
+        name=path.name,
+        kind=SourceKind.YAML,
+        shape=shape_of(builtin_tree(model), config.groups.blocks),
+        fingerprint=_builtin_fingerprint(model),
+        context=model.max_sequence,
+        vocab=model.vocab,
+        notes=() if stated else ("no train: section: the built-in model at its default size",),
+        config=config,
+        train_model=model,
+        build=lambda: _build_builtin(model),
+    )
+
+
+def read_stated(sizes: StatedSizes) -> ModelSource:
+    """A model of a few stated sizes. ConfigError where they contradict."""
+    stated = model_of(sizes)
+    count = stated.shape.numel
+    return ModelSource(
+        name=f"{_short(count)} parameters",
+        kind=SourceKind.STATED,
+        shape=stated.shape,
+        fingerprint=_builtin_fingerprint(stated.config),
+        context=sizes.context,
+        vocab=stated.config.vocab,
+        notes=stated.notes,
+        train_model=stated.config,
+        build=lambda: _build_builtin(stated.config),
+    )
+
+
+def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
+    values = read_json(path)
+    if isinstance(values, dict) and "weight_map" in values:
+        return _from_tensors(tensors_of_index(values, path), path, blocks)
+    configuration = check_configuration(values, str(path))
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return _from_configuration(configuration, name, blocks)
+
+
+def _from_configuration(
+    configuration: ModelConfiguration, name: str, blocks: Sequence[str]
+) -> ModelSource:
+    tree = family_tree(configuration)
+    notes = configuration.notes
+    if tree is not None:
+        shape = shape_of(tree, blocks)
+    else:
+        shape, built = library_shape(configuration, blocks)
+        notes = (*notes, *built)
+    return ModelSource(
+        name=name or configuration.model_type,
+        kind=SourceKind.CONFIGURATION,
+        shape=shape,
+        fingerprint=key_of(fingerprint_parts(configuration)),
+        context=configuration.context,
+        vocab=configuration.vocab,
+        notes=notes,
+        build=lambda: build_on_meta(configuration),
+    )
+
+
+def _from_tensors(
+    tensors: Mapping[str, HeaderTensor], path: Path, blocks: Sequence[str]
+) -> ModelSource:
+    named = tree_of_names(tensors)
+    shape = shape_of(named.tree)
+    if shape.numel == 0:
+        raise ConfigError(f"{path}: holds no trainable weights: {_formats(tensors)}")
+    notes = ["groups are told from the names of the weights"]
+    if blocks:
+        notes.append(f"groups.blocks ({', '.join(blocks)}) needs the model's classes: left aside")
+    if named.buffers:
+        notes.append(f"{len(named.buffers)} buffers are not counted, {named.buffers[0]} is one")
+    fixed = sum(t.numel for t in tensors.values() if not t.trainable)
+    if fixed:
+        notes.append(f"{fixed:,} elements are quantised or integers and not trained")
+    return ModelSource(
+        name=path.resolve().name,
+        kind=SourceKind.SAFETENSORS,
+        shape=shape,
+        fingerprint="",
+        notes=tuple(notes),
+    )
+
+
+def _formats(tensors: Mapping[str, HeaderTensor]) -> str:
+    counts = formats_of(tensors)
+    return ", ".join(f"{count:,} of {dtype}" for dtype, count in counts.items()) or "it is empty"
+
+
+def _builtin_fingerprint(model: ModelConfig) -> str:
+    sizes: dict[str, Any] = model.model_dump(mode="json")
+    return hashlib.sha256(repr(sorted(sizes.items())).encode()).hexdigest()
+
+
+def _build_builtin(model: ModelConfig) -> nn.Module:
+    import torch
+
+    from offload.train.model import LanguageModel
+
+    with torch.device("meta"):
+        return LanguageModel(model)
+
+
+def _short(count: int) -> str:
+    """`7.00 B`: three digits."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

@@ -1,0 +1,66 @@
+"""Whatever memest can be asked about, as one kind of thing: a model's shape and its activations."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.config import OffloadConfig
+from offload.planning.activation_facts import ActivationFacts
+from offload.planning.workload import Workload
+from offload.tiers.errors import UnsupportedError
+from offload.train.config import ModelConfig
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class SourceKind(enum.StrEnum):
+    """What a model was read from."""
+
+    CONFIGURATION = "configuration"  # a Hugging Face config.json
+    SAFETENSORS = "safetensors"
+    FACTORY = "factory"  # module:function
+    YAML = "yaml"  # an offload configuration: the built-in model
+    STATED = "stated"  # numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model that can be asked about.
+
+    `shape` has the groups that `discover` finds in the module that will be trained.
+    """
+
+    name: str
+    kind: SourceKind
+    shape: ModelShape
+    fingerprint: str  # of all that the model's graph depends on
+    context: int | None = None  # longest sequence in tokens, where one is known
+    vocab: int | None = None
+    notes: tuple[str, ...] = ()  # what was assumed, left aside, or took long
+    config: OffloadConfig | None = None  # of an offload YAML
+    train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does
+    build: Callable[[], nn.Module] | None = None  # the module on the meta device; loads torch
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the model's code is known; weights alone do not say what it keeps."""
+        return self.build is not None
+
+    def activations(self, config: OffloadConfig, workload: Workload) -> ActivationFacts:
+        """Bytes and operations of one forward and backward pass, from the module's own graph.
+
+        UnsupportedError where no code is known. Loads torch unless the answer is on disk.
+        """
+        if self.build is None:
+            raise UnsupportedError(
+                f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
+                "beside them, or name the model's module:function"
+            )
+        from offload.planning.activation_trace import trace_activations
+
+        return trace_activations(self.build(), config, workload)

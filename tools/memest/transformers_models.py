@@ -1,0 +1,140 @@
+"""Models that only the installed transformers library knows, built on the meta device.
+
+Importing its modelling code takes seconds, so shapes are kept on disk. The library's own classes
+are all that is used: no code of a model folder, nothing from the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from offload.tiers.errors import ConfigError, OffloadError
+from offload.tools.memest.hugging_face import ModelConfiguration, unknown_architecture
+from offload.tools.memest.skeleton_cache import key_of, load_shape, save_shape
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# not of the model: code of others, formats of stored weights, choices of one machine
+_LEFT_ASIDE = ("auto_map", "quantization_config", "torch_dtype", "dtype", "_name_or_path")
+_INSTALL = "install transformers (`pip install 'offload[hf]'`)"
+
+
+def library_shape(
+    configuration: ModelConfiguration, blocks: Sequence[str]
+) -> tuple[ModelShape, tuple[str, ...]]:
+    """The shape of any model that transformers knows, and a note if that took its time."""
+    key = key_of({**fingerprint_parts(configuration), "blocks": list(blocks)})
+    shape = load_shape(key)
+    if shape is not None:
+        return shape, ()
+    from offload.zero.discovery import discover
+
+    shape = discover(build_on_meta(configuration), blocks).shape()
+    save_shape(key, shape)
+    note = "the modules were built by transformers, which takes seconds; the next answer will not"
+    return shape, (note,)
+
+
+def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
+    """All that a model's graph depends on."""
+    versions = {name: _version(name) for name in ("torch", "transformers")}
+    return {"values": _values(configuration), "versions": versions}
+
+
+def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
+    """The model without memory. ConfigError if transformers does not know or want it."""
+    _require_transformers(configuration)
+    with _quiet_and_offline():
+        import torch
+        import transformers
+
+        if configuration.model_type not in transformers.CONFIG_MAPPING:
+            raise unknown_architecture(configuration, list(transformers.CONFIG_MAPPING))
+        try:
+            config_class = transformers.CONFIG_MAPPING[configuration.model_type]
+            config = config_class.from_dict(_values(configuration))
+            with torch.device("meta"):
+                model: nn.Module = _build(configuration, config)
+        except OffloadError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{configuration.where}: transformers cannot build this "
+                f"{configuration.model_type}: {_one_line(error)}"
+            ) from error
+    return model.train()
+
+
+def _build(configuration: ModelConfiguration, config: Any) -> Any:
+    """The named class, if it is one of transformers' models, else the causal language model."""
+    import transformers
+
+    name = configuration.architecture
+    model_class: Any = getattr(transformers, name, None) if name is not None else None
+    if inspect.isclass(model_class) and issubclass(model_class, transformers.PreTrainedModel):
+        return model_class._from_config(config)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{configuration.where}: transformers {_version('transformers')} has no class "
+            f"{name or 'for causal language models'} for {configuration.model_type}"
+        )
+    return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def _values(configuration: ModelConfiguration) -> dict[str, Any]:
+    """What the file says of the model itself."""
+    kept = {
+        key: value
+        for key, value in configuration.values.items()
+        if key not in _LEFT_ASIDE and not key.startswith("_attn_implementation")
+    }
+    return copy.deepcopy(kept)
+
+
+def _require_transformers(configuration: ModelConfiguration) -> None:
+    for name in ("torch", "transformers"):
+        if _version(name) == "none":
+            raise ConfigError(
+                f"{configuration.where}: the modules of {configuration.model_type} are not known "
+                f"here without {name}; {_INSTALL}"
+            )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+@contextlib.contextmanager
+def _quiet_and_offline() -> Iterator[None]:
+    """Without the library's remarks on a configuration, and without the network."""
+    from huggingface_hub import constants
+
+    offline, disabled = constants.HF_HUB_OFFLINE, logging.root.manager.disable
+    constants.HF_HUB_OFFLINE = True
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        logging.disable(disabled)
+
+
+def _one_line(error: Exception) -> str:
+    """The first lines of an error as one, not long."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
