@@ -162,8 +162,20 @@ MACHINES = (
     MachinePart("DGX A100-80", _BY_NAME["A100-80"], 8, 2048 * GIB, 128, 409.6 * GB, 4, GEN4_SERVER,
                 8, 200 * GB, "NVIDIA DGX A100 data sheet (640 GB): 2 TB RAM, 30 TB NVMe, 8 x 200 "
                 "Gb/s"),
+    MachinePart("ND A100 v4", _BY_NAME["A100-40"], 8, 900 * GIB, 96, 409.6 * GB, 4, GEN4, 3,
+                200 * GB, "Azure ND A100 v4 series: 96 cores, 900 GiB RAM, 6.5 TB local NVMe, 8 x "
+                "200 Gb/s"),
     MachinePart("DGX H100", _BY_NAME["H100"], 8, 2048 * GIB, 112, 614.4 * GB, 8, GEN4_SERVER, 8,
                 400 * GB, "NVIDIA DGX H100 data sheet: 2 TB RAM, 8 x 3.84 TB NVMe, 8 x 400 Gb/s"),
     MachinePart("GH200", _BY_NAME["GH200"], 1, 480 * GB, 72, 512 * GB, 1, None, 0,
                 25 * GB, "NVIDIA GH200 data sheet: 480 GB LPDDR5X"),
 )  # fmt: skip
+
+
+def machine_named(name: str) -> MachinePart:
+    """KeyError where there is none of exactly that name."""
+    return {machine.name: machine for machine in MACHINES}[name]
+
+
+def gpu_named(name: str) -> GpuPart:
+    return _BY_NAME[name]
