@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.config_fields import TierSplit
-from offload.planning.activation_plan import least_window
 from offload.planning.plan import Hardware, Plan
-from offload.planning.plan_builder import PlanBuilder
 from offload.planning.plan_sizes import (
-    CLASSES,
     ITEMSIZE,
-    GroupBytes,
 )
 from offload.planning.shortfalls import shortfalls as shortfalls
+from offload.planning.solver import solve
 from offload.swap.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
-from offload.tiers.placement import Placement
 from offload.tiers.units import format_bytes
 from offload.zero.model_shape import ModelShape
 
@@ -72,19 +67,7 @@ def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> P
 
 def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
     """The plan as the configuration asks for it, whether or not it fits (see `shortfalls`)."""
-    builder = PlanBuilder(config, model, hardware)
-    placements = dict(builder.explicit)
-    if config.sums_gradients:  # never an fp32 gradient file
-        placements.setdefault(StateClass.GRADIENTS, Placement.on(TierName.HOST))
-    taken = builder.window_nbytes + least_window(
-        TierName(config.placement.activations.tier), builder.gpu
-    )
-    for state_class in CLASSES:
-        if state_class not in placements:
-            placements[state_class] = _place(
-                state_class, builder.groups, builder.budgets, placements, taken
-            )
-    return builder.build(placements)
+    return solve(config, model, hardware).best.plan
 
 
 def _tell_of_sums(plan: Plan) -> None:
@@ -112,43 +95,3 @@ def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -
             f"states; this machine has {format_bytes(there)} of memory and free disk together: "
             "make the model smaller, or add a path to nvme.paths"
         )
-
-
-def _place(
-    state_class: StateClass, groups: Sequence[GroupBytes], budgets: Mapping[TierName, int],
-    placed: Mapping[StateClass, Placement], window: int,
-) -> Placement:  # fmt: skip
-    """Fill the fastest tier that has room, in whole or in part, and leave the rest to the next."""
-    needed = max(1, _bytes_of(state_class, groups))
-    shares: list[tuple[TierName, float]] = []
-    left = 1.0
-    for tier in _order(state_class, budgets):
-        free = budgets[tier] - sum(
-            dict(placement.shares).get(tier, 0.0) * _bytes_of(other, groups)
-            for other, placement in placed.items()
-        )
-        whole = free >= needed * left and (
-            tier is not TierName.HOST or free - window >= needed * left
-        )
-        if tier is TierName.NVME or whole:
-            shares.append((tier, left))
-            return Placement(tuple(shares))
-        if state_class is StateClass.PARAMETERS or tier is TierName.DEVICE:
-            continue  # a partly resident class pays only where pieces stream
-        share = max(0.0, min(left, (free - 2 * window) / needed))
-        share = int(share * 100) / 100
-        if share > 0:
-            shares.append((tier, share))
-            left -= share
-    return Placement(tuple(shares))
-
-
-def _order(state_class: StateClass, budgets: Mapping[TierName, int]) -> list[TierName]:
-    order = [TierName.HOST, TierName.NVME]
-    if state_class is StateClass.PARAMETERS and budgets[TierName.DEVICE]:
-        order.insert(0, TierName.DEVICE)
-    return order
-
-
-def _bytes_of(state_class: StateClass, groups: Sequence[GroupBytes]) -> int:
-    return sum(getattr(group, state_class) for group in groups)

@@ -191,7 +191,7 @@ BAD_VALUES = [
     ),
     (
         "placement: {activations: {checkpoint: often}}",
-        ["placement.activations.checkpoint: expected true, false, selective or auto; found 'often'"],
+        ["checkpoint: expected true, false, selective or auto; found 'often'"],
     ),
     (
         "precision: fp16\noptimizer:\n  master: split",

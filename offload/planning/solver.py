@@ -1,0 +1,293 @@
+"""Which placement makes a step fastest within the budgets: what is left open, filled in.
+
+    1  every split of the open classes on a grid, then finer around the best, by a rough model
+       (`placement_search`): tens of thousands of placements in some tens of milliseconds
+    2  the best of each kind (which tiers each class uses) are laid out and checked to the byte
+    3  where it is known what a step works on, their steps are predicted (`step_time`), and that
+       decides; elsewhere the bytes over the slowest link do
+
+Where activations.checkpoint or micro_batches are `auto` and the batch is known, every choice goes
+through 1 and 2, and all take part in 3. What the configuration names stays as it is. The result
+depends on the arguments alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.config_fields import AUTO_MICRO_BATCHES
+from offload.planning.activation_facts import ActivationFacts
+from offload.planning.estimate import Shortfall, StepEstimate
+from offload.planning.placement_search import Found, Open, PlacementSearch
+from offload.planning.plan import Hardware, Plan, needed_nbytes
+from offload.planning.plan_builder import Placements, PlanBuilder
+from offload.planning.plan_sizes import CLASSES
+from offload.planning.rough_step import NOMINAL, StepWork
+from offload.planning.shortfalls import shortfalls
+from offload.planning.speeds import Speeds
+from offload.planning.step_time import estimate_step
+from offload.planning.work_time import pass_s, update_traffic
+from offload.planning.workload import Workload
+from offload.swap.measure import Bandwidth
+from offload.tiers.extent import TierName
+from offload.tiers.ledger import StateClass
+from offload.tiers.units import format_bytes
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+_CANDIDATES = 8  # that are laid out per choice of checkpoint and micro-batches
+_LARGE_PIECES = 10_000  # of a model that this takes tens of milliseconds for
+_CANDIDATES_LARGE = 3
+_MICRO_BATCHES = (1, 2, 4, 8)
+_CHECKPOINTS = (False, "selective", True)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run beside the sizes of its states."""
+
+    workload: Workload
+    speeds: Speeds
+    facts_of: Callable[[OffloadConfig], ActivationFacts]  # of a settled configuration
+    elsewhere_nbytes: int = 0  # RAM of interpreter and libraries
+    on_device_nbytes: int = 0  # GPU memory of context and libraries
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement laid out."""
+
+    config: OffloadConfig  # settled: checkpoint and micro_batches as they were chosen
+    plan: Plan
+    seconds: float  # of a step; of the slowest link alone where nothing is known of the work
+    step: StepEstimate | None  # None: nothing is known of the work
+    shortfalls: tuple[Shortfall, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortfalls
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best candidate, and those after it, of other kinds."""
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    open_keys: tuple[str, ...]  # that were left to the solver
+
+    @property
+    def next_best(self) -> Candidate | None:
+        """The fastest other one that fits."""
+        return next((other for other in self.others if other.fits), None)
+
+
+def solve(
+    config: OffloadConfig, model: ModelShape, hardware: Hardware, known: Known | None = None
+) -> Solution:
+    """The best placement of `model`, whether or not it fits (then what is least short).
+
+    Without `known`, activations.checkpoint and micro_batches that are `auto` are settled, and no
+    class but the parameters is given device memory, which activations will need.
+    """
+    if known is not None:
+        measured = _bandwidth_of(known.speeds) or hardware.measure_nvme
+        hardware = replace(hardware, measure_nvme=measured)
+    candidates = [
+        candidate
+        for settled in _choices(config, known)
+        for candidate in _Choice(settled, model, hardware, known).candidates()
+    ]
+    best, *others = sorted(candidates, key=_rank)
+    return Solution(best, tuple(others), tuple(_open_keys(config)))
+
+
+def _rank(candidate: Candidate) -> tuple[int, float]:
+    """What fits first. `sorted` keeps the order of equals, which is that of the search."""
+    short = sum(s.needed_nbytes - s.capacity_nbytes for s in candidate.shortfalls)
+    return short, float(f"{candidate.seconds:.4g}")
+
+
+def _open_keys(config: OffloadConfig) -> Iterator[str]:
+    yield from (f"placement.{c}" for c in CLASSES if getattr(config.placement, c) is None)
+    if config.placement.activations.checkpoint == "auto":
+        yield "placement.activations.checkpoint"
+    if config.micro_batches == AUTO_MICRO_BATCHES:
+        yield "micro_batches"
+
+
+def _choices(config: OffloadConfig, known: Known | None) -> Iterator[OffloadConfig]:
+    """Settled configurations to compare, the plainest first."""
+    if known is None:
+        yield config.settled()
+        return
+    given = config.placement.activations.checkpoint
+    checkpoints = _CHECKPOINTS if given == "auto" else (given,)
+    pieces: tuple[int, ...] = (config.micro_batches,)
+    if config.micro_batches == AUTO_MICRO_BATCHES:
+        pieces = tuple(n for n in _MICRO_BATCHES if not known.workload.batch % n)
+    for checkpoint, number in itertools.product(checkpoints, pieces):
+        activations = config.placement.activations.model_copy(update={"checkpoint": checkpoint})
+        placement = config.placement.model_copy(update={"activations": activations})
+        yield config.model_copy(update={"placement": placement, "micro_batches": number})
+
+
+def _bandwidth_of(speeds: Speeds) -> Callable[[], Bandwidth] | None:
+    if not speeds.nvme_read_bytes_per_s:
+        return None
+    found = Bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
+    return lambda: found
+
+
+class _Choice:
+    """Placements under one choice of what depends on the batch."""
+
+    def __init__(
+        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, known: Known | None
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._hardware = hardware
+        self._known = known
+        self._facts = known.facts_of(config) if known is not None else None
+        self._builder = PlanBuilder(config, model, hardware)
+
+    def candidates(self) -> list[Candidate]:
+        """Laid out, in the order of the search; at least one."""
+        pieces = sum(len(group.records) for group in self._builder.groups)
+        count = _CANDIDATES_LARGE if pieces > _LARGE_PIECES else _CANDIDATES
+        if not self._open_tiers():
+            return [self._evaluate(self._builder.explicit, None)]
+        speeds = self._known.speeds if self._known is not None else NOMINAL
+        search = PlacementSearch(self._builder, self._room(), self._work(), speeds)
+        found = search.best(count)
+        if self._known is not None:
+            return [self._evaluate(each.placements, each) for each in found]
+        # by the rough model the order is known: the first that fits to the byte is the best
+        laid_out = []
+        for each in found:
+            laid_out.append(self._evaluate(each.placements, each))
+            if laid_out[-1].fits and len(laid_out) > 1:
+                break
+        return laid_out
+
+    def _evaluate(self, placements: Placements, found: Found | None) -> Candidate:
+        plan = self._builder.build(placements)
+        missing = (*shortfalls(plan, self._hardware), *self._beside(plan))
+        step = self._predict(plan)
+        seconds = step.seconds if step is not None else found.seconds if found is not None else 0.0
+        return Candidate(self._config, plan, seconds, step, missing)
+
+    # ---------------------------------------------------------------- what is known
+    def _predict(self, plan: Plan) -> StepEstimate | None:
+        if self._known is None or self._facts is None:
+            return None
+        known = self._known
+        return estimate_step(
+            plan, self._config, self._model, self._facts, known.workload, known.speeds
+        )
+
+    def _work(self) -> StepWork:
+        config, groups = self._config, self._builder.groups
+        known, facts = self._known, self._facts
+        passes = config.gradient_accumulation_steps if known is None else known.workload.passes
+        ahead = config.optimizer.in_backward is True
+        usual = sorted(group.parameters for group in groups)
+        largest = usual[len(usual) // 2] if usual else 0
+        away = config.placement.activations.tier == "nvme" and facts is not None
+        return StepWork(
+            passes=passes,
+            compute_s=self._compute_s(passes),
+            optimizer_s=self._optimizer_s(TierName.HOST),
+            optimizer_on_device_s=self._optimizer_s(TierName.DEVICE),
+            gradients_travel=passes - 1 if ahead else passes,
+            saved_nbytes=facts.saved_nbytes if away and facts is not None else 0,
+            in_flight_nbytes=self._builder.sizes.prefetch * largest,
+            gpu=self._builder.gpu,
+        )
+
+    def _compute_s(self, passes: int) -> float:
+        if self._known is None or self._facts is None:
+            return 0.0
+        precision, speeds = self._config.precision, self._known.speeds
+        both = (self._facts.forward, self._facts.backward)
+        return passes * sum(pass_s(cost, precision, speeds) for cost in both)
+
+    def _optimizer_s(self, tier: TierName) -> float:
+        """For all parameters, with their records in `tier`."""
+        if self._known is None:
+            return 0.0
+        builder, speeds = self._builder, self._known.speeds
+        traffic = update_traffic(
+            builder.sizes.record_formats[tier], builder.sizes.itemsize,
+            builder.sizes.gradient_itemsize,
+        )  # fmt: skip
+        rate = speeds.compute_bytes_per_s if tier is TierName.DEVICE else speeds.host_bytes_per_s
+        lost = 1.0 if builder.gpu else speeds.optimizer_lost_share
+        numel = sum(group.layout.numel_trainable for group in builder.groups)
+        return lost * numel * traffic / rate
+
+    # ---------------------------------------------------------------- room
+    def _open_tiers(self) -> dict[StateClass, tuple[TierName, ...]]:
+        config, builder = self._config, self._builder
+        below = [TierName.HOST]
+        if builder.budgets[TierName.NVME] > 0:
+            below.append(TierName.NVME)
+        kernels = builder.gpu and builder.hardware.kernels_missing is None
+        tiers: dict[StateClass, tuple[TierName, ...]] = {}
+        for state_class in CLASSES:
+            if state_class in builder.explicit:
+                continue
+            there = list(below)
+            if state_class is StateClass.GRADIENTS and config.sums_gradients:
+                there = [TierName.HOST]  # never an fp32 gradient file
+            first = state_class is StateClass.PARAMETERS or (kernels and self._known is not None)
+            if first and builder.budgets[TierName.DEVICE] > 0:
+                there.insert(0, TierName.DEVICE)
+            tiers[state_class] = tuple(there)
+        return tiers
+
+    def _room(self) -> Open:
+        known, facts = self._known, self._facts
+        if known is None or facts is None:
+            return Open(self._open_tiers())
+        peak = self._peak_nbytes(facts)
+        gpu = self._builder.gpu
+        return Open(
+            self._open_tiers(),
+            known.elsewhere_nbytes + (0 if gpu else peak),
+            known.on_device_nbytes + (peak if gpu else 0),
+        )
+
+    def _peak_nbytes(self, facts: ActivationFacts) -> int:
+        """Activations where the model computes."""
+        tier = TierName(self._config.placement.activations.tier)
+        away = tier is TierName.NVME or (tier is TierName.HOST and self._builder.gpu)
+        return facts.peak_elsewhere_nbytes if away else facts.peak_nbytes
+
+    def _beside(self, plan: Plan) -> Iterator[Shortfall]:
+        """What memory the tiers, activations and libraries need together."""
+        if self._known is None or self._facts is None:
+            return
+        room, hardware = self._room(), self._hardware
+        if plan.gpu:
+            tier, capacity, beside = TierName.DEVICE, hardware.device_nbytes, room.on_device_nbytes
+            whole = set(plan.parameters) == {tier}  # else copies fill the budget
+            held = needed_nbytes(plan, tier) if whole else plan.budgets[tier]
+        else:
+            tier, capacity, beside = TierName.HOST, hardware.host_nbytes, room.elsewhere_nbytes
+            held = needed_nbytes(plan, tier) + needed_nbytes(plan, TierName.DEVICE)
+        if held + beside <= capacity:
+            return
+        short = held + beside - capacity
+        yield Shortfall(
+            tier, held + beside, capacity, "placement.activations.checkpoint",
+            f"activations and libraries need {format_bytes(beside)} beside {format_bytes(held)} of "
+            f"states: {format_bytes(short)} more than the {format_bytes(capacity)} there are; set "
+            f"placement.activations.checkpoint: true, lower the batch or budget.{tier}",
+        )  # fmt: skip
