@@ -7,12 +7,11 @@ unopened.
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.units import format_bytes
@@ -76,7 +75,11 @@ def refuse_code(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. PathError if it cannot be read, ConfigError if it is no JSON."""
+    """The value of a JSON file. PathError if it cannot be read, ConfigError if it is no JSON.
+
+    `Infinity` and `NaN` are read: configurations of state-space models have them. As a size they
+    are refused where the size is asked for.
+    """
     nbytes = file_nbytes(path)
     if nbytes > MOST_JSON_NBYTES:
         raise ConfigError(
@@ -87,13 +90,11 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value of JSON text; ConfigError, naming it as `where`, also for NaN and keys twice."""
+    """The value of JSON text; ConfigError, naming it as `where`, also for a key given twice."""
     try:
         return json.loads(
             data.decode("utf-8-sig"),
             object_pairs_hook=_unique(where),
-            parse_constant=_no_constant(where),
-            parse_float=_finite(where),
         )
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not JSON: byte {error.start} is no UTF-8 text") from None
@@ -116,20 +117,3 @@ def _unique(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
         return values
 
     return build
-
-
-def _no_constant(where: str) -> Callable[[str], NoReturn]:
-    def refuse(name: str) -> NoReturn:
-        raise ConfigError(f"{where}: {name} is no number")
-
-    return refuse
-
-
-def _finite(where: str) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value):
-            raise ConfigError(f"{where}: {text[:40]} is too large a number")
-        return value
-
-    return read

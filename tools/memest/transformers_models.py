@@ -7,7 +7,6 @@ are all that is used: no code of a model folder, nothing from the network.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import io
 import logging
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 # not of the model: code of others, formats of stored weights, choices of one machine
 _LEFT_ASIDE = ("auto_map", "quantization_config", "torch_dtype", "dtype", "_name_or_path")
+_SPECIAL = ("Infinity", "-Infinity", "NaN")
 _INSTALL = "install transformers (`pip install 'offload[hf]'`)"
 
 
@@ -93,12 +93,20 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
 
 def _values(configuration: ModelConfiguration) -> dict[str, Any]:
     """What the file says of the model itself."""
-    kept = {
-        key: value
+    return {
+        key: _decoded(value)
         for key, value in configuration.values.items()
         if key not in _LEFT_ASIDE and not key.startswith("_attn_implementation")
     }
-    return copy.deepcopy(kept)
+
+
+def _decoded(value: Any) -> Any:
+    """A copy, with the floats that transformers writes as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in _SPECIAL:
+            return float(value["__float__"])
+        return {key: _decoded(inner) for key, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _require_transformers(configuration: ModelConfiguration) -> None:
