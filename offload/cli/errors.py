@@ -27,8 +27,9 @@ class GuardedGroup(typer.core.TyperGroup):
         return guarded(lambda: super(GuardedGroup, self).invoke(ctx), debug=bool(ctx.obj))
 
 
-def guarded(run: Callable[[], Any], *, debug: bool) -> Any:
-    """`run()`, with every expected error printed and turned into an exit code."""
+def guarded(run: Callable[[], Any], *, debug: bool, failed: int = EXIT_FAILED) -> Any:
+    """`run()`, with every expected error printed and turned into an exit code; `failed`: of those
+    that are not the input's fault."""
     try:
         return run()
     except OffloadError as error:
@@ -36,7 +37,7 @@ def guarded(run: Callable[[], Any], *, debug: bool) -> Any:
             traceback.print_exc()
         print_error(str(error))
         bad_input = isinstance(error, ConfigError | BudgetError)
-        raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
+        raise typer.Exit(EXIT_BAD_INPUT if bad_input else failed) from None
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()
@@ -45,7 +46,7 @@ def guarded(run: Callable[[], Any], *, debug: bool) -> Any:
 
 
 @contextmanager
-def failing_io(*, debug: bool) -> Iterator[None]:
+def failing_io(*, debug: bool, failed: int = EXIT_FAILED) -> Iterator[None]:
     """An OSError that nobody expected ends in one line: the machine's fault, not the program's.
 
     Mostly that of standard output (a full disk, /dev/full). Around all of the program, since help
@@ -59,7 +60,7 @@ def failing_io(*, debug: bool) -> Iterator[None]:
         _drop_output()
         what = f" {error.filename}" if error.filename is not None else ""
         print_error(f"cannot read or write{what}: {error.strerror or error}; --debug shows where")
-        sys.exit(EXIT_FAILED)
+        sys.exit(failed)
 
 
 def _drop_output() -> None:

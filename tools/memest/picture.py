@@ -10,7 +10,7 @@ All positions are fractions of the picture's width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
@@ -159,14 +159,14 @@ def _bar(tier: TierName, place: PlaceEstimate) -> Bar:
     return Bar(tier, title, place.peak_nbytes, place.capacity_nbytes, tuple(segments))
 
 
-def _widths(sizes: Iterable[int]) -> list[float]:
+def _widths(sizes: Sequence[int]) -> list[float]:
     """Shares of the sum, each at least `LEAST_WIDTH`, taken from those that are wider."""
-    sizes = list(sizes)
-    whole = sum(sizes)
-    small = [size / whole < LEAST_WIDTH for size in sizes]
-    rest = sum(size for size, is_small in zip(sizes, small, strict=True) if not is_small)
-    room = 1.0 - LEAST_WIDTH * sum(small)
-    return [
-        LEAST_WIDTH if is_small else room * size / rest
-        for size, is_small in zip(sizes, small, strict=True)
-    ]
+    small: set[int] = set()
+    while True:
+        rest = sum(size for index, size in enumerate(sizes) if index not in small)
+        room = 1.0 - LEAST_WIDTH * len(small)
+        widths = [LEAST_WIDTH if i in small else room * n / rest for i, n in enumerate(sizes)]
+        found = {index for index, width in enumerate(widths) if width < LEAST_WIDTH}
+        if not found:
+            return widths
+        small |= found

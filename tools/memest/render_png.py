@@ -31,12 +31,19 @@ Keys = Sequence[tuple[str, str]]  # text and colour
 
 def to_png(estimate: Estimate, *, dark: bool = False) -> bytes:
     """The file's bytes. ConfigError where matplotlib is not installed."""
+    figure = draw(estimate, DARK if dark else LIGHT)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", facecolor=figure.get_facecolor())
+    return file.getvalue()
+
+
+def draw(estimate: Estimate, theme: Theme) -> Figure:
+    """The picture. ConfigError where matplotlib is not installed."""
     figure_class = _figure_class()
-    theme = DARK if dark else LIGHT
     shown = bars(estimate.memory)
     step = estimate.step if estimate.step is not None and estimate.step.spans else None
     height = _HEAD + sum(map(_place_height, shown)) + (_step_height(step) if step else 0) + _MARGIN
-    figure = figure_class(figsize=(_WIDTH, height), facecolor=theme.page, dpi=_DPI)
+    figure: Figure = figure_class(figsize=(_WIDTH, height), facecolor=theme.page, dpi=_DPI)
     page = _Page(figure, height, theme)
     _title(page, estimate)
     top = _HEAD
@@ -45,7 +52,7 @@ def to_png(estimate: Estimate, *, dark: bool = False) -> bytes:
         top += _place_height(bar)
     if step:
         _timeline(page, top, step)
-    return page.png()
+    return figure
 
 
 def _figure_class() -> Any:
@@ -79,11 +86,6 @@ class _Page:
         )
         axes.axis("off")
         return axes
-
-    def png(self) -> bytes:
-        file = io.BytesIO()
-        self.figure.savefig(file, format="png", facecolor=self.theme.page)
-        return file.getvalue()
 
 
 def _title(page: _Page, estimate: Estimate) -> None:

@@ -1,0 +1,78 @@
+"""Everything `memest` says about one model, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from offload import machine
+from offload.config import OffloadConfig
+from offload.planning.estimate import Estimate
+from offload.planning.speeds import Speeds
+from offload.planning.workload import Workload
+from offload.tiers.units import format_bytes
+from offload.tools.memest.case import Case, Verdict
+from offload.tools.memest.changes import changes
+from offload.tools.memest.judge import Judge
+from offload.tools.memest.profiles import HardwareProfile
+from offload.tools.memest.source import ModelSource
+
+
+def estimate(
+    source: ModelSource, config: OffloadConfig, workload: Workload, profile: HardwareProfile,
+    speeds: Speeds | None,
+) -> Estimate:  # fmt: skip
+    """What training takes, with what would make it fit where it does not.
+
+    `speeds`: one rank's; None where they are not known: then there are no times.
+    """
+    case = Case(source, config, workload, profile, speeds)
+    judge = Judge()
+    verdict = judge(case)
+    found = Estimate(
+        model=source.name,
+        numel=source.shape.numel,
+        numel_trainable=source.shape.numel_trainable,
+        hardware=hardware_text(profile),
+        workload=workload,
+        config=verdict.config,
+        plan=verdict.plan,
+        memory=verdict.memory,
+        step=verdict.step,
+        shortfalls=verdict.shortfalls,
+        notes=tuple(_notes(case, verdict)),
+        endurance_nbytes=speeds.endurance_nbytes if speeds is not None else 0,
+    )
+    return found if found.fits else replace(found, changes=changes(case, verdict, judge))
+
+
+def hardware_text(profile: HardwareProfile) -> str:
+    """The profile's name; of this machine also what it has."""
+    if profile.name != "this machine":
+        return profile.name
+    parts = [machine.cpu_model(), f"{profile.cores} cores"]
+    if profile.gpu_nbytes:
+        name = profile.gpu.name if profile.gpu is not None else "GPU"
+        count = f"{profile.gpus} x " if profile.gpus > 1 else ""
+        parts.append(f"{count}{name} with {format_bytes(profile.gpu_nbytes)}")
+    parts.append(f"{format_bytes(profile.ram_nbytes)} RAM")
+    parts.append(f"{format_bytes(profile.nvme_nbytes)} free disk")
+    return f"this machine ({', '.join(parts)})"
+
+
+def _notes(case: Case, verdict: Verdict) -> Iterator[str]:
+    yield from case.source.notes
+    yield from case.profile.notes
+    yield from verdict.notes
+    if not case.source.has_graph:
+        yield (
+            "weights alone do not tell what forward keeps: activations are not counted, and there "
+            "are no times; put the config.json beside them"
+        )
+    elif case.speeds is None:
+        yield "no times: speeds are not known; `memest calibrate` measures this machine's"
+    if case.profile.ranks > 1:
+        yield (
+            f"one of {case.profile.ranks} ranks, every state spread evenly (ZeRO-3); gathering "
+            "takes memory here and no time; this version trains with one rank"
+        )

@@ -1,0 +1,216 @@
+"""The `memest` command: its words and options. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload import __version__
+from offload.cli.errors import EXIT_BAD_INPUT, failing_io
+from offload.tools.memest.cli_group import MemestGroup
+from offload.tools.memest.options import (
+    EstimateOptions,
+    Format,
+    MachineOptions,
+    ModelOptions,
+    OutputOptions,
+    Precision,
+    Recompute,
+    WorkOptions,
+)
+
+_HELP = """Say what training a model takes: memory by place, seconds per step, and what to change.
+
+MODEL is a Hugging Face config.json or model folder, a safetensors file or index, module:function, \
+or an offload YAML; nothing of a model folder is executed.
+
+Exit code: 0 fits, 1 does not, 2 bad input.
+"""
+
+app = typer.Typer(
+    name="memest",
+    cls=MemestGroup,
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_MODEL, _WORK, _MACHINE, _ANSWER = "Model", "Work", "Hardware", "Answer"
+
+Source = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", show_default=False, help="Where the model is described."),
+]
+Params = Annotated[
+    str | None,
+    typer.Option(metavar="NUMBER", rich_help_panel=_MODEL, help="Parameters, like 7e9 or 7B."),
+]
+Layers = Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Blocks.")]
+Hidden = Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Width.")]
+Heads = Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Attention heads.")]
+KvHeads = Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Key/value heads.")]
+Mlp = Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Width of the MLP.")]
+Vocab = Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Vocabulary.")]
+Tied = Annotated[
+    bool, typer.Option("--tied", rich_help_panel=_MODEL, help="One matrix for both ends.")
+]
+
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", rich_help_panel=_WORK, help="An offload YAML for the model."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o", "--option", metavar="KEY=VALUE", rich_help_panel=_WORK,
+        help="Set a key of the configuration, for example -o placement.optimizer=nvme. Repeatable.",
+    ),
+]  # fmt: skip
+Batch = Annotated[int | None, typer.Option(rich_help_panel=_WORK, help="Sequences per pass.")]
+Sequence = Annotated[int | None, typer.Option(rich_help_panel=_WORK, help="Tokens of each.")]
+Accumulate = Annotated[int | None, typer.Option(rich_help_panel=_WORK, help="Passes per step.")]
+PrecisionOption = Annotated[
+    Precision | None, typer.Option("--precision", rich_help_panel=_WORK, help="Of the weights.")
+]
+Checkpoint = Annotated[
+    Recompute | None,
+    typer.Option("--checkpoint", rich_help_panel=_WORK, help="Recompute activations."),
+]
+
+Gpu = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE|NAME", rich_help_panel=_MACHINE, help="24GiB, 'RTX 4090', or none."),
+]
+Ram = Annotated[str | None, typer.Option(metavar="SIZE", rich_help_panel=_MACHINE, help="64GiB.")]
+Nvme = Annotated[
+    str | None, typer.Option(metavar="SIZE", rich_help_panel=_MACHINE, help="Free disk, 1TiB.")
+]
+Ssd = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="'Gen4 SSD', '4 x Gen5 SSD'."),
+]
+Gpus = Annotated[int | None, typer.Option(rich_help_panel=_MACHINE, help="GPUs per node.")]
+Nodes = Annotated[int | None, typer.Option(rich_help_panel=_MACHINE, help="Nodes.")]
+Profile = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="A machine of `memest profiles`."),
+]
+
+FormatOption = Annotated[
+    Format | None,
+    typer.Option(
+        "--format", rich_help_panel=_ANSWER, help="Default: what --out's name says, else table."
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", rich_help_panel=_ANSWER, help="Instead of standard output."),
+]
+Dark = Annotated[bool, typer.Option("--dark", rich_help_panel=_ANSWER, help="A dark PNG.")]
+Write = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", rich_help_panel=_ANSWER, help="Write a configuration to train with."
+    ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", rich_help_panel=_ANSWER, help="Replace the file of --write.")
+]
+NoMeasure = Annotated[
+    bool,
+    typer.Option(
+        "--no-measure", rich_help_panel=_ANSWER,
+        help="No times, rather than measuring this machine (once, some seconds).",
+    ),
+]  # fmt: skip
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"memest {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    pass
+
+
+@app.command(hidden=True)
+def estimate(
+    source: Source = None, params: Params = None, layers: Layers = None, hidden: Hidden = None,
+    heads: Heads = None, kv_heads: KvHeads = None, mlp: Mlp = None, vocab: Vocab = None,
+    tied: Tied = False,
+    config: Config = None, option: Overrides = None, batch: Batch = None,
+    sequence: Sequence = None, accumulate: Accumulate = None, precision: PrecisionOption = None,
+    checkpoint: Checkpoint = None,
+    gpu: Gpu = None, ram: Ram = None, nvme: Nvme = None, ssd: Ssd = None, gpus: Gpus = None,
+    nodes: Nodes = None, profile: Profile = None,
+    output_format: FormatOption = None, out: Out = None, dark: Dark = False, write: Write = None,
+    force: Force = False, no_measure: NoMeasure = False,
+) -> None:  # fmt: skip
+    """What training MODEL takes: memory by place, seconds per step, and what to change."""
+    asked = EstimateOptions(
+        model=ModelOptions(
+            source=source, params=params, layers=layers, hidden=hidden, heads=heads,
+            kv_heads=kv_heads, mlp=mlp, vocab=vocab, tied=tied,
+        ),
+        work=WorkOptions(
+            config=config, overrides=tuple(option or ()), batch=batch, sequence=sequence,
+            accumulate=accumulate, precision=precision, checkpoint=checkpoint,
+        ),
+        machine=MachineOptions(
+            gpu=gpu, ram=ram, nvme=nvme, ssd=ssd, gpus=gpus, nodes=nodes, profile=profile
+        ),
+        output=OutputOptions(
+            format=output_format, out=out, dark=dark, write=write, force=force,
+            measure=not no_measure,
+        ),
+    )  # fmt: skip
+    asked.check()
+    from offload.tools.memest.run_estimate import run_estimate
+
+    raise typer.Exit(run_estimate(asked))
+
+
+@app.command()
+def profiles() -> None:
+    """List the GPUs, links, SSDs and machines known by name, with their sources."""
+    from offload.tools.memest.run_profiles import print_profiles
+
+    print_profiles()
+
+
+@app.command()
+def calibrate(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH]...", help="Folders for swap files. Default: a temporary."),
+    ] = None,
+) -> None:
+    """Measure this machine's speeds again, and keep them."""
+    from offload.tools.memest.run_calibrate import measure_again
+
+    measure_again(paths or [])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; ends the process with its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    # --debug is understood anywhere
+    debug = "--debug" in words
+    with failing_io(debug=debug, failed=EXIT_BAD_INPUT):
+        app(args=[word for word in words if word != "--debug"], prog_name="memest", obj=debug)

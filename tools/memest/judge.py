@@ -1,0 +1,135 @@
+"""The verdict on a case: the best plan, its peaks by place, its step, and what is short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from offload.config import OffloadConfig
+from offload.planning.activation_facts import ActivationFacts, PassCost
+from offload.planning.baseline import Baseline, known_baseline
+from offload.planning.estimate import (
+    MemoryClass,
+    MemoryEstimate,
+    PlaceEstimate,
+    Shortfall,
+)
+from offload.planning.memory import estimate_memory
+from offload.planning.plan import Hardware
+from offload.planning.planner import resolved_config
+from offload.planning.rough_step import NOMINAL
+from offload.planning.solver import Candidate, Known, Solution, solve
+from offload.planning.workload import Workload
+from offload.tiers.extent import TierName
+from offload.tiers.units import format_bytes
+from offload.tools.memest.case import Case, Verdict
+from offload.tools.memest.ranks import Share, share_of
+from offload.tools.memest.source import ModelSource
+
+_NOTHING = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
+
+
+@dataclass
+class Judge:
+    """Judges cases of one model; what a pass takes is found once per kind of pass."""
+
+    _facts: dict[object, ActivationFacts] = field(default_factory=dict)
+    judged: int = 0
+
+    def __call__(self, case: Case) -> Verdict:
+        """The best plan that the configuration allows, whether or not it fits."""
+        self.judged += 1
+        share = share_of(case.source.shape, case.profile)
+        hardware = case.profile.hardware()
+        baseline = known_baseline(case.config.precision, gpu=hardware.device_nbytes > 0)
+        best = self._solve(case, share, hardware, baseline).best
+        facts = self.facts(case.source, best.config, case.workload)
+        memory = estimate_memory(
+            best.plan, best.config, share.shape, facts, case.workload, baseline
+        )
+        memory = share.with_gathered(memory, best.config, gpu=best.plan.gpu)
+        memory = _with_capacities(memory, hardware)
+        short = (*best.shortfalls, *_physical(memory, best))
+        config = resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu")
+        step = best.step if case.speeds is not None and case.source.has_graph else None
+        if step is not None:
+            step = replace(step, tokens=step.tokens * case.profile.ranks)
+        return Verdict(config, best.plan, memory, step, short, (baseline.note,))
+
+    def facts(
+        self, source: ModelSource, config: OffloadConfig, workload: Workload
+    ) -> ActivationFacts:
+        """What one pass takes; nothing where the model's code is not known."""
+        if not source.has_graph:
+            return _NOTHING
+        activations = config.placement.activations
+        key = (
+            source.fingerprint, config.precision, activations, config.micro_batches,
+            workload.batch, workload.sequence,
+        )  # fmt: skip
+        if key not in self._facts:
+            self._facts[key] = source.activations(config, workload)
+        return self._facts[key]
+
+    def _solve(self, case: Case, share: Share, hardware: Hardware, baseline: Baseline) -> Solution:
+        if not case.source.has_graph:
+            return solve(case.config, share.shape, hardware)
+        known = Known(
+            case.workload, case.speeds or NOMINAL,
+            lambda config: self.facts(case.source, config, case.workload),
+            baseline.ram_nbytes, baseline.gpu_nbytes + share.gathered_nbytes(case.config),
+        )  # fmt: skip
+        return solve(case.config, share.shape, hardware, known)
+
+
+def _physical(memory: MemoryEstimate, best: Candidate) -> Iterator[Shortfall]:
+    """Places that overflow though every tier keeps its budget."""
+    said = {shortfall.tier for shortfall in best.shortfalls}
+    for tier, place in memory.places.items():
+        if place.peak_nbytes <= place.capacity_nbytes or tier in said:
+            continue
+        largest = max(place.by_class, key=lambda name: place.by_class[name])
+        yield Shortfall(
+            tier, place.peak_nbytes, place.capacity_nbytes, _key_of(largest, tier),
+            f"{_NAMES[tier]}: the peak of {format_bytes(place.peak_nbytes)} is "
+            f"{format_bytes(place.peak_nbytes - place.capacity_nbytes)} more than the "
+            f"{format_bytes(place.capacity_nbytes)} there are; most of it is {largest} "
+            f"({format_bytes(place.by_class[largest])}): {_REMEDIES[largest]}",
+        )  # fmt: skip
+
+
+_NAMES = {TierName.DEVICE: "GPU memory", TierName.HOST: "RAM", TierName.NVME: "disk"}
+_REMEDIES = {
+    MemoryClass.PARAMETERS: "set placement.parameters to a tier below",
+    MemoryClass.MASTER: "set placement.optimizer to a tier below",
+    MemoryClass.GRADIENTS: "set placement.gradients to a tier below",
+    MemoryClass.OPTIMIZER: "set placement.optimizer to a tier below",
+    MemoryClass.ACTIVATIONS: "set placement.activations.checkpoint, or a smaller batch",
+    MemoryClass.STAGING: "lower the tier's budget",
+    MemoryClass.FRAGMENTATION: "lower the tier's budget",
+    MemoryClass.FRAMEWORK: "nothing to be done about it here",
+}
+_KEYS = {
+    MemoryClass.PARAMETERS: "placement.parameters",
+    MemoryClass.MASTER: "placement.optimizer",
+    MemoryClass.GRADIENTS: "placement.gradients",
+    MemoryClass.OPTIMIZER: "placement.optimizer",
+    MemoryClass.ACTIVATIONS: "placement.activations.checkpoint",
+}
+
+
+def _key_of(name: MemoryClass, tier: TierName) -> str:
+    return _KEYS.get(name, f"budget.{tier}")
+
+
+def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:
+    """Every place against what there is of it, for one rank."""
+    there = {
+        TierName.DEVICE: hardware.device_nbytes,
+        TierName.HOST: hardware.host_nbytes,
+        TierName.NVME: hardware.nvme_free_nbytes,
+    }
+    places = {
+        tier: PlaceEstimate(there[tier], place.by_class) for tier, place in memory.places.items()
+    }
+    return replace(memory, places=places)

@@ -1,0 +1,44 @@
+"""`memest calibrate`: this machine's speeds, measured again and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.planning.calibration import machine_speeds
+from offload.planning.speeds import Speeds
+from offload.tools.memest.wording import counted, duration
+
+
+def measure_again(paths: Sequence[Path]) -> None:
+    """Measure and print. PathError where a folder cannot be used."""
+    Console(stderr=True).print("measuring this machine; close what else is busy ...")
+    Console().print(to_table(machine_speeds(paths, remeasure=True)))
+
+
+def to_table(speeds: Speeds) -> Table:
+    """One line per rate."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    for precision, rate in speeds.matmul_flops_per_s.items():
+        table.add_row(f"matrix products in {precision}", f"{rate / 1e12:,.3g} TFLOP/s")
+    for states, rate in speeds.optimizer_parameters_per_s.items():
+        table.add_row(f"optimizer with {states} states", f"{counted(rate)} parameters/s")
+    links = {
+        "memory of the computing device": speeds.compute_bytes_per_s,
+        "optimizer over the memory bus": speeds.host_bytes_per_s,
+        "nvme read": speeds.nvme_read_bytes_per_s,
+        "nvme write": speeds.nvme_write_bytes_per_s,
+        "nvme, both at once": speeds.nvme_mixed_bytes_per_s,
+        "host to device": speeds.host_to_device_bytes_per_s,
+        "device to host": speeds.device_to_host_bytes_per_s,
+    }
+    for name, rate in links.items():
+        if rate:
+            table.add_row(name, f"{rate / 1e9:,.3g} GB/s")
+    table.add_row("one operation", duration(speeds.operation_s))
+    return table
