@@ -101,7 +101,7 @@ def ladder(family: FamilyName, experts: int = 0) -> Sequence[Shape]:
     step = 2 if family is FamilyName.MOE else 1
     for (layers, hidden), upper in zip(rungs, [*rungs[1:], None], strict=True):
         last = Shape(family, upper[0], upper[1], vocabulary, count).numel if upper else None
-        for depth in range(layers // step * step, 4 * layers, step):
+        for depth in range(layers // step * step, 8 * layers, step):
             shape = Shape(family, depth, hidden, vocabulary, count)
             if last is not None and shape.numel >= last:
                 break

@@ -147,7 +147,7 @@ def _ours(workload: Workload, ranks: Ranks, room: Room) -> Try:
         ours = plan_ours(config, model_of(shape, ranks.count), subject, ranks, room)
         places = places_of(ours.held, room, ranks)
         full = tuple(too_full(places))
-        return Trial(places, full or ((TierName.HOST,) if ours.short else ()))
+        return Trial(places, full or ours.short_tiers)
 
     return trial
 

@@ -108,11 +108,23 @@ class Sizes:
         return -(-dense // self.ranks.tensor) - (-experts // self.ranks.experts)
 
 
+@dataclass(frozen=True)
+class Framework:
+    """What libraries take: of each GPU, and of RAM for each rank."""
+
+    gpu_nbytes: int = GPU_FRAMEWORK_NBYTES
+    host_nbytes: int = HOST_FRAMEWORK_NBYTES
+
+
+FRAMEWORK = Framework()
 Bytes = Mapping[TierName, Mapping[M, int]]
 _Books = dict[TierName, dict[M, int]]
 
 
-def memory_of(system: System, subject: Subject, ranks: Ranks, numbers: Numbers) -> Bytes:
+def memory_of(
+    system: System, subject: Subject, ranks: Ranks, numbers: Numbers,
+    framework: Framework = FRAMEWORK,
+) -> Bytes:  # fmt: skip
     """Bytes by class, of one GPU, of one node's RAM and of one node's disks.
 
     `subject.activation_nbytes` stay on the GPU, except where a system moves the inputs of
@@ -121,8 +133,8 @@ def memory_of(system: System, subject: Subject, ranks: Ranks, numbers: Numbers) 
     books: _Books = {tier: defaultdict(int) for tier in TierName}
     _STATES[system](books, Sizes(subject, ranks), numbers)
     _activations(books, system, subject, ranks)
-    books[DEVICE][M.FRAMEWORK] += GPU_FRAMEWORK_NBYTES
-    books[HOST][M.FRAMEWORK] += HOST_FRAMEWORK_NBYTES
+    books[DEVICE][M.FRAMEWORK] += framework.gpu_nbytes
+    books[HOST][M.FRAMEWORK] += framework.host_nbytes
     for tier in (DEVICE, HOST):
         held = sum(nbytes for each, nbytes in books[tier].items() if each is not M.FRAMEWORK)
         books[tier][M.FRAGMENTATION] = int(held * FRAGMENTATION)

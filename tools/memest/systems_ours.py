@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.estimate import MemoryClass as M
+from offload.planning.estimate import Shortfall
 from offload.planning.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan_sizes import ITEMSIZE
 from offload.planning.planner import lay_out_plan
@@ -47,7 +48,11 @@ class OurPlan:
 
     plan: Plan
     held: Bytes
-    short: tuple[str, ...]
+    short: tuple[Shortfall, ...]
+
+    @property
+    def short_tiers(self) -> tuple[TierName, ...]:
+        return tuple(dict.fromkeys(each.tier for each in self.short))
 
 
 def shard(model: ModelShape, ranks: int) -> ModelShape:
@@ -76,8 +81,8 @@ def plan_ours(
     aside = subject.activation_nbytes + gathered
     config = _with_budgets(config, hardware, aside)
     plan = lay_out_plan(config, sharded, hardware)
-    short = tuple(each.message for each in shortfalls(plan, hardware))
-    return OurPlan(plan, _held(plan, subject, ranks, gathered), short)
+    missing = shortfalls(plan, hardware)
+    return OurPlan(plan, _held(plan, subject, ranks, gathered), missing)
 
 
 def _hardware(room: Room, ranks: Ranks) -> Hardware:
