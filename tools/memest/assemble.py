@@ -20,14 +20,15 @@ from offload.tools.memest.source import ModelSource
 
 def estimate(
     source: ModelSource, config: OffloadConfig, workload: Workload, profile: HardwareProfile,
-    speeds: Speeds | None,
+    speeds: Speeds | None, judge: Judge | None = None,
 ) -> Estimate:  # fmt: skip
     """What training takes, with what would make it fit where it does not.
 
-    `speeds`: one rank's; None where they are not known: then there are no times.
+    `speeds`: one rank's; None where they are not known: then there are no times. `judge`: one that
+    has seen the model before.
     """
     case = Case(source, config, workload, profile, speeds)
-    judge = Judge()
+    judge = judge or Judge()
     verdict = judge(case)
     found = Estimate(
         model=source.name,

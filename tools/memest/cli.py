@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from offload import __version__
 from offload.cli.errors import EXIT_BAD_INPUT, failing_io
-from offload.tools.memest.cli_group import MemestGroup
+from offload.tools.memest.cli_group import DEFAULT, MemestGroup
 from offload.tools.memest.options import (
     EstimateOptions,
     Format,
@@ -149,8 +151,7 @@ def _options(
     pass
 
 
-@app.command(hidden=True)
-def estimate(
+def _asked(
     source: Source = None, params: Params = None, layers: Layers = None, hidden: Hidden = None,
     heads: Heads = None, kv_heads: KvHeads = None, mlp: Mlp = None, vocab: Vocab = None,
     tied: Tied = False,
@@ -161,8 +162,8 @@ def estimate(
     nodes: Nodes = None, profile: Profile = None,
     output_format: FormatOption = None, out: Out = None, dark: Dark = False, write: Write = None,
     force: Force = False, no_measure: NoMeasure = False,
-) -> None:  # fmt: skip
-    """What training MODEL takes: memory by place, seconds per step, and what to change."""
+) -> EstimateOptions:  # fmt: skip
+    """The options of every command that asks about one model, checked against each other."""
     asked = EstimateOptions(
         model=ModelOptions(
             source=source, params=params, layers=layers, hidden=hidden, heads=heads,
@@ -181,9 +182,83 @@ def estimate(
         ),
     )  # fmt: skip
     asked.check()
+    return asked
+
+
+def _asking(run: Callable[[EstimateOptions], int]) -> Callable[..., None]:
+    """A command with all options of `_asked` that ends with the exit code of `run`."""
+
+    @functools.wraps(_asked)
+    def command(**given: Any) -> None:
+        raise typer.Exit(run(_asked(**given)))
+
+    command.__doc__ = run.__doc__
+    return command
+
+
+def _estimate(asked: EstimateOptions) -> int:
+    """What training MODEL takes: memory by place, seconds per step, and what to change."""
     from offload.tools.memest.run_estimate import run_estimate
 
-    raise typer.Exit(run_estimate(asked))
+    return run_estimate(asked)
+
+
+def _compare(asked: EstimateOptions) -> int:
+    """MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload, side by side."""
+    from offload.tools.memest.run_systems import run_compare
+
+    return run_compare(asked)
+
+
+app.command(DEFAULT, hidden=True)(_asking(_estimate))
+app.command("compare")(_asking(_compare))
+
+
+@app.command("max")
+def largest(
+    family: Annotated[str, typer.Argument(help="llama, gpt or moe.")] = "llama",
+    batch: Annotated[int, typer.Option(rich_help_panel=_WORK, help="Sequences per pass.")] = 1,
+    sequence: Annotated[int, typer.Option(rich_help_panel=_WORK, help="Tokens of each.")] = 2048,
+    gpu: Gpu = None, ram: Ram = None, nvme: Nvme = None, ssd: Ssd = None, gpus: Gpus = None,
+    nodes: Nodes = None, profile: Profile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:  # fmt: skip
+    """The largest model of FAMILY that trains on the hardware, under every system."""
+    machine = MachineOptions(
+        gpu=gpu, ram=ram, nvme=nvme, ssd=ssd, gpus=gpus, nodes=nodes, profile=profile
+    )
+    machine.check()
+    from offload.tools.memest.run_systems import run_max
+
+    raise typer.Exit(run_max(family, machine, batch, sequence, as_json=as_json))
+
+
+@app.command()
+def history() -> None:
+    """Published capacities of other systems, computed again, with their sources."""
+    from offload.tools.memest.run_systems import print_history
+
+    print_history()
+
+
+@app.command()
+def deepspeed(
+    source: Source = None,
+    params: Params = None,
+    largest_layer: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Parameters of the largest module.")
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=2, max=3, help="ZeRO stage. Default: both.")
+    ] = None,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+) -> None:
+    """What DeepSpeed's own estimator says, figure for figure."""
+    asked = _asked(source=source, params=params, gpus=gpus, nodes=nodes)
+    from offload.tools.memest.run_systems import run_deepspeed
+
+    raise typer.Exit(run_deepspeed(asked, stage, largest_layer))
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload import machine
@@ -13,6 +13,8 @@ from offload.planning.estimate import Estimate
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.assemble import estimate
+from offload.tools.memest.case import Case
+from offload.tools.memest.judge import Judge
 from offload.tools.memest.model_source import StatedSizes, read_model, read_stated
 from offload.tools.memest.options import (
     EstimateOptions,
@@ -31,20 +33,43 @@ _USUAL_SEQUENCE = 2048
 _MOST_TOKENS = 1 << 32  # of a pass: more is a mistake
 
 
-def run_estimate(asked: EstimateOptions) -> int:
-    """Print or write the answer. 0 if the model fits, 1 if not."""
+@dataclass(frozen=True)
+class Question:
+    """What was asked, read: a case, the configuration as it was given, and what was assumed."""
+
+    case: Case
+    asked: OffloadConfig
+    assumed: tuple[str, ...]
+
+
+def read_question(asked: EstimateOptions) -> Question:
+    """Everything that an answer depends on. ConfigError or PathError naming what is wrong."""
     named = _named_config(asked.work)
-    source = _source_of(asked.model, named)
+    source = source_of(asked.model, named)
     config, assumed = _config_of(asked, source, named)
     workload, more = _workload_of(asked.work, source, config)
     profile = profile_of(asked.machine, config)
-    measure = asked.output.measure and source.has_graph
-    speeds = speeds_of(profile, config, measure=measure)
-    found = estimate(source, config, workload, profile, speeds)
-    found = replace(found, notes=(*assumed, *more, *found.notes))
+    speeds = speeds_of(profile, config, measure=asked.output.measure and source.has_graph)
+    # `offload train` takes every step it begins; whose loop the others are in is not known
+    planned = config.owning_the_loop() if source.kind is SourceKind.YAML else config
+    case = Case(source, planned, workload, profile, speeds)
+    return Question(case, config, (*assumed, *more))
+
+
+def answer(question: Question, judge: Judge | None = None) -> Estimate:
+    """The estimate, assumptions first among its notes."""
+    case = question.case
+    found = estimate(case.source, case.config, case.workload, case.profile, case.speeds, judge)
+    return replace(found, notes=(*question.assumed, *found.notes))
+
+
+def run_estimate(asked: EstimateOptions) -> int:
+    """Print or write the answer. 0 if the model fits, 1 if not."""
+    question = read_question(asked)
+    found = answer(question)
     _show(found, asked.output)
     if asked.output.write is not None:
-        _write_config(found, source, asked.output.write)
+        _write_config(found, question, asked.output.write)
     return 0 if found.fits else DOES_NOT_FIT
 
 
@@ -53,7 +78,8 @@ def _named_config(work: WorkOptions) -> OffloadConfig | None:
     return None if work.config is None else OffloadConfig.load(work.config, work.all_overrides)
 
 
-def _source_of(asked: ModelOptions, config: OffloadConfig | None) -> ModelSource:
+def source_of(asked: ModelOptions, config: OffloadConfig | None = None) -> ModelSource:
+    """The model that was named or stated; `config` may name its blocks."""
     if asked.source is not None:
         blocks = config.groups.blocks if config is not None else ()
         return read_model(asked.source, blocks=blocks)
@@ -78,7 +104,7 @@ def _config_of(
                 "configuration itself; leave one of them out"
             )
         config = OffloadConfig.load(Path(str(asked.model.source)), overrides)
-        return config.owning_the_loop(), []
+        return config, []
     if named is not None:
         return named, []
     precision = _usual_precision(asked)
@@ -182,8 +208,9 @@ def _table_text(found: Estimate) -> str:
     return text.getvalue()
 
 
-def _write_config(found: Estimate, source: ModelSource, path: Path) -> None:
+def _write_config(found: Estimate, question: Question, path: Path) -> None:
     from offload.tools.memest.write_config import config_yaml
 
-    write_file(path, config_yaml(found, source, str(path)).encode(), "--write")
+    text = config_yaml(found, question.case.source, question.asked, str(path))
+    write_file(path, text.encode(), "--write")
     print(f"wrote {path}", file=sys.stderr)

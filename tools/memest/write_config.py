@@ -19,12 +19,18 @@ _MIB = 1 << 20
 _DEFAULTS = OffloadConfig()
 
 
-def config_yaml(estimate: Estimate, source: ModelSource, file_name: str) -> str:
+def config_yaml(
+    estimate: Estimate, source: ModelSource, asked: OffloadConfig, file_name: str
+) -> str:
     """The text of a file that `offload.initialize(model, file_name)` takes, and, if the model is
-    one of the built-in ones, `offload train`."""
-    asked = estimate.config
+    one of the built-in ones, `offload train`.
+
+    `asked`: the configuration before the machine was looked at; what neither model nor budgets
+    decide stays as open as it is there.
+    """
     lines = [*_header(estimate, source, file_name), *_compute(estimate), *_budget(estimate)]
-    lines += [*_nvme(asked), *_placement(estimate), *_optimizer(asked), *_step(estimate)]
+    lines += [*_nvme(asked), *_placement(estimate), *_optimizer(estimate, asked)]
+    lines += _step(estimate)
     lines += _rest(asked)
     lines += _train(estimate, source)
     return "\n".join(lines) + "\n"
@@ -71,7 +77,7 @@ def _budget(estimate: Estimate) -> Iterator[str]:
         whole = budget // _MIB * _MIB
         shown = budget if whole < needed or not whole else whole
         least = f"at least {format_bytes(needed)} needed" if needed else "nothing planned there"
-        yield "  " + _key(str(tier), _size(shown), least)
+        yield _key(str(tier), _size(shown), least, 1)
 
 
 def _size(nbytes: int) -> str | int:
@@ -86,9 +92,9 @@ def _nvme(config: OffloadConfig) -> Iterator[str]:
     yield ""
     yield "nvme:"
     what = "swap files" if nvme.paths else "none: a temporary folder; name folders on fast disks"
-    yield "  " + _key("paths", list(nvme.paths), what)
+    yield _key("paths", list(nvme.paths), what, 1)
     for name, value in _changed(nvme.model_dump(mode="json"), _DEFAULTS.nvme, {"paths"}):
-        yield "  " + _key(name, value)
+        yield _key(name, value, depth=1)
 
 
 def _placement(estimate: Estimate) -> Iterator[str]:
@@ -99,15 +105,17 @@ def _placement(estimate: Estimate) -> Iterator[str]:
     yield "placement:"
     for name, where in homes.items():
         held = sum(getattr(group, name) for group in plan.groups)
-        yield "  " + _key(name, dumped.get(name, str(where.tiers[0])), f"{format_bytes(held)}")
+        yield _key(name, dumped.get(name, str(where.tiers[0])), f"{format_bytes(held)}", 1)
     activations = config.placement.activations
     yield "  activations:"
-    yield "    " + _key("tier", activations.tier, "where what forward saves waits for backward")
-    yield "    " + _key("checkpoint", activations.checkpoint, "recompute blocks in backward")
+    yield _key("tier", activations.tier, "where what forward saves waits for backward", 2)
+    yield _key("checkpoint", activations.checkpoint, "recompute blocks in backward", 2)
 
 
-def _optimizer(config: OffloadConfig) -> Iterator[str]:
-    dumped = config.optimizer.model_dump(mode="json", exclude_none=True)
+def _optimizer(estimate: Estimate, asked: OffloadConfig) -> Iterator[str]:
+    update = {"chunk": estimate.plan.chunk_numel, "master": asked.master}
+    optimizer = asked.optimizer.model_copy(update=update)
+    dumped = optimizer.model_dump(mode="json", exclude_none=True)
     texts = {
         "type": "", "lr": "yours to choose", "master": "what exact 16-bit training keeps beside",
         "states": "fp32 is exact; bf16 and int8 are approximations",
@@ -118,7 +126,7 @@ def _optimizer(config: OffloadConfig) -> Iterator[str]:
     default = _DEFAULTS.optimizer.model_dump(mode="json", exclude_none=True)
     for name, value in dumped.items():
         if name in texts or value != default.get(name):
-            yield "  " + _key(name, value, texts.get(name, ""))
+            yield _key(name, value, texts.get(name, ""), 1)
 
 
 def _step(estimate: Estimate) -> Iterator[str]:
@@ -180,8 +188,8 @@ def _changed(
             yield name, value
 
 
-def _key(name: str, value: Any, comment: str = "") -> str:
-    text = f"{name}: {_inline(value)}"
+def _key(name: str, value: Any, comment: str = "", depth: int = 0) -> str:
+    text = f"{'  ' * depth}{name}: {_inline(value)}"
     return f"{text:<38}  # {comment}" if comment else text
 
 

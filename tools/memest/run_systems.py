@@ -1,0 +1,231 @@
+"""`memest compare`, `max`, `history` and `deepspeed`: other systems, as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offload.planning.estimate import PlaceEstimate
+from offload.planning.workload import Workload
+from offload.tiers.errors import ConfigError
+from offload.tiers.extent import TierName
+from offload.tiers.units import format_bytes
+from offload.tools.memest import wording
+from offload.tools.memest.compare import Row, compare
+from offload.tools.memest.deepspeed_estimator import Setup, estimate, lines
+from offload.tools.memest.headlines import Finding, findings
+from offload.tools.memest.judge import Judge
+from offload.tools.memest.largest import Largest, largest_of_all
+from offload.tools.memest.options import EstimateOptions, Format, MachineOptions
+from offload.tools.memest.picture import PLACE_TITLES
+from offload.tools.memest.run_estimate import DOES_NOT_FIT, answer, read_question, source_of
+from offload.tools.memest.run_hardware import profile_of
+from offload.tools.memest.summary import model_text, workload_text
+
+Places = Mapping[TierName, PlaceEstimate]
+_NODE_TITLES = {**PLACE_TITLES, TierName.HOST: "RAM of a node", TierName.NVME: "disk of a node"}
+
+
+# ---------------------------------------------------------------- compare
+def run_compare(asked: EstimateOptions) -> int:
+    """One model under every system, ours last. 0 if ours fits, 1 if not."""
+    _check_format(asked)
+    question = read_question(asked)
+    judge = Judge()
+    case, ours = question.case, answer(question, judge)
+    facts = judge.facts(case.source, ours.config, case.workload)
+    rows = compare(
+        case.source.shape, facts, ours.config, case.workload, case.profile, case.speeds, ours
+    )
+    if asked.output.chosen is Format.JSON:
+        _print_json({"schema": "memest-compare/1", "systems": [_row_values(row) for row in rows]})
+    else:
+        title = f"{ours.model}: {model_text(ours)}\n{ours.hardware}, {workload_text(ours)}"
+        _print(Text(title), compare_table(rows))
+        _print_notes([note for row in rows for note in row.notes])
+    return 0 if ours.fits else DOES_NOT_FIT
+
+
+def _check_format(asked: EstimateOptions) -> None:
+    output = asked.output
+    if output.chosen not in (Format.TABLE, Format.JSON) or output.out or output.write:
+        raise ConfigError("compare: prints a table or --format json; leave --out and --write out")
+
+
+def compare_table(rows: Sequence[Row]) -> Table:
+    """One line per system: what it takes of each place, its step, what is short."""
+    tiers = [tier for tier in TierName if any(tier in row.places for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("system", no_wrap=True)
+    for tier in tiers:
+        capacity = next(row.places[tier] for row in rows if tier in row.places).capacity_nbytes
+        table.add_column(f"{_NODE_TITLES[tier]}\nof {format_bytes(capacity)}", justify="right")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    for row in rows:
+        cells = [_used(row.places, tier, short=tier in row.full) for tier in tiers]
+        step = "-" if row.step_s is None else wording.duration(row.step_s)
+        fits = Text("yes", style="green") if row.fits else Text("no", style="red")
+        table.add_row(str(row.system), *cells, step, fits)
+    return table
+
+
+def _used(places: Places, tier: TierName, *, short: bool) -> Text:
+    place = places.get(tier)
+    if place is None or not place.peak_nbytes:
+        return Text("-")
+    return Text(format_bytes(place.peak_nbytes), style="red" if short else "")
+
+
+def _row_values(row: Row) -> dict[str, Any]:
+    return {
+        "system": str(row.system),
+        "fits": row.fits,
+        "step_s": row.step_s,
+        "places": _place_values(row.places),
+        "short": [str(tier) for tier in row.full],
+        "notes": list(row.notes),
+    }
+
+
+def _place_values(places: Places) -> dict[str, Any]:
+    return {
+        str(tier): {
+            "capacity_nbytes": place.capacity_nbytes,
+            "peak_nbytes": place.peak_nbytes,
+            "by_class": {str(name): nbytes for name, nbytes in place.by_class.items()},
+        }
+        for tier, place in places.items()
+    }
+
+
+# ---------------------------------------------------------------- max
+def run_max(
+    family: str, machine: MachineOptions, batch: int, sequence: int, *, as_json: bool
+) -> int:
+    """The largest model of a family that trains on the hardware, under every system."""
+    from offload.config import OffloadConfig
+
+    if batch < 1 or sequence < 1 or batch * sequence > 1 << 32:
+        raise ConfigError(f"--batch {batch} --sequence {sequence}: at least 1 token, at most 2^32")
+    profile = profile_of(machine, OffloadConfig())
+    found = largest_of_all(family, profile, Workload(batch, sequence))
+    if as_json:
+        _print_json(
+            {"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]}
+        )
+    else:
+        title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam"
+        _print(Text(title), max_table(found))
+        _print_notes([each.note for each in found if each.note])
+    return 0
+
+
+def max_table(found: Sequence[Largest]) -> Table:
+    """One line per system: its largest model, and what the next one does not fit into."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("system", no_wrap=True)
+    table.add_column("largest", justify="right", no_wrap=True)
+    table.add_column("shape")
+    table.add_column("bound by")
+    for each in found:
+        bound = ", ".join(_NODE_TITLES[tier] for tier in each.bound)
+        size = wording.counted(each.numel) if each.shape else "none"
+        table.add_row(str(each.system), size, each.shape.label if each.shape else "-", bound or "-")
+    return table
+
+
+def _largest_values(each: Largest) -> dict[str, Any]:
+    return {
+        "system": str(each.system),
+        "parameters": each.numel,
+        "shape": each.shape.label if each.shape else None,
+        "bound": [str(tier) for tier in each.bound],
+        "places": _place_values(each.places),
+        "note": each.note,
+    }
+
+
+# ---------------------------------------------------------------- history
+def print_history() -> None:
+    """Published capacities beside what the formulas say of the same machines."""
+    found = findings()
+    _print(history_table(found))
+    notes = [
+        f"{each.headline.system} {wording.counted(each.headline.claim)}: {each.headline.source}"
+        + (f". {each.headline.why}" if each.headline.why else "")
+        for each in found
+    ]
+    _print_notes(notes)
+
+
+def history_table(found: Sequence[Finding]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("system", no_wrap=True)
+    table.add_column("published", justify="right", no_wrap=True)
+    table.add_column("computed", justify="right", no_wrap=True)
+    table.add_column("apart", justify="right", no_wrap=True)
+    table.add_column("machine")
+    for each in found:
+        style = "" if each.within else "yellow"
+        table.add_row(
+            str(each.headline.system), wording.counted(each.headline.claim),
+            wording.counted(each.numel), Text(f"{each.difference:+.0%}", style=style),
+            each.headline.machine,
+        )  # fmt: skip
+    return table
+
+
+# ---------------------------------------------------------------- deepspeed
+def run_deepspeed(asked: EstimateOptions, stage: int | None, largest_layer: str | None) -> int:
+    """What DeepSpeed's own estimator says of the same model."""
+    from offload.tools.memest.stated_sizes import parse_count
+
+    numel, layer = _numel_and_layer(asked)
+    if largest_layer is not None:
+        layer = parse_count(largest_layer)
+    setup = Setup(asked.machine.gpus or 1, asked.machine.nodes or 1)
+    print(
+        f"{numel:,} parameters, the largest layer {layer:,}; {setup.nodes} nodes with "
+        f"{setup.gpus_per_node} GPUs; DeepSpeed 0.19.8's estimator, which counts no activations"
+    )
+    for chosen in (2, 3) if stage is None else (stage,):
+        print("\n".join(lines(estimate(chosen, numel, layer, setup))))
+    return 0
+
+
+def _numel_and_layer(asked: EstimateOptions) -> tuple[int, int]:
+    """All parameters, and those of the largest module without its children."""
+    shape = source_of(asked.model).shape
+    owners: dict[str, int] = {}
+    for group in shape.groups:
+        for param in group.params:
+            owner = param.names[0].rpartition(".")[0]
+            owners[owner] = owners.get(owner, 0) + param.numel
+    return shape.numel, max(owners.values(), default=0)
+
+
+# ---------------------------------------------------------------- output
+def _print(*parts: RenderableType) -> None:
+    console = Console()
+    for part in parts:
+        console.print(part)
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    console = Console()
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    for note in dict.fromkeys(notes):
+        table.add_row("·", Text(note))
+    if notes:
+        console.print("\n", table, sep="", end="")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
