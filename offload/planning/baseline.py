@@ -1,0 +1,157 @@
+"""What a process takes before it has a model: interpreter, libraries, compiled kernels, contexts.
+
+Measured once per machine in a process of its own, which trains a model of a few thousand parameters
+(`baseline_probe`), and kept:
+
+    $XDG_CACHE_HOME/offload/baseline/<digest>.json    (or ~/.cache/offload/baseline)
+
+by precision and by the versions of Python, torch and numba. A file that is damaged or of another
+version counts as not there; where the folder cannot be written the measurement is used and not
+kept. Nothing here needs torch: who only asks gets what is known, or a documented default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from offload import machine
+from offload.tiers.errors import OffloadError
+from offload.tiers.units import format_bytes
+
+FORMAT = 1  # raised whenever what is measured, or how, changes
+_TIMEOUT_S = 120.0
+
+# Measured by `measure_baseline` on 2 cores (AMD EPYC with AVX-512), Python 3.11, torch 2.13 for
+# CPUs, numba 0.66, kernels from numba's cache.
+_DEFAULT_RAM_NBYTES = {"fp32": 364 << 20, "bf16": 377 << 20, "fp16": 377 << 20}
+_DEFAULT_COMPILER_NBYTES = 146 << 20
+# With a CUDA build of torch: its libraries' code and data in RAM, and what a context with cuBLAS
+# and our kernels takes of the GPU before the first tensor. Round figures for CUDA 12 and 13, not
+# measured by us.
+GPU_RAM_NBYTES = 1536 << 20
+GPU_CONTEXT_NBYTES = 768 << 20
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Bytes of the framework. `measured`: on this machine, not the default."""
+
+    ram_nbytes: int
+    gpu_nbytes: int = 0
+    measured: bool = False
+    # torch's compiler, which torch imports for checkpoints, whether or not anything is compiled
+    compiler_nbytes: int = _DEFAULT_COMPILER_NBYTES
+
+    @property
+    def note(self) -> str:
+        """Where the figures are from, as a sentence."""
+        ram = format_bytes(self.ram_nbytes)
+        if self.measured:
+            text = f"Python, PyTorch and kernels take {ram} of RAM, as measured on this machine"
+        else:
+            text = (
+                f"Python, PyTorch and kernels take {ram} of RAM: a default, measured on another "
+                "machine (2 cores, torch 2.13)"
+            )
+        if self.gpu_nbytes:
+            text += (
+                f"; {format_bytes(self.gpu_nbytes)} of GPU memory for the CUDA context and its "
+                "libraries are assumed, not measured"
+            )
+        return text
+
+
+def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
+    """What was measured before in `precision`, or the default; at once, without torch."""
+    found = _load(_key(precision))
+    return _baseline(found or _DEFAULT_RAM_NBYTES[precision], gpu, measured=found is not None)
+
+
+def machine_baseline(precision: str, *, gpu: bool = False, remeasure: bool = False) -> Baseline:
+    """As `known_baseline`; what was never measured is measured, which takes some seconds."""
+    key = _key(precision)
+    found = None if remeasure else _load(key)
+    if found is None:
+        found = measure_baseline(precision)
+        _store(key, found)
+    return _baseline(found, gpu, measured=True)
+
+
+def measure_baseline(precision: str) -> int:
+    """Peak RAM of a process that trains next to nothing, in bytes. OffloadError if it fails."""
+    command = [sys.executable, "-m", "offload.planning.baseline_probe", precision]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+        return int(done.stdout.split()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise OffloadError(
+            f"the memory of a process without a model could not be measured: {said.strip()[-500:]}"
+        ) from error
+
+
+def _baseline(ram_nbytes: int, gpu: bool, *, measured: bool) -> Baseline:
+    if not gpu:
+        return Baseline(ram_nbytes, 0, measured)
+    return Baseline(max(ram_nbytes, GPU_RAM_NBYTES), GPU_CONTEXT_NBYTES, measured)
+
+
+# ---------------------------------------------------------------- the cache
+def _key(precision: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "precision": precision,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "numba": _version("numba"),
+        "cpu": machine.cpu_model(),
+        "threads": os.environ.get("OMP_NUM_THREADS") or machine.cpu_count(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _file(key: dict[str, Any]) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(root).expanduser() / "offload" / "baseline" / f"{digest}.json"
+
+
+def _load(key: dict[str, Any]) -> int | None:
+    try:
+        content = json.loads(_file(key).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or content.get("key") != key:
+        return None
+    nbytes = content.get("ram_nbytes")
+    return nbytes if isinstance(nbytes, int) and nbytes > 0 else None
+
+
+def _store(key: dict[str, Any], ram_nbytes: int) -> None:
+    """Written beside its name and renamed; not kept where that cannot be done."""
+    file = _file(key)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        with os.fdopen(descriptor, "w") as text:
+            json.dump({"key": key, "ram_nbytes": ram_nbytes}, text)
+        Path(name).replace(file)

@@ -1,0 +1,42 @@
+"""`python -m offload.planning.baseline_probe PRECISION`: train next to nothing, print the peak RAM.
+
+Everything that a run loads or compiles is loaded here: the model's kernels, the optimizer's, files.
+The few hundred KiB of the model's own states count as part of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import torch
+
+import offload
+from offload.machine import peak_rss_nbytes
+from offload.train.model import build_meta_model
+
+
+def peak_nbytes(precision: str) -> int:
+    """Peak RAM of this process after three steps, in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = offload.OffloadConfig.load({
+            "device": "cpu",
+            "precision": precision,
+            "budget": {"host": "64MiB", "nvme": "64MiB"},
+            "nvme": {"paths": [folder]},
+            "placement": {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"},
+            "optimizer": {"chunk": 1 << 14},
+            "train": {"model": {"layers": 2, "hidden": 64, "heads": 2}, "batch": 2, "sequence": 64},
+        })  # fmt: skip
+        model = build_meta_model(config)
+        with offload.initialize(model, config) as engine:
+            for _ in range(3):
+                tokens = torch.zeros(2, 64, dtype=torch.int64)
+                engine.backward(model(tokens, tokens).loss)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+    return peak_rss_nbytes()
+
+
+if __name__ == "__main__":
+    print(peak_nbytes(sys.argv[1]))

@@ -1,0 +1,319 @@
+"""Predicted peaks of memory and disk, from a plan: what the ledger will have reached, and what the
+process and its files will have taken.
+
+    ledger    device   homes there, mirrors (GPU), buffers of our kernels (GPU)
+              host     homes there, staging buffers, gradient sums, window of activations, copies of
+                       what lives on nvme (`copies`)
+              nvme     homes there, new versions beside the old ones, activations
+    RAM       the part of the host tier that is ever touched, and of the device tier on a CPU
+              + tensors of one forward and backward (`ActivationFacts`)
+              + interpreter, libraries and kernels (`Baseline`)
+
+All arenas are touched to their peaks by the end of the second step and pages are not given back, so
+that from then on every peak of the activations coincides with all of the states. The only other
+candidate is the loading of the largest group, whose first values are there in fp32 beside its home.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.planning.baseline import Baseline
+from offload.planning.copies import Run, find_copies
+from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
+from offload.planning.plan import Plan, needed_nbytes
+from offload.planning.plan_sizes import ITEMSIZE
+from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.ledger import StateClass
+from offload.tiers.units import round_up
+from offload.zero.records import RecordFormat
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.planning.activation_facts import ActivationFacts
+    from offload.planning.workload import Workload
+    from offload.zero.model_shape import ModelShape
+
+_FILE_GROWTH_NBYTES = 256 << 20  # as `swap/block_store.py` lengthens a file
+_CLASS_OF = {
+    StateClass.PARAMETERS: MemoryClass.PARAMETERS,
+    StateClass.GRADIENTS: MemoryClass.GRADIENTS,
+    StateClass.OPTIMIZER: MemoryClass.OPTIMIZER,
+}
+ByClass = dict[MemoryClass, int]
+
+
+def estimate_memory(
+    plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
+    workload: Workload, baseline: Baseline,
+) -> MemoryEstimate:  # fmt: skip
+    """Peaks of a run of `plan`, in bytes; reads nothing of the machine.
+
+    `config` has `optimizer.in_backward` as the training loop will have it
+    (`OffloadConfig.owning_the_loop` for `offload train`). Capacities are the tiers' budgets (of
+    RAM: host's and, on a CPU, device's, with the baseline and the activations on top); who knows
+    the machine replaces them.
+    """
+    return _Memory(plan, config, model, facts, workload, baseline).estimate()
+
+
+@dataclass(frozen=True)
+class _Homes:
+    """What lives in one tier for good, by class; padding to pages and blocks apart."""
+
+    by_class: ByClass
+    padding_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.by_class.values()) + self.padding_nbytes
+
+
+class _Memory:
+    """The terms of one estimate."""
+
+    def __init__(
+        self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
+        workload: Workload, baseline: Baseline,
+    ) -> None:  # fmt: skip
+        self._plan = _with_sums(plan, config, workload.passes)
+        self._config = config
+        self._model = model
+        self._facts = facts
+        self._baseline = baseline
+        self._run = Run(
+            passes=workload.passes,
+            in_backward=config.optimizer.in_backward is True,
+            sums=_sums(config, workload.passes),
+            itemsize=ITEMSIZE[config.precision],
+        )
+        self._homes = self._all_homes()
+        self._window = plan.activations.window_nbytes if plan.activations is not None else 0
+        self._beside = self._homes[TierName.HOST].nbytes + self._staging + self._window
+        room = plan.budgets[TierName.HOST] - self._beside
+        self._copies = find_copies(self._plan, model, self._run, room)
+
+    def estimate(self) -> MemoryEstimate:
+        from offload.planning.checkpoint_size import checkpoint_nbytes
+
+        places = {TierName.HOST: self._ram()}
+        if self._plan.gpu:
+            places[TierName.DEVICE] = self._gpu()
+        if self._plan.opens_files:
+            places[TierName.NVME] = self._disk()
+        return MemoryEstimate(
+            places=places,
+            ledger_peaks={
+                TierName.DEVICE: self._device_peak(),
+                TierName.HOST: self._beside + self._copies.nbytes,
+                TierName.NVME: sum(self._on_nvme().values()),
+            },
+            checkpoint_nbytes=checkpoint_nbytes(self._plan, self._config, self._model),
+        )
+
+    # ---------------------------------------------------------------- homes
+    def _all_homes(self) -> dict[TierName, _Homes]:
+        plan = self._plan
+        exact = {tier: _no_bytes() for tier in TierName}
+        whole = dict.fromkeys(TierName, 0)
+        for index, (group, shape) in enumerate(zip(plan.groups, self._model.groups, strict=True)):
+            trainable = sum(param.numel for param in shape.params if param.trainable)
+            home = plan.parameters[index]
+            exact[home][MemoryClass.PARAMETERS] += shape.numel * self._run.itemsize
+            whole[home] += group.parameters
+            home = plan.gradients[index]
+            itemsize = 4 if group.summed else self._run.itemsize
+            exact[home][MemoryClass.GRADIENTS] += trainable * itemsize
+            whole[home] += group.gradients
+            # gaps between parameters are spread over the chunks
+            share = trainable / max(1, group.layout.numel_trainable)
+            chunks = group.layout.chunks(plan.chunk_numel)
+            kinds = Counter(zip(plan.records[index], map(len, chunks), group.records, strict=True))
+            for (home, numel, nbytes), count in kinds.items():
+                master, states = _record_split(plan.record_formats[home], int(numel * share))
+                exact[home][MemoryClass.MASTER] += master * count
+                exact[home][MemoryClass.OPTIMIZER] += states * count
+                whole[home] += nbytes * count
+        return {
+            tier: _Homes(exact[tier], whole[tier] - sum(exact[tier].values())) for tier in TierName
+        }
+
+    @property
+    def _staging(self) -> int:
+        """Of the host ledger: buffers of the update and, on a CPU, sums over micro-batches."""
+        plan = self._plan
+        sums = 0 if plan.gpu else plan.sums_nbytes
+        return plan.staging_buffers * plan.staging_nbytes + sums
+
+    # ---------------------------------------------------------------- device
+    def _device_peak(self) -> int:
+        """On a GPU parameters from below have mirrors, as many as there is room for."""
+        plan, homes = self._plan, self._homes[TierName.DEVICE].nbytes
+        if not plan.gpu:
+            return homes
+        return min(plan.budgets[TierName.DEVICE], homes + self._kernel_buffers + self._mirrors)
+
+    @property
+    def _kernel_buffers(self) -> int:
+        plan = self._plan
+        return plan.sums_nbytes + (plan.device.total_nbytes if plan.device is not None else 0)
+
+    @property
+    def _mirrors(self) -> int:
+        pairs = zip(self._plan.groups, self._plan.parameters, strict=True)
+        return sum(group.parameters for group, tier in pairs if tier is not TierName.DEVICE)
+
+    def _gpu(self) -> PlaceEstimate:
+        """The tier is one block, taken whole; activations and the context lie beside it."""
+        budget, homes = self._plan.budgets[TierName.DEVICE], self._homes[TierName.DEVICE]
+        by_class = dict(homes.by_class)
+        mirrors = self._device_peak() - homes.nbytes - self._kernel_buffers
+        by_class[MemoryClass.STAGING] = self._kernel_buffers + max(0, mirrors)
+        by_class[MemoryClass.FRAGMENTATION] = budget - sum(by_class.values())
+        by_class[MemoryClass.ACTIVATIONS] = self._tensors
+        by_class[MemoryClass.FRAMEWORK] = self._baseline.gpu_nbytes
+        capacity = budget + self._tensors + self._baseline.gpu_nbytes
+        return PlaceEstimate(capacity, _without_zeros(by_class))
+
+    # ---------------------------------------------------------------- RAM
+    @property
+    def _tensors(self) -> int:
+        """Where the model computes: at the peak of one forward and backward."""
+        away = self._plan.activations is not None
+        return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
+
+    @property
+    def _parked(self) -> int:
+        """What forward saves and another tier takes."""
+        return self._facts.saved_nbytes if self._plan.activations is not None else 0
+
+    @property
+    def _framework(self) -> int:
+        activations = self._config.placement.activations
+        compiler = self._baseline.compiler_nbytes if activations.checkpoint else 0
+        return self._baseline.ram_nbytes + compiler
+
+    def _ram(self) -> PlaceEstimate:
+        states, held = self._states_in_ram(), sum(self._states_in_ram().values())
+        steps = {
+            **states,
+            MemoryClass.ACTIVATIONS: min(self._window, self._parked)
+            + (0 if self._plan.gpu else self._tensors),
+            MemoryClass.FRAMEWORK: self._framework,
+        }
+        loading = {
+            **states,
+            MemoryClass.GRADIENTS: 0,
+            MemoryClass.STAGING: sum(self._copies.by_class.values())
+            - self._copies.by_class.get(StateClass.GRADIENTS, 0)
+            + self._largest_values,
+            MemoryClass.FRAMEWORK: self._framework,
+        }
+        by_class = max((steps, loading), key=lambda moment: sum(moment.values()))
+        capacity = self._plan.budgets[TierName.HOST] + sum(by_class.values()) - held
+        if not self._plan.gpu:
+            capacity += self._plan.budgets[TierName.DEVICE]
+        return PlaceEstimate(capacity, _without_zeros(by_class))
+
+    def _states_in_ram(self) -> ByClass:
+        """Of the arenas what was ever touched, after some steps."""
+        tiers = [TierName.HOST] if self._plan.gpu else [TierName.HOST, TierName.DEVICE]
+        by_class = _no_bytes()
+        for tier in tiers:
+            for name, nbytes in self._homes[tier].by_class.items():
+                by_class[name] += nbytes
+            by_class[MemoryClass.FRAGMENTATION] += self._homes[tier].padding_nbytes
+        copies, plan = self._copies, self._plan
+        by_class[MemoryClass.STAGING] += copies.nbytes + (0 if plan.gpu else plan.sums_nbytes)
+        if copies.staged or plan.gpu:
+            by_class[MemoryClass.STAGING] += plan.staging_buffers * plan.staging_nbytes
+        by_class[MemoryClass.FRAGMENTATION] += copies.touched_nbytes - copies.nbytes
+        return by_class
+
+    @property
+    def _largest_values(self) -> int:
+        """While the largest group is loaded: its values and a chunk of them in fp32."""
+        largest = max((group.numel for group in self._model.groups), default=0)
+        return 4 * (largest + min(largest, self._plan.chunk_numel))
+
+    # ---------------------------------------------------------------- nvme
+    def _on_nvme(self) -> ByClass:
+        """Of the ledger. Activations are most when forward ends: no version is on its way then
+        that backward would not add to."""
+        plan, copies = self._plan, self._copies
+        states: ByClass = _no_bytes()
+        for state_class, nbytes in copies.nvme_by_class.items():
+            states[_CLASS_OF[state_class]] += nbytes
+        states[MemoryClass.STAGING] = copies.nvme_versions_nbytes
+        if plan.activations is not None and plan.activations.disk_nbytes:
+            away = min(plan.activations.disk_nbytes, max(0, self._parked - self._window // 2))
+            forward: ByClass = {
+                **states, MemoryClass.GRADIENTS: 0, MemoryClass.STAGING: 0,
+                MemoryClass.ACTIVATIONS: away,
+            }  # fmt: skip
+            states = max((states, forward), key=lambda moment: sum(moment.values()))
+        over = sum(states.values()) - plan.budgets[TierName.NVME]
+        if over > 0:  # writes wait for versions that are being replaced
+            states[MemoryClass.STAGING] = max(0, states[MemoryClass.STAGING] - over)
+        return states
+
+    def _disk(self) -> PlaceEstimate:
+        """Files: what is reserved when they are made, or lengthened in steps of 256 MiB."""
+        by_class = self._on_nvme()
+        homes = self._homes[TierName.NVME]
+        total, optimizer = sum(by_class.values()), by_class[MemoryClass.OPTIMIZER]
+        states = homes.by_class[MemoryClass.OPTIMIZER] + homes.by_class[MemoryClass.MASTER]
+        if states:
+            by_class[MemoryClass.MASTER] = optimizer * homes.by_class[MemoryClass.MASTER] // states
+            by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
+        reserved = needed_nbytes(self._plan, TierName.NVME)
+        if total > reserved:
+            reserved = max(reserved, round_up(total, _FILE_GROWTH_NBYTES))
+        budget = self._plan.budgets[TierName.NVME]
+        by_class[MemoryClass.FRAGMENTATION] = max(0, min(reserved, budget) - total)
+        return PlaceEstimate(budget, _without_zeros(by_class))
+
+
+def _sums(config: OffloadConfig, passes: int) -> bool:
+    """16-bit gradients of several passes: kept in fp32, planned or not."""
+    return config.precision != "fp32" and max(passes, config.gradient_accumulation_steps) > 1
+
+
+def _with_sums(plan: Plan, config: OffloadConfig, passes: int) -> Plan:
+    """The plan with gradients as they will be: fp32 sums that nobody planned for are on host where
+    the plan says nvme."""
+    if not _sums(config, passes):
+        return plan
+    groups = tuple(
+        replace(
+            group,
+            gradients=round_up(max(1, group.layout.numel_trainable * 4), PAGE_NBYTES),
+            summed=True,
+        )
+        for group in plan.groups
+    )
+    gradients = tuple(TierName.HOST if tier is TierName.NVME else tier for tier in plan.gradients)
+    return replace(plan, groups=groups, gradients=gradients)
+
+
+def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:
+    """Bytes of a record's master and of its states, scales included, without gaps."""
+    master = states = 0
+    for field in kept.fields:
+        nbytes = field.numel(numel) * field.dtype.itemsize
+        if field.name in ("low", "master"):
+            master += nbytes
+        else:
+            states += nbytes
+    return master, states
+
+
+def _no_bytes() -> ByClass:
+    return dict.fromkeys(MemoryClass, 0)
+
+
+def _without_zeros(by_class: Mapping[MemoryClass, int]) -> ByClass:
+    return {name: nbytes for name, nbytes in by_class.items() if nbytes}
