@@ -56,8 +56,13 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class MicroBatching:
     """Installed in every repeated block of a model. `remove` takes it out again."""
 
-    def __init__(self, count: int, units: Sequence[Unit], backward: BlockBackward) -> None:
-        """UnsupportedError where nothing can be split, or a block holds a batch norm."""
+    def __init__(
+        self, count: int, units: Sequence[Unit], backward: BlockBackward, *, compare: bool = True
+    ) -> None:
+        """UnsupportedError where nothing can be split, or a block holds a batch norm.
+
+        `compare=False` trusts blocks to treat samples alone: without values nothing compares.
+        """
         blocks = [unit for unit in units if unit.repeated]
         if not blocks:
             raise UnsupportedError(
@@ -66,7 +71,7 @@ class MicroBatching:
             )
         for unit in blocks:
             refuse_batch_norm(unit, count)
-        compared: set[tuple[type, tuple[bool, ...]]] = set()
+        compared: set[tuple[type, tuple[bool, ...]]] | None = set() if compare else None
         self._blocks = [_Block(unit, count, backward, compared) for unit in blocks]
 
     def remove(self) -> None:
@@ -79,12 +84,13 @@ class _Block:
 
     def __init__(
         self, unit: Unit, count: int, backward: BlockBackward,
-        compared: set[tuple[type, tuple[bool, ...]]],
+        compared: set[tuple[type, tuple[bool, ...]]] | None,
     ) -> None:  # fmt: skip
         self.unit = unit
         self.count = count
         self.backward = backward
-        # classes that were seen to treat samples alone, by which of their arguments were split
+        # classes that were seen to treat samples alone, by which of their arguments were split;
+        # None: nobody looks
         self._compared = compared
         self._waiting: WeakSet[_Call] = WeakSet()
         self.own_forward: Forward = unit.module.forward
@@ -167,7 +173,7 @@ class _Block:
 
     def _compare_once(self, pieces: _Pieces) -> None:
         kind = type(self.unit.module)
-        if (kind, tuple(pieces.split)) in self._compared:
+        if self._compared is None or (kind, tuple(pieces.split)) in self._compared:
             return
         with torch.no_grad(), _evaluating(self.unit.module), _same_random(pieces):
             alone = [self._try_alone(pieces, number) for number in (0, 1)]

@@ -40,7 +40,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Fill the weight from the default generator."""
-        nn.init.normal_(self.weight, std=self._std)
+        _fill_normal(self.weight, self._std)
 
 
 class Embedding(nn.Embedding):
@@ -52,7 +52,7 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Fill the weight from the default generator."""
-        nn.init.normal_(self.weight, std=self._std)
+        _fill_normal(self.weight, self._std)
 
 
 class Attention(nn.Module):
@@ -247,6 +247,11 @@ def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     # only log-softmax's fp32 output outlives this call; the fp32 copy of the logits does not
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _fill_normal(weight: Tensor, std: float) -> None:
+    if not weight.is_meta:  # there is nothing to fill, and torch would import its compiler for it
+        nn.init.normal_(weight, std=std)
 
 
 def _norm(config: ModelConfig) -> nn.Module:

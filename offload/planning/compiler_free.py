@@ -1,0 +1,87 @@
+"""A trace compiles nothing, and importing torch's compiler takes longer than all of it.
+
+torch imports parts of the compiler when a function is first called that it is not to look into
+(checkpoints, references of kernels), to tell it so, or when a shape is checked, which may be a
+symbol there. Where they are not imported anyway, empty modules in their places answer that;
+whatever else is asked of them is answered by the real ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+_TOLD = "__dynamo_disable"  # where torch keeps what it was given for a function
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Inside, the compiler is imported by those alone who use it. As it was, afterwards."""
+    with ExitStack() as stack:
+        for kind in (_Dynamo, _SymbolicShapes, _Sympy):
+            if kind.NAME not in sys.modules:
+                stack.callback(kind().remove)
+        yield
+
+
+class _InItsPlace(ModuleType):
+    """A module that gives way to the real one when it is asked for what it does not have."""
+
+    NAME = ""
+
+    def __init__(self) -> None:
+        super().__init__(self.NAME)
+        sys.modules[self.NAME] = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__path__", "__spec__", "__file__"):
+            raise AttributeError(name)
+        self.remove()
+        return getattr(importlib.import_module(self.NAME), name)
+
+    def remove(self) -> None:
+        if sys.modules.get(self.NAME) is self:
+            del sys.modules[self.NAME]
+
+
+class _Dynamo(_InItsPlace):
+    NAME = "torch._dynamo"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: list[Any] = []
+
+    def disable(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._told.append(function)
+        return function
+
+    def remove(self) -> None:
+        super().remove()
+        for function in self._told:
+            vars(function).pop(_TOLD, None)
+        self._told.clear()
+
+
+class _SymbolicShapes(_InItsPlace):
+    NAME = "torch.fx.experimental.symbolic_shapes"
+
+    @staticmethod
+    def expect_true(condition: bool) -> bool:
+        return condition
+
+    @staticmethod
+    def sym_eq(one: Any, other: Any) -> Any:
+        return one == other
+
+
+class _Sympy(_InItsPlace):
+    """No number is an expression."""
+
+    NAME = "sympy"
+
+    class Basic:
+        pass

@@ -1,0 +1,67 @@
+"""Bytes of living storages, followed from operation to operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+
+class LiveBytes:
+    """Counts each storage once, from the operation that made it until nothing refers to it.
+
+    What was there before (parameters, inputs) counts nothing.
+    """
+
+    def __init__(self, grown: Callable[[], None]) -> None:
+        """`grown` is called whenever there are more bytes than before."""
+        self.now = 0
+        self._grown = grown
+        self._counts = True
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._nbytes: dict[int, int] = {}
+
+    def made(self, results: Iterable[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        """An operation gave `results` when it was `given` tensors."""
+        before = self.now
+        for tensor in results:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._alive:
+                is_old = any(other.untyped_storage()._cdata == key for other in given)
+                self._add(storage, storage.nbytes() if self._counts and not is_old else 0)
+        if self.now > before:
+            self._grown()
+
+    @contextmanager
+    def counting(self, counts: bool) -> Iterator[None]:
+        """Whether what is made inside counts anything."""
+        before, self._counts = self._counts, counts
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def nbytes_of(self, tensor: torch.Tensor) -> int:
+        """What is counted for the storage of `tensor`."""
+        return self._nbytes.get(tensor.untyped_storage()._cdata, 0)
+
+    def forget(self) -> None:
+        """Start from nothing: what lives now counts nothing."""
+        self.now = 0
+        for key in self._nbytes:
+            self._nbytes[key] = 0
+
+    def _add(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = storage._cdata
+        self._alive[key] = weakref.ref(storage, partial(self._died, key))
+        self._nbytes[key] = nbytes
+        self.now += nbytes
+
+    def _died(self, key: int, _: Any) -> None:
+        del self._alive[key]
+        self.now -= self._nbytes.pop(key)
