@@ -1,0 +1,249 @@
+"""How well the time of a step is predicted: measured steps beside what `estimate_step` says.
+
+    python benchmarks/step_prediction.py [--rounds 5] [--cases NAME,...] [--path FOLDER] [--json FILE]
+
+Each case is a model, a placement and a batch, trained in a process of its own; the cases step in
+turn, as in `offload bench step`. The machine's speeds are measured anew in every round, just before
+its steps, because a shared machine's drift: a prediction is made of them and compared with that
+round's steps. `memest` and the planner use the same measurement, kept from when it was made first.
+Nothing of a case is fitted: the facts come from a run of the model without values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offload import machine
+from offload.bench.record import Kind
+from offload.bench.step import LLAMA_151M
+from offload.bench.step_process import SystemProcess, SystemSpec, Turn
+from offload.config import OffloadConfig
+from offload.homes import compute_device, this_machine
+from offload.planning.activation_facts import ActivationFacts
+from offload.planning.activation_trace import trace_activations
+from offload.planning.calibration import measure_speeds
+from offload.planning.estimate import StepEstimate
+from offload.planning.plan import Plan
+from offload.planning.planner import make_plan, resolved_config
+from offload.planning.speeds import Speeds
+from offload.planning.step_time import estimate_step
+from offload.planning.workload import Workload
+from offload.train.model import build_meta_model
+from offload.zero.discovery import discover
+from offload.zero.model_shape import ModelShape
+
+BAR = 0.2  # a prediction may be this far from what was measured
+_SHORT_S = 1.0  # steps shorter than this are taken several times per round
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: what it changes of the 151 M shape's."""
+
+    name: str
+    overrides: tuple[str, ...]
+    batches: int = 1
+    in_one_piece: bool = False
+
+
+def _all_on(tier: str, **others: str) -> tuple[str, ...]:
+    homes = {"parameters": tier, "gradients": tier, "optimizer": tier, **others}
+    return tuple(f"placement.{name}={home}" for name, home in homes.items())
+
+
+def _model(layers: int, hidden: int, mlp: int, heads: int, vocab: int = 8192) -> tuple[str, ...]:
+    sizes = {"layers": layers, "hidden": hidden, "mlp": mlp, "heads": heads, "vocab": vocab}
+    return tuple(f"train.model.{name}={value}" for name, value in sizes.items())
+
+
+def _batch(batch: int, sequence: int) -> tuple[str, ...]:
+    return (f"train.batch={batch}", f"train.sequence={sequence}")
+
+
+_HOST, _NVME = (*_all_on("host"), "budget.host=auto"), _all_on("nvme")
+_BF16 = ("precision=bf16",)
+_KEEP = ("placement.activations.checkpoint=false",)
+_30M = _model(8, 512, 1536, 8)
+_DEMO = _model(6, 256, 768, 4, vocab=256)
+CASES = (
+    Case("151 M fp32, host", _HOST),
+    Case("151 M fp32, nvme", _NVME),
+    Case("151 M fp32, nvme, 4 passes", (*_NVME, "gradient_accumulation_steps=4"), 4),
+    Case("151 M fp32, nvme, 4 micro-batches", (*_NVME, "micro_batches=4"), 4, True),
+    Case("151 M bf16, host", (*_HOST, *_BF16)),
+    Case("151 M bf16, nvme", (*_NVME, *_BF16)),
+    Case("151 M fp32, optimizer on nvme", (*_all_on("host", optimizer="nvme"), "budget.host=2GiB")),
+    Case("151 M fp32, nvme, 1 x 32 tokens", (*_NVME, *_batch(1, 32))),
+    Case("30 M fp32, host, 4 x 256", (*_HOST, *_30M, *_batch(4, 256))),
+    Case("30 M fp32, host, 4 x 256, kept", (*_HOST, *_30M, *_batch(4, 256), *_KEEP)),
+    Case("30 M fp32, nvme, 2 x 128, kept", (*_NVME, *_30M, "budget.host=128MiB",
+                                            *_batch(2, 128), *_KEEP)),
+    Case("30 M bf16, nvme, 8 x 256", (*_NVME, *_30M, *_BF16, "budget.host=128MiB",
+                                      *_batch(8, 256))),
+    Case("5 M fp32, host, 8 x 128, kept", (*_HOST, *_DEMO, *_batch(8, 128), *_KEEP)),
+    Case("5 M fp32, three tiers, 8 x 128, kept", (
+        *_DEMO, *_batch(8, 128), *_KEEP, "budget.host=48MiB", "budget.device=16MiB",
+        "optimizer.chunk=262144", "placement.parameters={device: 25%, host: 25%, nvme: 50%}",
+        "placement.gradients={device: 25%, host: 75%}",
+        "placement.optimizer={host: 20%, nvme: 80%}",
+    )),
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A case with its process, and what was found round by round."""
+
+    case: Case
+    process: SystemProcess
+    plan: Plan
+    config: OffloadConfig
+    shape: ModelShape
+    facts: ActivationFacts
+    workload: Workload
+    measured: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    moved: list[tuple[int, int]] = field(default_factory=list)  # read, written
+    estimate: StepEstimate | None = None
+
+    def turn(self, speeds: Speeds) -> None:
+        """Predict from `speeds`, then measure."""
+        self.estimate = estimate_step(
+            self.plan, self.config, self.shape, self.facts, self.workload, speeds
+        )
+        turns = [self.process.turn()]
+        while sum(turn.seconds for turn in turns) < _SHORT_S and len(turns) < 7:
+            turns.append(self.process.turn())
+        self.measured.append(statistics.median(turn.seconds for turn in turns))
+        self.predicted.append(self.estimate.seconds)
+        self.moved.append(_bytes(turns[-1]))
+
+    def forget(self) -> None:
+        self.measured, self.predicted, self.moved = [], [], []
+
+    @property
+    def ratios(self) -> list[float]:
+        return [p / m for p, m in zip(self.predicted, self.measured, strict=True)]
+
+
+def _bytes(turn: Turn) -> tuple[int, int]:
+    return turn.read_nbytes, turn.written_nbytes
+
+
+def start(case: Case, folder: Path, stack: ExitStack) -> Run:
+    config = OffloadConfig.load(LLAMA_151M, (*case.overrides, f"nvme.paths=[{folder}]"))
+    model = build_meta_model(config)
+    shape = discover(model, config.groups.blocks).shape()
+    device = compute_device(config)
+    plan = make_plan(config, shape, this_machine(config.nvme, device))
+    config = resolved_config(config, plan, device.type)
+    batch = config.train.batch * (case.batches if case.in_one_piece else 1)
+    passes = 1 if case.in_one_piece else case.batches
+    workload = Workload(batch, config.train.sequence, passes)
+    facts = trace_activations(model, config, workload)
+    name = f"case-{abs(hash(case)):x}"
+    file = folder / f"{name}.yaml"
+    file.write_text(config.to_yaml())
+    spec = SystemSpec(
+        name, case.name, Kind.OURS, "offload", batches=case.batches, in_one_piece=case.in_one_piece
+    )
+    process = SystemProcess(spec, file, folder)
+    stack.callback(process.kill)
+    return Run(case, process, plan, config, shape, facts, workload)
+
+
+def measure(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[list[Run], list[Speeds]]:
+    """Every case once per round, each round beginning with another one."""
+    speeds = []
+    with ExitStack() as stack:
+        runs = []
+        for case in cases:
+            print(f"starting {case.name}", flush=True)
+            runs.append(start(case, folder, stack))
+        for number in range(-1, rounds):
+            speeds.append(measure_speeds([folder]))
+            shift = number % len(runs)
+            for run in runs[shift:] + runs[:shift]:
+                print(f"round {number + 1}: {run.case.name}", flush=True)
+                run.turn(speeds[-1])
+            if number < 0:
+                for run in runs:
+                    run.forget()
+        for run in runs:
+            run.process.close()
+    return runs, speeds[1:]
+
+
+def table(runs: Sequence[Run]) -> Table:
+    view = Table(title="predicted and measured seconds per step")
+    for heading in ("case", "predicted", "measured", "ratio", "range", "bound by", "bytes"):
+        view.add_column(heading, justify="left" if heading == "case" else "right")
+    for run in runs:
+        ratio = statistics.median(run.ratios)
+        assert run.estimate is not None, "it had a turn"
+        view.add_row(
+            run.case.name, f"{statistics.median(run.predicted):.2f}",
+            f"{statistics.median(run.measured):.2f}",
+            f"{'' if abs(ratio - 1) <= BAR else '[yellow]'}{ratio:.2f}",
+            f"{min(run.ratios):.2f} .. {max(run.ratios):.2f}", run.estimate.bottleneck,
+            _bytes_ratio(run),
+        )  # fmt: skip
+    return view
+
+
+def _bytes_ratio(run: Run) -> str:
+    """Predicted bytes of nvme over those moved, both directions together."""
+    moved = statistics.median(sum(each) for each in run.moved)
+    assert run.estimate is not None, "it had a turn"
+    said = sum(link.nbytes for link in run.estimate.links if link.name.startswith("nvme"))
+    return f"{said / moved:.3f}" if moved else "-"
+
+
+def record(runs: Sequence[Run], speeds: Sequence[Speeds], rounds: int) -> Mapping[str, Any]:
+    return {
+        "cpu": machine.cpu_model(), "cores": machine.cpu_count(), "rounds": rounds,
+        "speeds": [asdict(each) for each in speeds],
+        "cases": [
+            {
+                "name": run.case.name, "overrides": run.case.overrides,
+                "workload": asdict(run.workload), "facts": asdict(run.facts),
+                "predicted_s": run.predicted, "measured_s": run.measured,
+                "moved_nbytes": run.moved,
+                "links": [asdict(link) for link in run.estimate.links] if run.estimate else [],
+            }
+            for run in runs
+        ],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", default="", help="names, separated by ;")
+    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    wanted = [part.strip() for part in options.cases.split(";") if part.strip()]
+    cases = [case for case in CASES if not wanted or case.name in wanted]
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        runs, speeds = measure(cases, Path(folder), options.rounds)
+    Console(width=120).print(table(runs))
+    far = [run for run in runs if abs(statistics.median(run.ratios) - 1) > BAR]
+    print(f"{len(runs) - len(far)} of {len(runs)} cases within {BAR:.0%}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(record(runs, speeds, options.rounds), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
