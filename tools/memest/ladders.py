@@ -9,6 +9,7 @@ family is one list of shapes, ordered by size.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,6 @@ from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
 _HEAD_DIM = 128
-_EXPERT_GROUPS = 8  # of one block, at most
 _GPT_RUNGS = (
     (12, 768), (24, 1024), (24, 1536), (24, 2048), (32, 2560), (32, 4096), (40, 5120), (48, 6144),
     (64, 8192), (80, 10240), (96, 12288), (105, 20480), (128, 25600), (160, 32768), (192, 49152),
@@ -92,6 +92,7 @@ class Shape:
         return f"{self.layers} layers of {self.hidden}{experts}"
 
 
+@functools.cache
 def ladder(family: FamilyName, experts: int = 0) -> Sequence[Shape]:
     """The family's shapes, strictly growing. `experts`: per expert layer, for MoE."""
     rungs = _LLAMA_RUNGS if family is FamilyName.LLAMA else _GPT_RUNGS
@@ -107,7 +108,7 @@ def ladder(family: FamilyName, experts: int = 0) -> Sequence[Shape]:
                 break
             if not shapes or shape.numel > shapes[-1].numel:
                 shapes.append(shape)
-    return shapes
+    return tuple(shapes)
 
 
 def facts_of(shape: Shape, workload: Workload, *, itemsize: int, scores: bool) -> ActivationFacts:
@@ -154,7 +155,7 @@ def subject_from(shape: Shape, facts: ActivationFacts) -> Subject:
 def model_of(shape: Shape, ranks: int = 1) -> ModelShape:
     """Groups and units, one weight per part of a block; of `ranks`, one rank's even shard.
 
-    Experts are groups of their own, of several where there are more than 8 in a block.
+    Experts are groups of their own, of up to 32 where there are more than 4 in a block.
     """
 
     def group(name: str, **numels: int) -> GroupShape:
@@ -170,7 +171,7 @@ def model_of(shape: Shape, ranks: int = 1) -> ModelShape:
             groups.append(group(name, attention=attention, mlp=shape.mlp_numel, norms=norms))
             continue
         groups.append(group(name, attention=attention, norms=norms))
-        bundles = min(_EXPERT_GROUPS, shape.experts)
+        bundles = max(min(4, shape.experts), shape.experts // 32)
         numel = -(-shape.experts * shape.mlp_numel // bundles)
         groups += [group(f"{name}.experts.{i}", weight=numel) for i in range(bundles)]
     units = [UnitShape("", ()), UnitShape("embedding", (0,))]

@@ -5,6 +5,7 @@ Found by bisection over the family's ladder of shapes; no search, no chance, wel
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,12 +68,13 @@ def largest(
     if experts:
         ranks = Ranks(ranks.per_node, ranks.nodes, experts=math.gcd(experts, ranks.count))
     room = room_of(profile)
-    if system is System.OURS:
-        trial = _ours(workload, ranks, room)
-    else:
-        trial = _other(system, workload, ranks, room, scores=False)
-    note = EVEN_SHARDS if system is System.OURS and ranks.count > 1 else ""
-    return search(system, ladder(name, experts), trial, note)
+    shapes = ladder(name, experts)
+    if system is not System.OURS:
+        return search(system, shapes, _other(system, workload, ranks, room, scores=False))
+    note = EVEN_SHARDS if ranks.count > 1 else ""
+    holding = _room_nbytes(ranks, room) // _OUR_BYTES
+    guess = bisect.bisect(shapes, holding, key=lambda shape: shape.numel)
+    return search(system, shapes, _ours(workload, ranks, room), note, guess)
 
 
 def largest_of_all(
@@ -94,23 +96,35 @@ def largest_shape(
     )
 
 
-def search(system: System, shapes: Sequence[Shape], trial: Try, note: str = "") -> Largest:
-    """The last shape that fits before one that does not."""
-    best, fitting = None, -1
+def search(
+    system: System, shapes: Sequence[Shape], trial: Try, note: str = "", first: int | None = None
+) -> Largest:
+    """The last shape that fits before one that does not. `first`: where to begin, if there is a
+    guess: then growing steps until the answer lies between two of them."""
+    best, fitting, failed = None, -1, None
     low, high = 0, len(shapes)
-    failed: Trial | None = None
+    probe = len(shapes) // 2 if first is None else min(first, len(shapes) - 1)
+    stride = 0 if first is None else 4
     while low < high:
-        middle = (low + high) // 2
-        tried = trial(shapes[middle])
+        tried = trial(shapes[probe])
         if tried.full:
-            high, failed = middle, tried
+            high, failed = probe, tried
         else:
-            low, best, fitting = middle + 1, tried, middle
+            low, best, fitting = probe + 1, tried, probe
+        probe, stride = _next(low, high, probe, stride, len(shapes))
     bound = failed.full if failed else ()
     if best is None:
-        places = failed.places if failed else {}
-        return Largest(system, None, places, bound, note)
+        return Largest(system, None, failed.places if failed else {}, bound, note)
     return Largest(system, shapes[fitting], best.places, bound, note)
+
+
+def _next(low: int, high: int, probe: int, stride: int, count: int) -> tuple[int, int]:
+    """Where to look next between `low` and `high`, and how far to go the time after."""
+    if stride and high == count and low + stride < high:
+        return low + stride, stride * 4
+    if stride and low == 0 and high - stride > low:
+        return high - stride, stride * 4
+    return (low + high) // 2, 0
 
 
 def _other(system: System, workload: Workload, ranks: Ranks, room: Room, *, scores: bool) -> Try:
@@ -128,20 +142,11 @@ def _other(system: System, workload: Workload, ranks: Ranks, room: Room, *, scor
 def _ours(workload: Workload, ranks: Ranks, room: Room) -> Try:
     from offload.config import OffloadConfig  # pydantic: a tenth of a second
 
-    config = OffloadConfig.load(
-        {
-            "precision": "bf16",
-            "placement": {"activations": {"checkpoint": True}},
-            "optimizer": {"chunk": _CHUNK_NUMEL},
-        }
-    )
-    total = room.nvme_nbytes + room.host_nbytes + ranks.per_node * room.device_nbytes
+    plain = {"precision": "bf16", "placement": {"activations": {"checkpoint": True}}}
 
     def trial(shape: Shape) -> Trial:
-        # what no placement can hold is not worth a plan chunk by chunk
-        least = shape.numel * _LEAST_BYTES // ranks.nodes
-        if least > total:
-            return Trial({}, (TierName.NVME,))
+        chunk = _LONG_CHUNK if shape.numel > _LONG_CHUNK_FROM * ranks.count else _CHUNK
+        config = OffloadConfig.load({**plain, "optimizer": {"chunk": chunk}})
         facts = facts_of(shape, workload, itemsize=2, scores=False)
         subject = subject_from(shape, facts)
         ours = plan_ours(config, model_of(shape, ranks.count), subject, ranks, room)
@@ -152,10 +157,17 @@ def _ours(workload: Workload, ranks: Ranks, room: Room) -> Try:
     return trial
 
 
-# The longest that `auto` would choose: fewer pieces to count.
-_CHUNK_NUMEL = 1 << 22
-# Ours, in bf16 with a split master: 2 + 2 + 8 bytes a parameter, and 2 of a gradient.
-_LEAST_BYTES = 14
+def _room_nbytes(ranks: Ranks, room: Room) -> int:
+    """Of all nodes together."""
+    node = room.nvme_nbytes + room.host_nbytes + ranks.per_node * room.device_nbytes
+    return node * ranks.nodes
+
+
+# Ours, in bf16 with Adam and a split master: weight 2, remainder 2, moments 8, gradient 2.
+_OUR_BYTES = 14
+# Elements. The longest that `auto` would choose; longer still where there would be tens of
+# thousands of pieces to count.
+_CHUNK, _LONG_CHUNK, _LONG_CHUNK_FROM = 1 << 22, 1 << 24, 20 * 10**9
 
 
 def _family(name: str) -> FamilyName:
