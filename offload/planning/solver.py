@@ -16,10 +16,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.config_fields import AUTO_MICRO_BATCHES
 from offload.planning.activation_facts import ActivationFacts
+from offload.planning.activation_plan import least_window
 from offload.planning.estimate import Shortfall, StepEstimate
 from offload.planning.placement_search import Found, Open, PlacementSearch
 from offload.planning.plan import Hardware, Plan, needed_nbytes
@@ -32,7 +34,7 @@ from offload.planning.step_time import estimate_step
 from offload.planning.work_time import pass_s, update_traffic
 from offload.planning.workload import Workload
 from offload.swap.measure import Bandwidth
-from offload.tiers.extent import TierName
+from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
 from offload.zero.model_shape import ModelShape
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 _CANDIDATES = 8  # that are laid out per choice of checkpoint and micro-batches
 _LARGE_PIECES = 10_000  # of a model that this takes tens of milliseconds for
 _CANDIDATES_LARGE = 3
+_MOST_PIECES = 600  # that a step is predicted with
+_DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHECKPOINTS = (False, "selective", True)
 
@@ -150,17 +154,26 @@ class _Choice:
     def __init__(
         self, config: OffloadConfig, model: ModelShape, hardware: Hardware, known: Known | None
     ) -> None:
-        self._config = config
         self._model = model
         self._hardware = hardware
         self._known = known
         self._facts = known.facts_of(config) if known is not None else None
-        self._builder = PlanBuilder(config, model, hardware)
+        self._config = self._with_device_budget(config)
+        self._builder = PlanBuilder(self._config, model, hardware)
+
+    def _with_device_budget(self, config: OffloadConfig) -> OffloadConfig:
+        """Where it is open, the device tier takes what activations and libraries leave of a GPU."""
+        capacity = self._hardware.device_nbytes
+        if not capacity or config.budget.device is not None or self._known is None:
+            return config
+        beside = self._known.on_device_nbytes + self._peak_nbytes(config)
+        nbytes = max(0, int(_DEVICE_SHARE * capacity) - beside) // PAGE_NBYTES * PAGE_NBYTES
+        budget = config.budget.model_copy(update={"device": nbytes})
+        return config.model_copy(update={"budget": budget})
 
     def candidates(self) -> list[Candidate]:
         """Laid out, in the order of the search; at least one."""
-        pieces = sum(len(group.records) for group in self._builder.groups)
-        count = _CANDIDATES_LARGE if pieces > _LARGE_PIECES else _CANDIDATES
+        count = _CANDIDATES_LARGE if self._pieces > _LARGE_PIECES else _CANDIDATES
         if not self._open_tiers():
             return [self._evaluate(self._builder.explicit, None)]
         speeds = self._known.speeds if self._known is not None else NOMINAL
@@ -189,8 +202,36 @@ class _Choice:
             return None
         known = self._known
         return estimate_step(
-            plan, self._config, self._model, self._facts, known.workload, known.speeds
-        )
+            self._with_few_chunks(plan), self._config, self._model, self._facts, known.workload,
+            known.speeds,
+        )  # fmt: skip
+
+    def _with_few_chunks(self, plan: Plan) -> Plan:
+        """The plan with chunks taken together where there are tens of thousands: which of them are
+        in memory is gone through one by one, and hundreds tell the same."""
+        builder = self._few_chunks
+        if builder is None:
+            return plan
+        coarse = builder.build(plan.placements)
+        return replace(
+            coarse, expected=plan.expected, staging_nbytes=plan.staging_nbytes,
+            window_nbytes=plan.window_nbytes,
+        )  # fmt: skip
+
+    @cached_property
+    def _few_chunks(self) -> PlanBuilder | None:
+        together = self._pieces // _MOST_PIECES + 1
+        if together == 1:
+            return None
+        chunk = self._builder.sizes.chunk_numel * together
+        config = self._builder.config
+        optimizer = config.optimizer.model_copy(update={"chunk": chunk})
+        config = config.model_copy(update={"optimizer": optimizer})
+        return PlanBuilder(config, self._model, self._hardware)
+
+    @cached_property
+    def _pieces(self) -> int:
+        return sum(len(group.records) for group in self._builder.groups)
 
     def _work(self) -> StepWork:
         config, groups = self._config, self._builder.groups
@@ -256,7 +297,7 @@ class _Choice:
         known, facts = self._known, self._facts
         if known is None or facts is None:
             return Open(self._open_tiers())
-        peak = self._peak_nbytes(facts)
+        peak = self._peak_nbytes(self._config)
         gpu = self._builder.gpu
         return Open(
             self._open_tiers(),
@@ -264,11 +305,13 @@ class _Choice:
             known.on_device_nbytes + (peak if gpu else 0),
         )
 
-    def _peak_nbytes(self, facts: ActivationFacts) -> int:
+    def _peak_nbytes(self, config: OffloadConfig) -> int:
         """Activations where the model computes."""
-        tier = TierName(self._config.placement.activations.tier)
-        away = tier is TierName.NVME or (tier is TierName.HOST and self._builder.gpu)
-        return facts.peak_elsewhere_nbytes if away else facts.peak_nbytes
+        if self._facts is None:
+            return 0
+        gpu = self._hardware.device_nbytes > 0
+        away = least_window(TierName(config.placement.activations.tier), gpu) > 0
+        return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
 
     def _beside(self, plan: Plan) -> Iterator[Shortfall]:
         """What memory the tiers, activations and libraries need together."""
@@ -277,8 +320,7 @@ class _Choice:
         room, hardware = self._room(), self._hardware
         if plan.gpu:
             tier, capacity, beside = TierName.DEVICE, hardware.device_nbytes, room.on_device_nbytes
-            whole = set(plan.parameters) == {tier}  # else copies fill the budget
-            held = needed_nbytes(plan, tier) if whole else plan.budgets[tier]
+            held = plan.budgets[tier]  # taken in one piece
         else:
             tier, capacity, beside = TierName.HOST, hardware.host_nbytes, room.elsewhere_nbytes
             held = needed_nbytes(plan, tier) + needed_nbytes(plan, TierName.DEVICE)
