@@ -225,8 +225,8 @@ def _fsdp_states(place: dict[M, int], sizes: Sizes, numbers: Numbers) -> None:
 
 
 def _fsdp_gathered(device: dict[M, int], sizes: Sizes, numbers: Numbers) -> None:
-    """The unit at work and the next one, parameters and gradients (2304.11277, section 3.4: at most
-    two gathers in flight)."""
+    """The unit at work and the next one, parameters and gradients (2304.11277: at most two
+    gathers in flight)."""
     device[M.STAGING] += numbers.parameter * 2 * 2 * sizes.subject.block_numel
 
 
