@@ -6,19 +6,24 @@ share (one rank per GPU).
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from offload import machine
 from offload.planning.plan import Hardware
 from offload.planning.speeds import Speeds
 from offload.planning.tuning import known
 from offload.tiers.errors import ConfigError
-from offload.tiers.units import format_bytes, parse_bytes
+from offload.tiers.units import format_bytes
 from offload.tools.memest.local_gpus import LocalGpu, local_gpus
+from offload.tools.memest.part_names import (
+    find_part,
+    plain_name,
+    read_count,
+    read_size,
+    unknown_part,
+)
 from offload.tools.memest.parts import (
     GEN4,
     GPUS,
@@ -42,7 +47,6 @@ SYSTEM_NBYTES = 2 << 30  # of RAM, for the rest of an idle system
 
 _LEAST_MEMORY, _MOST_MEMORY = 256 << 20, 1 << 50
 _LEAST_DISK, _MOST_DISK = 1 << 30, 1 << 60
-_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -145,15 +149,15 @@ def read_profile(
     """
     profile = _around(gpu, nvme_paths)
     if ram is not None:
-        profile = _with_ram(profile, _size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
+        profile = _with_ram(profile, read_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
     if nvme is not None:
         profile = _with_nvme(profile, nvme)
-    count = _count(gpus, "--gpus", 0 if profile.gpu_nbytes == 0 else 1)
+    count = read_count(gpus, "--gpus", 0 if profile.gpu_nbytes == 0 else 1)
     if count is not None:
         profile = _with_gpus(profile, count)
-    several = _count(nodes, "--nodes", 1)
+    several = read_count(nodes, "--nodes", 1)
     profile = replace(profile, nodes=several or profile.nodes)
-    if [ram, nvme, gpus] == [None] * 3 and (gpu is None or _find(gpu, MACHINES) is not None):
+    if [ram, nvme, gpus] == [None] * 3 and (gpu is None or find_part(gpu, MACHINES) is not None):
         name = profile.name
         return replace(profile, name=f"{profile.nodes} x {name}" if profile.nodes > 1 else name)
     return replace(profile, name=_title(profile))
@@ -201,8 +205,8 @@ def _known_gpu(found: LocalGpu | None) -> GpuPart | None:
     """The named part that a GPU of this machine is, by its name and memory."""
     if found is None:
         return None
-    name = _plain(found.name)
-    fitting = [gpu for gpu in GPUS if _plain(gpu.name.partition("-")[0]) in name]
+    name = plain_name(found.name)
+    fitting = [gpu for gpu in GPUS if plain_name(gpu.name.partition("-")[0]) in name]
     return min(fitting, key=lambda gpu: abs(gpu.nbytes - found.nbytes), default=None)
 
 
@@ -211,16 +215,16 @@ def _around(gpu: str | None, nvme_paths: Sequence[Path]) -> HardwareProfile:
     here = this_machine(nvme_paths)
     if gpu is None:
         return here
-    whole = _find(gpu, MACHINES)
+    whole = find_part(gpu, MACHINES)
     if whole is not None:
         return _of_machine(whole)
     note = "RAM and disk, where not given, are this machine's"
-    if _plain(gpu) in ("none", "cpu", "0"):
+    if plain_name(gpu) in ("none", "cpu", "0"):
         return replace(
             here, gpu=None, gpu_nbytes=0, gpu_free_nbytes=0, gpus=0, link=None,
             here=here.gpu_nbytes == 0, notes=() if here.gpu_nbytes == 0 else (note,),
         )  # fmt: skip
-    part = _find(gpu, GPUS)
+    part = find_part(gpu, GPUS)
     notes = [note]
     if part is None:
         part, assumed = _of_size(gpu)
@@ -257,8 +261,8 @@ def _of_machine(part: MachinePart) -> HardwareProfile:
 def _of_size(text: str) -> tuple[GpuPart, str]:
     """A GPU of which only the memory is known, with the rates of the named one nearest in size."""
     if not text.strip()[:1].isdigit():
-        raise ConfigError(f"--gpu {text}: {_unknown(text, [*GPUS, *MACHINES])}")
-    nbytes = _size(text, "--gpu", _LEAST_MEMORY, _MOST_MEMORY)
+        raise ConfigError(f"--gpu {text}: {unknown_part(text, [*GPUS, *MACHINES])}")
+    nbytes = read_size(text, "--gpu", _LEAST_MEMORY, _MOST_MEMORY)
     near = min(GPUS, key=lambda gpu: (abs(gpu.nbytes - nbytes), gpu.flops_per_s["bf16"]))
     name = f"{format_bytes(nbytes)} GPU"
     note = f"a GPU's speed does not follow from its memory: assumed to be that of an {near.name}"
@@ -274,17 +278,17 @@ def _with_nvme(profile: HardwareProfile, text: str) -> HardwareProfile:
     count, _, rest = text.partition("x")
     several = int(count) if rest and count.strip().isdecimal() else 1
     name = rest if rest and count.strip().isdecimal() else text
-    part = _find(name, SSDS)
+    part = find_part(name, SSDS)
     if part is not None:
         if not 1 <= several <= 1024:
             raise ConfigError(f"--nvme {text}: {several} drives; write 1 to 1024")
         free = int(part.nbytes * several * FILE_SYSTEM_SHARE)
         return replace(profile, nvme_nbytes=free, ssds=(part,) * several)
     if not name.strip()[:1].isdigit():
-        raise ConfigError(f"--nvme {text}: {_unknown(name, SSDS)}")
+        raise ConfigError(f"--nvme {text}: {unknown_part(name, SSDS)}")
     nbytes = 0
     if name.strip() != "0":
-        nbytes = _size(name, "--nvme", _LEAST_DISK, _MOST_DISK) * several
+        nbytes = read_size(name, "--nvme", _LEAST_DISK, _MOST_DISK) * several
     if not nbytes:
         return replace(profile, nvme_nbytes=0, ssds=())
     drive = replace(
@@ -318,59 +322,3 @@ def _title(profile: HardwareProfile) -> str:
     if profile.nodes > 1:
         parts.append(f"{profile.nodes} nodes")
     return ", ".join(parts)
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Part = TypeVar("_Part", bound=_Named)
-
-
-def _find(text: str, parts: Iterable[_Part]) -> _Part | None:
-    """The part of that name; case, spaces, hyphens and the maker's name do not matter, and a
-    beginning that only one part has is enough."""
-    wanted = _plain(text)
-    named = {_plain(part.name): part for part in parts}
-    if wanted in named:
-        return named[wanted]
-    short = [part for name, part in named.items() if wanted and name.startswith(wanted)]
-    return short[0] if len(short) == 1 else None
-
-
-def _plain(name: str) -> str:
-    kept = "".join(each for each in name.lower() if each.isalnum())
-    for maker in ("nvidia", "geforce", "tesla", "gb"):
-        kept = kept.replace(maker, "")
-    return kept
-
-
-def _unknown(text: str, parts: Sequence[_Named]) -> str:
-    names = [part.name for part in parts]
-    several = [name for name in names if _plain(name).startswith(_plain(text))]
-    if _plain(text) and len(several) > 1:
-        return f"it could be {' or '.join(several)}; say which"
-    like = difflib.get_close_matches(text.strip(), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {like[0]!r}?" if like else ""
-    known_names = ", ".join(dict.fromkeys(names))
-    return f"no such part{hint}; known are {known_names}, or write a size like 24GiB"
-
-
-def _size(text: str, option: str, least: int, most: int) -> int:
-    try:
-        nbytes = parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from None
-    if not least <= nbytes <= most:
-        raise ConfigError(
-            f"{option} {text}: {format_bytes(nbytes)} is not between {format_bytes(least)} and "
-            f"{format_bytes(most)}; write for example 24GiB"
-        )
-    return nbytes
-
-
-def _count(value: int | None, option: str, least: int) -> int | None:
-    if value is not None and not least <= value <= _MOST_RANKS:
-        raise ConfigError(f"{option} {value}: write {least} to {_MOST_RANKS}")
-    return value
