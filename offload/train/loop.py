@@ -18,13 +18,16 @@ from offload.config import OffloadConfig
 from offload.config_fields import TIERS
 from offload.homes import compute_device
 from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.planning.workload import Workload
 from offload.tiers.units import format_bytes
 from offload.train.display import make_display
+from offload.train.forecast import forecast
 from offload.train.interrupts import Interrupts, noted_interrupts
 from offload.train.metrics import StepMetrics
 from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
 from offload.train.plot import plot_available, write_plot
-from offload.train.run_folder import LoopState, RunFolder, check_same_run
+from offload.train.prediction_watch import PredictionWatch
+from offload.train.run_folder import LoopState, RunFolder, check_same_run, with_choices_of
 from offload.train.schedule import lr_factor
 from offload.train.summary import MemoryUse, moved_line, plain_state_nbytes, summary_table
 from offload.train.text import Batcher, load_corpus
@@ -70,20 +73,24 @@ def run(
     checkpoint = folder.latest_checkpoint() if resume else None
     if checkpoint is not None:
         check_same_run(checkpoint[1].config, config)
+        config = with_choices_of(config, checkpoint[1].config)
     baseline = rss_nbytes()
     torch.manual_seed(config.seed)
     model = build_meta_model(config)
     parameters = parameter_count(model)
     _announce(console, config, parameters, batches)
+    found = forecast(config, model, _workload(config))
+    config = config.settled() if found is None else found.config
     with (
         noted_interrupts() as interrupts,
         (initialize or _default_initialize())(model, config) as engine,
     ):
         folder.make()
         folder.write_config(engine.config)
+        watch = PredictionWatch(folder, console, found)
         console.print(f"run folder: {folder.path}", soft_wrap=True)
         trainer = Trainer(
-            config, folder, console, model, engine, batches, baseline, parameters, interrupts
+            config, folder, console, model, engine, batches, baseline, parameters, interrupts, watch
         )
         if checkpoint is not None:
             trainer.restore(*checkpoint)
@@ -124,7 +131,7 @@ class Trainer:
     def __init__(
         self, config: OffloadConfig, folder: RunFolder, console: Console, model: LanguageModel,
         engine: Engine, batches: _Batches, baseline_nbytes: int, parameters: int,
-        interrupts: Interrupts,
+        interrupts: Interrupts, watch: PredictionWatch,
     ) -> None:  # fmt: skip
         self._config = config
         self._train = config.train
@@ -138,6 +145,7 @@ class Trainer:
         self._steps_done = 0
         self._warned_nonfinite = False
         self._interrupts = interrupts
+        self._watch = watch
 
     def restore(self, path: Path, state: LoopState) -> None:
         """Go on from a checkpoint: weights, states, step and generator."""
@@ -158,6 +166,7 @@ class Trainer:
                 self._folder.append(metrics)
                 display.show(metrics)
                 self._warn_nonfinite(metrics)
+                self._watch.saw(metrics.seconds, self._engine, last=step + 1 == steps)
                 self._checkpoint_if_due()
         after = self._sample("after")
         return self._finish(before, after)
@@ -253,6 +262,7 @@ class Trainer:
         report = self._engine.report()
         memory = MemoryUse(self._baseline_nbytes, peak_rss_nbytes())
         rows = self._folder.read_metrics()
+        self._watch.ended(report)
         self._plot(rows)
         self._console.print(summary_table(self._engine.config, report, self._parameters, memory))
         self._console.print(moved_line(report.bytes_moved), soft_wrap=True)
@@ -292,6 +302,11 @@ def _announce(console: Console, config: OffloadConfig, parameters: int, batches:
     )
     nbytes = format_bytes(len(batches.training.data))
     console.print(f"text: {config.train.text}, {nbytes} to train on", soft_wrap=True)
+
+
+def _workload(config: OffloadConfig) -> Workload:
+    train = config.train
+    return Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
 
 
 def _default_initialize() -> Initialize:

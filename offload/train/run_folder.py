@@ -2,6 +2,8 @@
 
 config.resolved.yaml     what ran, every default filled in
 metrics.jsonl            one line per step
+prediction.json          what memory and a step were expected to take
+measured.json            what they took, when the run has ended
 loss_and_tiers.png
 checkpoints/step-00000100        the engine's
 checkpoints/step-00000100.json   the loop's; written last, so its presence says: complete
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.config import OffloadConfig
+from offload.config_fields import AUTO_MICRO_BATCHES
+from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
 from offload.train.metrics import StepMetrics
 
@@ -96,6 +100,14 @@ class RunFolder:
         """Write config.resolved.yaml."""
         _write_whole(self.path / "config.resolved.yaml", config.resolved().to_yaml())
 
+    def write_prediction(self, prediction: Prediction) -> None:
+        """Write prediction.json."""
+        _write_whole(self.path / PREDICTION, prediction.to_json())
+
+    def write_measured(self, measured: Measured) -> None:
+        """Write measured.json."""
+        _write_whole(self.path / MEASURED, measured.to_json())
+
     def append(self, metrics: StepMetrics) -> None:
         """Add a line to metrics.jsonl."""
         with self.metrics.open("a") as file:
@@ -164,6 +176,15 @@ def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
             "--resume: the checkpoint is of another run; restore these keys, or start anew:\n"
             + "\n".join(changed)
         )
+
+
+def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig:
+    """`now` with the micro-batches of the run before, where they were left open and chosen then:
+    another number would round differently."""
+    chosen = before.get("micro_batches")
+    if now.micro_batches != AUTO_MICRO_BATCHES or not isinstance(chosen, int):
+        return now
+    return now.model_copy(update={"micro_batches": chosen})
 
 
 def default_path(name: str, parent: Path = Path("runs")) -> Path:

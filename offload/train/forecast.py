@@ -1,0 +1,150 @@
+"""What a run will take, before it is started: the plan of `offload train`, and its prediction.
+
+The loop knows its batch: everything that the configuration leaves open is chosen by the predicted
+step time, and memory is predicted with activations and libraries.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.config_fields import TierSplit
+from offload.homes import compute_device, nvme_paths, this_machine
+from offload.planning.activation_facts import ActivationFacts
+from offload.planning.activation_trace import trace_activations
+from offload.planning.advice import Situation, advise, corrected
+from offload.planning.baseline import known_baseline
+from offload.planning.calibration import known_speeds, machine_speeds
+from offload.planning.estimate import Change, MemoryEstimate
+from offload.planning.memory import estimate_memory
+from offload.planning.plan import Hardware
+from offload.planning.plan_sizes import ITEMSIZE
+from offload.planning.rough_step import NOMINAL
+from offload.planning.run_check import LinkPrediction, Prediction
+from offload.planning.solver import Candidate, Known, Solution, solve
+from offload.planning.speeds import Speeds
+from offload.planning.tuning import WORTH_MEASURING_NBYTES
+from offload.planning.workload import Workload
+from offload.tiers.errors import UnsupportedError
+from offload.tiers.extent import TierName
+from offload.zero.discovery import discover
+from offload.zero.model_shape import ModelShape
+
+_log = logging.getLogger("offload")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run's plan. `speeds` None: the machine's are not known, so no time is predicted."""
+
+    given: OffloadConfig
+    model: ModelShape
+    hardware: Hardware
+    known: Known
+    speeds: Speeds | None
+    solution: Solution
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The configuration with everything that the solver chose written into it."""
+        return chosen_config(self.solution.best)
+
+    def prediction(self) -> Prediction:
+        """Peaks and seconds, as prediction.json has them."""
+        best = self.solution.best
+        memory = self.memory()
+        tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
+        step = best.step if self.speeds is not None else None
+        if step is None:
+            return Prediction(tiers, memory.places[TierName.HOST].peak_nbytes, None, None, {})
+        links = {link.name: LinkPrediction(link.seconds, link.nbytes) for link in step.links}
+        return Prediction(
+            tiers, memory.places[TierName.HOST].peak_nbytes, step.seconds, step.bottleneck, links
+        )
+
+    def memory(self) -> MemoryEstimate:
+        best = self.solution.best
+        baseline = known_baseline(best.config.precision, gpu=best.plan.gpu)
+        facts, workload = self.known.facts_of(best.config), self.known.workload
+        return estimate_memory(best.plan, best.config, self.model, facts, workload, baseline)
+
+    def advice(self, measured_s: float) -> list[Change]:
+        """What would make a step faster, judged with speeds corrected by a measured step."""
+        best = self.solution.best
+        if self.speeds is None or best.step is None:
+            return []
+        known = replace(self.known, speeds=corrected(self.speeds, best.step, measured_s))
+        now = replace(best, seconds=measured_s)
+        return advise(Situation(self.given, self.model, self.hardware, known, now))
+
+
+def forecast(config: OffloadConfig, model: nn.Module, workload: Workload) -> Forecast | None:
+    """The plan of a run of `model` (on meta) that knows its workload. `config` is as it was given,
+    with `optimizer.in_backward` as the loop will have it.
+
+    None, and said once, where the model's passes cannot be gone through beforehand. Where speeds
+    have never been measured here, that is done if the model is large enough to be worth it.
+    """
+    device = compute_device(config)
+    hardware = this_machine(config.nvme, device)
+    shape = discover(model, config.groups.blocks).shape()
+    speeds = _speeds(config, shape)
+    baseline = known_baseline(config.precision, gpu=device.type == "cuda")
+    try:
+        known = Known(
+            workload, speeds or replace(NOMINAL, gpu=device.type == "cuda"),
+            _Facts(model, workload, device.type), baseline.ram_nbytes, baseline.gpu_nbytes,
+        )  # fmt: skip
+        solution = solve(config, shape, hardware, known)
+    except UnsupportedError as error:
+        _log.warning("no prediction for this run: %s", error)
+        return None
+    return Forecast(config, shape, hardware, known, speeds, solution)
+
+
+def chosen_config(best: Candidate) -> OffloadConfig:
+    """The candidate's configuration with its placement, chunk and prefetch as explicit values."""
+    plan, config = best.plan, best.config
+    splits = {
+        str(state_class): TierSplit(**{str(tier): share for tier, share in placement.shares})
+        for state_class, placement in plan.placements.items()
+    }
+    optimizer = config.optimizer.model_copy(update={"chunk": plan.chunk_numel})
+    update = {
+        "placement": config.placement.model_copy(update=splits),
+        "prefetch": plan.prefetch,
+        "optimizer": optimizer,
+    }
+    return config.model_copy(update=update)
+
+
+class _Facts:
+    """What a pass takes, traced once per choice of what it depends on."""
+
+    def __init__(self, model: nn.Module, workload: Workload, device: str) -> None:
+        self._model = model
+        self._workload = workload
+        self._device = device
+        self._found: dict[tuple[object, int], ActivationFacts] = {}
+
+    def __call__(self, config: OffloadConfig) -> ActivationFacts:
+        key = (config.placement.activations.checkpoint, config.micro_batches)
+        if key not in self._found:
+            self._found[key] = trace_activations(
+                self._model, config, self._workload, device=self._device
+            )
+        return self._found[key]
+
+
+def _speeds(config: OffloadConfig, model: ModelShape) -> Speeds | None:
+    paths = nvme_paths(config.nvme)
+    known = known_speeds(paths)
+    worth_it = model.numel * ITEMSIZE[config.precision] >= WORTH_MEASURING_NBYTES
+    if known is not None or not worth_it:
+        return known
+    _log.warning("measuring this machine's speed, once: some seconds")
+    return machine_speeds(paths)

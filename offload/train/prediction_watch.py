@@ -1,0 +1,67 @@
+"""A run's prediction beside what comes: one line after the first steps, advice where it matters.
+
+The line is printed once, as soon as a few steps have settled; the folder gets prediction.json
+before the first step and measured.json after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from offload.machine import peak_rss_nbytes
+from offload.planning.run_check import (
+    SETTLING_STEPS,
+    Measured,
+    Prediction,
+    compare,
+    usual_step_s,
+)
+from offload.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+    from offload.report import Report, TierReport
+    from offload.train.forecast import Forecast
+
+_STEPS = SETTLING_STEPS + 3  # after which the line is printed
+
+
+class PredictionWatch:
+    """Of one run. Without a forecast it only writes what was measured."""
+
+    def __init__(self, folder: RunFolder, console: Console, found: Forecast | None) -> None:
+        self._folder = folder
+        self._console = console
+        self._forecast = found
+        self._prediction: Prediction | None = None
+        self._seconds: list[float] = []
+        if found is not None:
+            self._prediction = found.prediction()
+            folder.write_prediction(self._prediction)
+
+    def saw(self, seconds: float, engine: Engine, *, last: bool) -> None:
+        """A step has been taken."""
+        self._seconds.append(seconds)
+        if len(self._seconds) == _STEPS or (last and len(self._seconds) < _STEPS):
+            self._say(engine.report())
+
+    def ended(self, report: Report) -> None:
+        """No step comes any more: write measured.json."""
+        self._folder.write_measured(self._measured(report.tiers))
+
+    def _say(self, report: Report) -> None:
+        measured = self._measured(report.tiers)
+        if self._prediction is None or self._forecast is None:
+            return
+        self._console.print(compare(self._prediction, measured).line, soft_wrap=True)
+        if measured.seconds is None:
+            return
+        for change in self._forecast.advice(measured.seconds):
+            self._console.print(f"advice: {change.text}", soft_wrap=True)
+
+    def _measured(self, tiers: Mapping[str, TierReport]) -> Measured:
+        peaks = {name: tier.peak_nbytes for name, tier in tiers.items()}
+        return Measured(peaks, peak_rss_nbytes(), usual_step_s(self._seconds), len(self._seconds))
