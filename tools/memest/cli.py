@@ -270,6 +270,17 @@ def profiles() -> None:
 
 
 @app.command()
+def check(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an `offload train`.")],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Predicted against measured for a run, per tier and for time."""
+    from offload.tools.memest.run_check import print_check
+
+    print_check(run, as_json=as_json)
+
+
+@app.command()
 def calibrate(
     paths: Annotated[
         list[Path] | None,

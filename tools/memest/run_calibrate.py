@@ -8,15 +8,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from offload.planning.baseline import machine_baseline
 from offload.planning.calibration import machine_speeds
 from offload.planning.speeds import Speeds
+from offload.tiers.units import format_bytes
 from offload.tools.memest.wording import counted, duration
 
 
 def measure_again(paths: Sequence[Path]) -> None:
     """Measure and print. PathError where a folder cannot be used."""
     Console(stderr=True).print("measuring this machine; close what else is busy ...")
-    Console().print(to_table(machine_speeds(paths, remeasure=True)))
+    table = to_table(machine_speeds(paths, remeasure=True))
+    for precision in ("fp32", "bf16", "fp16"):
+        baseline = machine_baseline(precision, remeasure=True)
+        table.add_row(f"interpreter and libraries, {precision}", format_bytes(baseline.ram_nbytes))
+    Console().print(table)
 
 
 def to_table(speeds: Speeds) -> Table:

@@ -191,12 +191,13 @@ def run_deepspeed(asked: EstimateOptions, stage: int | None, largest_layer: str 
     if largest_layer is not None:
         layer = parse_count(largest_layer)
     setup = Setup(asked.machine.gpus or 1, asked.machine.nodes or 1)
+    stages = (2, 3) if stage is None else (stage,)
+    found = [line for each in stages for line in lines(estimate(each, numel, layer, setup))]
     print(
         f"{numel:,} parameters, the largest layer {layer:,}; {setup.nodes} nodes with "
         f"{setup.gpus_per_node} GPUs; DeepSpeed 0.19.8's estimator, which counts no activations"
     )
-    for chosen in (2, 3) if stage is None else (stage,):
-        print("\n".join(lines(estimate(chosen, numel, layer, setup))))
+    print("\n".join(found))
     return 0
 
 

@@ -1,0 +1,375 @@
+"""The `memest` command: exit codes, one-line reasons, and what it must not import."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload import __version__
+from offload.tools.memest.cli import main
+
+REPOSITORY = Path(__file__).parents[2]
+# all that is needed of hardware, so that answers do not depend on this machine
+MACHINE = ["--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD"]
+TINY = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256"]
+WORK = ["--batch", "2", "--sequence", "32", "--precision", "bf16"]
+SMALL = [*TINY, *WORK, *MACHINE, "-o", "placement.activations.checkpoint=false"]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "device: cpu\n"
+        "budget: {host: 64MiB, nvme: 256MiB}\n"
+        "train:\n"
+        "  model: {layers: 2, hidden: 64, heads: 2, max_sequence: 32}\n"
+        "  batch: 2\n  sequence: 32\n"
+    )
+    return path
+
+
+# ---------------------------------------------------------------- answers
+def test_a_model_that_fits_ends_with_0_and_says_everything(capsys: Any) -> None:
+    assert run(*SMALL) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("fits\n")
+    for word in ("Peak memory", "GPU memory", "RAM", "One step", "bound by", "tokens/s",
+                 "written per step", "checkpoint", "homes", "notes"):  # fmt: skip
+        assert word in text
+
+
+def test_a_model_that_does_not_fit_ends_with_1_and_says_what_would(capsys: Any) -> None:
+    tight = ["-o", "budget.host=1MiB", "-o", "placement.optimizer=host"]
+    assert run(*SMALL, *tight, "--format", "json") == 1
+    value = json.loads(capsys.readouterr().out)
+    assert value["fits"] is False
+    assert value["shortfalls"][0]["key"] == "budget.host"
+    assert value["changes"]
+    for change in value["changes"]:
+        options = [
+            word
+            for key, setting in change["settings"].items()
+            for word in ([key, setting] if key.startswith("--") else ["-o", f"{key}={setting}"])
+        ]
+        base = [*SMALL, *tight]
+        assert run(*_without(base, change["settings"]), *options, "--format", "json") == 0
+        assert json.loads(capsys.readouterr().out)["fits"] is True
+
+
+def _without(words: Sequence[str], settings: dict[str, str]) -> list[str]:
+    """The command line without options that a change gives another value."""
+    kept: list[str] = []
+    pairs = list(words)
+    while pairs:
+        word = pairs.pop(0)
+        value = pairs.pop(0)
+        if word not in settings and value.partition("=")[0] not in settings:
+            kept += [word, value]
+    return kept
+
+
+def test_json_of_a_configuration_names_its_model_and_work(yaml: Path, capsys: Any) -> None:
+    assert run(str(yaml), "--no-measure", "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["model"]["name"] == "run.yaml"
+    assert value["workload"] == {"batch": 2, "sequence": 32, "passes": 1, "tokens_per_step": 64}
+    assert value["plan"]["budgets"]["host"] == 64 << 20
+    assert set(value["memory"]) <= {"host", "nvme"}  # a CPU's device tier is part of RAM
+
+
+def test_options_win_over_the_file(yaml: Path, capsys: Any) -> None:
+    options = ["--batch", "4", "--sequence", "16", "--accumulate", "3", "--precision", "fp16"]
+    assert run(str(yaml), *options, "--no-measure", "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["workload"] == {"batch": 4, "sequence": 16, "passes": 3, "tokens_per_step": 192}
+    assert value["config"]["precision"] == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("a.html", b"<!DOCTYPE html>"), ("a.png", b"\x89PNG"), ("a.json", b"{\n"), ("a.txt", b"fits")],
+)
+def test_the_file_s_name_says_the_format(name: str, start: bytes, tmp_path: Path) -> None:
+    assert run(*SMALL, "--out", str(tmp_path / name)) == 0
+    assert (tmp_path / name).read_bytes().startswith(start)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_ranks_share_the_states_and_add_up_their_tokens(capsys: Any) -> None:
+    values = []
+    for count in ("1", "4"):
+        assert run(*SMALL, "--gpus", count, "--format", "json") == 0
+        values.append(json.loads(capsys.readouterr().out))
+    one, four = (value["memory"]["device"]["by_class"] for value in values)
+    assert four["optimizer"] < one["optimizer"] / 2 if "optimizer" in one else True
+    tokens = [v["step"]["tokens_per_s"] * v["step"]["seconds"] for v in values]
+    assert tokens == pytest.approx([64, 256])
+    assert any("4 ranks" in note for note in values[1]["notes"])
+
+
+def test_weights_without_code_are_counted_without_activations(tmp_path: Path, capsys: Any) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path / "m.safetensors"
+    save_file({"layers.0.w": torch.zeros(64, 64), "head": torch.zeros(8, 64)}, path)
+    assert run(str(path), *MACHINE, "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["model"]["parameters"] == 64 * 64 + 8 * 64
+    assert value["step"] is None
+    assert any("activations are not counted" in note for note in value["notes"])
+
+
+# ---------------------------------------------------------------- commands
+def test_the_command_that_is_left_out_is_estimate(capsys: Any) -> None:
+    assert run("estimate", *SMALL, "--format", "json") == 0
+    named = capsys.readouterr().out
+    assert run(*SMALL, "--format", "json") == 0
+    assert capsys.readouterr().out == named
+
+
+def test_help_shows_the_options_and_the_other_commands(capsys: Any) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    for word in ("--params", "--gpu", "--write", "compare", "max", "history", "calibrate"):
+        assert word in text
+    assert "estimate " not in text
+
+
+def test_version(capsys: Any) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"memest {__version__}\n"
+
+
+def test_compare_has_every_system_and_ours_last(capsys: Any) -> None:
+    assert run("compare", *SMALL, "--format", "json") == 0
+    systems = json.loads(capsys.readouterr().out)["systems"]
+    names = [row["system"] for row in systems]
+    assert {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "ZeRO-Offload"} <= set(names)
+    assert names[-1] == "offload"
+    assert run("compare", *SMALL) == 0
+    assert "ZeRO-Infinity, nvme" in capsys.readouterr().out
+
+
+def test_max_says_what_the_next_larger_model_does_not_fit_into(capsys: Any) -> None:
+    assert run("max", "gpt", *MACHINE, "--json") == 0
+    systems = json.loads(capsys.readouterr().out)["systems"]
+    sizes = {row["system"]: row["parameters"] for row in systems}
+    assert 0 < sizes["DDP"] < sizes["ZeRO-Offload"] < sizes["offload"]
+    assert all(row["bound"] for row in systems)
+
+
+def test_deepspeed_s_figures_for_seven_billion(capsys: Any) -> None:
+    assert run("deepspeed", "--params", "7e9", "--largest-layer", "1.3e8") == 0
+    text = capsys.readouterr().out
+    assert "176.02 GiB RAM per node |   0.48 GiB per GPU" in text
+    assert "156.46 GiB RAM per node |  13.04 GiB per GPU" in text
+
+
+def test_lists_of_parts_and_of_headlines_have_their_sources(capsys: Any) -> None:
+    assert run("profiles") == 0
+    assert "data sheet" in capsys.readouterr().out
+    assert run("history") == 0
+    assert "arXiv 1910.02054" in capsys.readouterr().out
+
+
+def test_check_prints_predicted_and_measured(tmp_path: Path, capsys: Any) -> None:
+    from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
+
+    tiers = {"host": 1 << 20, "nvme": 1 << 30}
+    (tmp_path / PREDICTION).write_text(Prediction(tiers, 110, 2.0, "compute", {}).to_json())
+    (tmp_path / MEASURED).write_text(Measured(tiers, 100, 1.0, 7).to_json())
+    assert run("check", str(tmp_path)) == 0
+    text = capsys.readouterr().out
+    assert "1.0 GiB" in text
+    assert "+10.0%" in text
+    assert "+100.0%" in text
+    assert "7 steps" in text
+    assert run("check", str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"][-1]["ratio"] == 2.0
+
+
+# ---------------------------------------------------------------- bad input
+BAD: list[tuple[list[str], str]] = [
+    (["nothing.json"], "nothing.json"),
+    (["comapre", "x.json"], "x.json"),
+    (["--layers", "2"], "--hidden"),
+    (["--params", "-5"], "'-5' is no number of parameters"),
+    (["--params", "7 apples"], "is no number of parameters"),
+    (["--params", "1e99"], "is no number of parameters"),
+    (["--params", "7e9", "--layers", "0"], "--layers 0"),
+    (["--params", "7e9", "--layers", "-3"], "--layers -3"),
+    (["--layers", "2", "--hidden", "65", "--heads", "2"], "hidden"),
+    (["--params", "1e6", "--layers", "80", "--hidden", "8192"], "1,000,000"),
+    (["m.json", "--params", "7e9"], "--params contradicts the model m.json"),
+    ([*TINY, "--batch", "0"], "--batch 0: at least 1"),
+    ([*TINY, "--sequence", "-1"], "--sequence -1: at least 1"),
+    ([*TINY, "--batch", "100000", "--sequence", "1000000"], "tokens in a pass"),
+    ([*TINY, "--accumulate", "0"], "gradient_accumulation_steps"),
+    ([*TINY, "--precision", "fp8"], "fp8"),
+    ([*TINY, "-o", "precision=fp8"], "fp32, bf16, fp16"),
+    ([*TINY, "-o", "precsion=bf16"], "did you mean `precision`?"),
+    ([*TINY, "-o", "nonsense"], "expected key=value"),
+    ([*TINY, "-o", "precision=fp32", "--precision", "bf16"], "given twice"),
+    ([*TINY, "--gpu", "24XB"], "'XB' is not a unit of bytes"),
+    ([*TINY, "--gpu", "-4GiB"], "--gpu -4GiB"),
+    ([*TINY, "--gpu", "RTX 4O90"], "did you mean 'RTX 4090'?"),
+    ([*TINY, "--gpu", "24EiB"], "is not a unit of bytes"),
+    ([*TINY, "--ram", "99999999999TiB"], "--ram"),
+    ([*TINY, "--ram", "1KiB"], "--ram 1KiB"),
+    ([*TINY, "--nvme", "lots"], "--nvme lots"),
+    ([*TINY, "--ssd", "Gen9 SSD"], "--ssd Gen9 SSD"),
+    ([*TINY, "--gpus", "2", "--gpu", "none"], "--gpus"),
+    ([*TINY, "--gpu", "24GiB", "--gpus", "0"], "--gpus 0"),
+    ([*TINY, "--nodes", "-1"], "--nodes -1"),
+    ([*TINY, "--profile", "DGX-3"], "--profile DGX-3"),
+    ([*TINY, "--profile", "DGX-2", "--gpu", "24GiB"], "--profile DGX-2 contradicts --gpu"),
+    ([*TINY, "-o", "device=cuda", "--gpu", "none"], "has no GPU"),
+    ([*TINY, "--format", "pdf"], "pdf"),
+    ([*TINY, "--format", "png"], "add --out FILE.png"),
+    ([*TINY, "--dark"], "--dark"),
+    ([*TINY, "--force"], "--force"),
+    ([*TINY, "--out", "missing/x.html"], "there is no folder missing"),
+    ([*TINY, "--out", "."], "it is a folder"),
+    ([*TINY, "--write", "missing/x.yaml"], "there is no folder missing"),
+    ([*TINY, "--out", "a.html", "--write", "a.html"], "--write names the same file"),
+    (["compare", *TINY, "--format", "html"], "compare: prints a table or --format json"),
+    (["max", "bert"], "bert"),
+    (["max", "llama", "--batch", "0"], "--batch 0"),
+    (["deepspeed"], "which model?"),
+    (["check", "nothing"], "nothing cannot be checked"),
+    (["calibrate", "missing/folder"], "missing/folder does not exist"),
+    (["deepspeed", "--params", "7e9", "--largest-layer", "8e9"], "is none"),
+    (["deepspeed", "--params", "7e9", "--stage", "5"], "--stage"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "fragment"), BAD, ids=[" ".join(a)[-60:] for a, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], fragment: str, capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert fragment in captured.err
+    assert "Traceback" not in captured.err
+    if captured.err.startswith("error:"):
+        assert len(captured.err.splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fragment"),
+    [
+        ("config.json", b"{", "config.json"),
+        ("config.json", b"[1, 2]", "config.json"),
+        ("config.json", b'{"model_type": "no-such-model"}', "no-such-model"),
+        ("config.json", b'{"model_type": "llama", "hidden_size": -4}', "hidden_size"),
+        ("model.safetensors", b"\x10\0\0\0\0\0\0\0{", "model.safetensors"),
+        ("model.safetensors", b"", "model.safetensors"),
+        ("model.bin", b"\x80\x02}q\x00.", "model.bin"),
+        ("run.yaml", b"precision: [", "run.yaml:1"),
+        ("run.yaml", b"presicion: bf16", "did you mean `precision`?"),
+        ("notes.txt", b"hello", "notes.txt"),
+    ],
+)
+def test_a_file_that_is_no_model_is_one_line_and_exit_code_2(
+    name: str, content: bytes, fragment: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert run(str(tmp_path / name), *MACHINE) == 2
+    captured = capsys.readouterr()
+    assert fragment in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_two_configurations_are_one_too_many(yaml: Path, capsys: Any) -> None:
+    assert run(str(yaml), "--config", str(yaml)) == 2
+    assert "is a configuration itself" in capsys.readouterr().err
+
+
+def test_a_configuration_s_mistake_is_named_with_its_line(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: 1\nbudget: {hots: 1GiB}\n")
+    assert run(*TINY, "--config", str(path)) == 2
+    assert f"error: {path}:2: budget.hots: unknown key" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_one_line_and_exit_code_2(capsys: Any) -> None:
+    assert run(*SMALL, "--format", "json", "--out", "/dev/full") == 2
+    assert "error: --out /dev/full: cannot be written: No space left" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_standard_output_is_not_a_verdict() -> None:
+    command = [sys.executable, "-m", "offload.tools.memest", "profiles"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr.decode().count("\n") == 1
+
+
+def test_debug_shows_where(capsys: Any) -> None:
+    assert run("nothing.json", "--debug") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_png_says_what_to_install(
+    capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(*SMALL, "--out", str(tmp_path / "x.png")) == 2
+    assert "pip install 'offload[report]'" in capsys.readouterr().err
+
+
+def test_an_output_that_has_no_blocks_gets_question_marks(monkeypatch: Any) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert run(*SMALL) == 0
+    sys.stdout.flush()
+    assert raw.getvalue().startswith(b"fits")
+
+
+# ---------------------------------------------------------------- what is imported
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["compare", "--help"]])
+def test_answering_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    _runs_without({"torch", "numba", "numpy", "matplotlib", "yaml"}, arguments)
+
+
+def test_no_module_of_memest_imports_anything_heavy() -> None:
+    names = sorted(path.stem for path in (REPOSITORY / "tools/memest").glob("*.py"))
+    imports = "\n".join(f"import offload.tools.memest.{name}" for name in names if name[0] != "_")
+    program = (
+        f"import sys\n{imports}\n"
+        "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY)
+
+
+def _runs_without(modules: set[str], arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom offload.tools.memest.cli import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        f"heavy = {modules!r} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, capture_output=True)

@@ -1,0 +1,164 @@
+"""`--write`: a configuration that loads, says what was planned, and trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.config import OffloadConfig
+from offload.tools.memest.cli import main
+from offload.tools.memest.output import check_target, write_file
+
+TINY = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256"]
+WORK = ["--batch", "2", "--sequence", "32", "--no-measure"]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def written(path: Path, *arguments: str) -> OffloadConfig:
+    assert run(*arguments, "--write", str(path), "--format", "json") == 0
+    return OffloadConfig.load(path)
+
+
+def test_what_was_planned_is_what_is_written(tmp_path: Path, capsys: Any) -> None:
+    places = "placement={parameters: host, gradients: {host: 60%, nvme: 40%}, optimizer: nvme}"
+    config = written(
+        tmp_path / "a.yaml", *TINY, *WORK, "--gpu", "none", "--precision", "bf16",
+        "-o", places, "-o", "budget={host: 96MiB, nvme: 1GiB}", "-o", "clip_grad_norm=0.5",
+        "-o", "optimizer={type: lion, lr: 3e-4}", "-o", "nvme.paths=[a b, 'c: d']",
+    )  # fmt: skip
+    value = json.loads(capsys.readouterr().out)
+    assert config.precision == "bf16"
+    assert config.device == "cpu"
+    assert config.budget.host == 96 << 20
+    assert config.placement.gradients is not None
+    assert config.placement.gradients.fractions == {"host": 0.6, "nvme": 0.4}
+    assert config.clip_grad_norm == 0.5
+    assert config.optimizer.type == "lion"
+    assert config.nvme.paths == ("a b", "c: d")
+    assert config.chunk_numel == value["plan"]["chunk_numel"]
+    assert config.prefetch == value["plan"]["prefetch"]
+
+
+def test_what_the_machine_does_not_decide_stays_open(tmp_path: Path) -> None:
+    config = written(tmp_path / "a.yaml", *TINY, *WORK, "--gpu", "none")
+    assert config.threads.optimizer == "auto"
+    assert config.optimizer.in_backward == "auto"
+    assert config.seed == 0
+
+
+def test_every_key_has_its_reason_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    written(path, *TINY, *WORK, "--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD")
+    text = path.read_text()
+    assert text.startswith("# ")
+    assert "# predicted: " in text
+    assert "# predicted peak, device: " in text
+    keys = re.findall(r"^( *\w+): *(\S.*)?$", text.split("\ntrain:")[0], re.MULTILINE)
+    bare = [k.strip() for k, v in keys if v and "#" not in v]
+    assert set(bare) <= {"type", "betas", "weight_decay", "eps", "amsgrad"}
+    assert OffloadConfig.load(path).device == "cuda"
+
+
+def test_a_written_configuration_says_the_same_when_asked_about(
+    tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "a.yaml"
+    options = ["--gpu", "none", "-o", "budget={host: 64MiB, nvme: 256MiB}"]
+    assert run(*TINY, *WORK, *options, "--write", str(path), "--format", "json") == 0
+    first = json.loads(capsys.readouterr().out)
+    assert run(str(path), "--no-measure", "--format", "json") == 0
+    second = json.loads(capsys.readouterr().out)
+    assert second["plan"] == first["plan"]
+    assert second["ledger_peaks"] == first["ledger_peaks"]
+    assert second["model"]["parameters"] == first["model"]["parameters"]
+
+
+def test_a_built_in_model_trains_from_what_was_written(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    from offload.cli.app import main as offload
+
+    monkeypatch.chdir(tmp_path)
+    options = ["--gpu", "none", "-o", "placement={parameters: nvme, optimizer: nvme}"]
+    written(tmp_path / "a.yaml", *TINY, *WORK, *options, "-o", "budget.host=64MiB")
+    lines = (tmp_path / "a.yaml").read_text().splitlines()
+    assert any(line.startswith("# Train with `offload train ") for line in lines)
+    command = ["train", "a.yaml", "-o", "train.steps=2", "-o", "train.text=python"]
+    extra = ["-o", "train.evaluate_batches=0", "-o", "train.sample.length=0", "--run-dir", "run"]
+    with pytest.raises(SystemExit) as caught:
+        offload([*command, *extra])
+    assert not caught.value.code, capsys.readouterr().err
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(metrics) == 2
+
+
+def test_any_model_takes_it_through_initialize(tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    import offload
+
+    path = tmp_path / "a.yaml"
+    written(path, *TINY, *WORK, "--gpu", "none", "--precision", "fp32")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    with offload.initialize(model, path) as engine:
+        for _ in range(2):
+            engine.backward(model(torch.ones(2, 8)).sum())
+            engine.optimizer.step()
+
+
+def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("mine")
+    assert run(*TINY, *WORK, "--gpu", "none", "--write", str(path)) == 2
+    assert "add --force to replace it" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert run(*TINY, *WORK, "--gpu", "none", "--write", str(path), "--force") == 0
+    assert OffloadConfig.load(path).device == "cpu"
+    assert os.listdir(tmp_path) == ["a.yaml"]
+
+
+# ---------------------------------------------------------------- files
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: Any) -> None:
+    from offload.tiers.errors import PathError
+
+    path = tmp_path / "a"
+    path.write_text("old")
+
+    def full(self: Path, content: bytes) -> int:
+        with open(self, "wb") as file:
+            file.write(content[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(PathError, match="No space left on device"):
+        write_file(path, b"new", "--out")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_link_is_followed_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    write_file(tmp_path / "link", b"new", "--out")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "new"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    from offload.tiers.errors import PathError
+
+    tmp_path.chmod(0o500)
+    with pytest.raises(PathError, match="not allowed to write there"):
+        check_target(tmp_path / "a", "--out", replace=True)

@@ -1,0 +1,60 @@
+"""`memest check RUN/`: predicted against measured, per tier and for time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from offload.planning.run_check import Row, RunCheck, check_run
+from offload.tiers.units import format_bytes
+from offload.tools.memest import wording
+
+# How far apart a prediction may be, by figure: beyond, the line is marked.
+_TOLERANCES = {"RSS": 0.08, "step": 0.20}
+_TOLERANCE = 0.03  # of a tier's ledger
+
+
+def print_check(folder: Path, *, as_json: bool) -> None:
+    """One line per figure. ConfigError where the folder holds no run that can be checked."""
+    found = check_run(folder)
+    if as_json:
+        print(json.dumps(_values(found), indent=2))
+        return
+    Console().print(check_table(found))
+    ended = "" if found.finished else "; it has not ended: of its last step, not peaks"
+    print(f"{found.steps:,} steps{ended}")
+
+
+def check_table(found: RunCheck) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("predicted", "measured", "apart"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found.rows:
+        apart = row.ratio - 1
+        far = abs(apart) > _TOLERANCES.get(row.name, _TOLERANCE)
+        table.add_row(
+            row.name, _shown(row, row.predicted), _shown(row, row.measured),
+            Text(f"{apart:+.1%}", style="yellow" if far else "green"),
+        )  # fmt: skip
+    return table
+
+
+def _shown(row: Row, value: float) -> str:
+    return wording.duration(value) if row.unit == "seconds" else format_bytes(int(value))
+
+
+def _values(found: RunCheck) -> dict[str, object]:
+    rows = [
+        {"name": row.name, "unit": row.unit, "predicted": row.predicted,
+         "measured": row.measured, "ratio": row.ratio}
+        for row in found.rows
+    ]  # fmt: skip
+    return {
+        "schema": "memest-check/1", "steps": found.steps, "finished": found.finished, "rows": rows
+    }  # fmt: skip
