@@ -83,8 +83,9 @@ class Forecast:
 
 
 def forecast(config: OffloadConfig, model: nn.Module, workload: Workload) -> Forecast | None:
-    """The plan of a run of `model` (on meta) that knows its workload. `config` is as it was given,
-    with `optimizer.in_backward` as the loop will have it.
+    """The plan of a run that knows its workload. `config` is as it was given, with
+    `optimizer.in_backward` as the loop will have it; `model` is one on meta that nobody trains: its
+    passes are gone through again when advice is asked for.
 
     None, and said once, where the model's passes cannot be gone through beforehand. Where speeds
     have never been measured here, that is done if the model is large enough to be worth it.

@@ -79,7 +79,7 @@ def run(
     model = build_meta_model(config)
     parameters = parameter_count(model)
     _announce(console, config, parameters, batches)
-    found = forecast(config, model, _workload(config))
+    found = forecast(config, build_meta_model(config), _workload(config))
     config = config.settled() if found is None else found.config
     with (
         noted_interrupts() as interrupts,
