@@ -62,7 +62,7 @@ def test_every_key_has_its_reason_beside_it(tmp_path: Path) -> None:
     text = path.read_text()
     assert text.startswith("# ")
     assert "# predicted: " in text
-    assert "# predicted peak, device: " in text
+    assert "# predicted peaks: GPU memory " in text
     keys = re.findall(r"^( *\w+): *(\S.*)?$", text.split("\ntrain:")[0], re.MULTILINE)
     bare = [k.strip() for k, v in keys if v and "#" not in v]
     assert set(bare) <= {"type", "betas", "weight_decay", "eps", "amsgrad"}

@@ -12,6 +12,7 @@ from offload.planning.plan import needed_nbytes
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest import summary, wording
+from offload.tools.memest.picture import bars
 from offload.tools.memest.source import ModelSource
 from offload.train.config import TrainConfig
 
@@ -45,8 +46,8 @@ def _header(estimate: Estimate, source: ModelSource, file_name: str) -> Iterator
         yield (
             f"# predicted: {time} per step ({rate} tokens/s), bound by {estimate.step.bottleneck}"
         )
-    for tier, place in estimate.memory.places.items():
-        yield f"# predicted peak, {tier}: {format_bytes(place.peak_nbytes)}"
+    peaks = (f"{bar.title} {format_bytes(bar.peak_nbytes)}" for bar in bars(estimate.memory))
+    yield f"# predicted peaks: {', '.join(peaks)}"
     if source.train_model is not None:
         yield f"# Train with `offload train {_one_line(file_name)}`, or in a loop of your own:"
     else:
@@ -68,7 +69,7 @@ def _budget(estimate: Estimate) -> Iterator[str]:
     """What was planned with, on the needed side of a round number."""
     plan = estimate.plan
     yield ""
-    yield "# most bytes each tier may hold; the peaks above are beside interpreter and libraries"
+    yield "# most bytes each tier may hold; interpreter, libraries and activations come on top"
     yield "budget:"
     for tier in TierName:
         budget, needed = plan.budgets[tier], needed_nbytes(plan, tier)
@@ -148,7 +149,7 @@ def _rest(config: OffloadConfig) -> Iterator[str]:
         "gradient_accumulation_steps", "micro_batches", "prefetch", "train",
     }  # fmt: skip
     dumped = config.model_dump(mode="json", exclude_none=True)
-    rest = dict(_changed(dumped, _DEFAULTS.resolved(), said))
+    rest = dict(_changed(dumped, _DEFAULTS, said))
     if rest:
         yield ""
         yield from dump_yaml(rest).rstrip("\n").splitlines()
