@@ -39,7 +39,7 @@ def build_named(source: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{source}: the function failed: {_one_line(error)}") from error
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(

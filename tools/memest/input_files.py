@@ -37,7 +37,8 @@ def status_of(path: Path) -> os.stat_result:
     except FileNotFoundError:
         raise PathError(f"{path}: no such file or folder") from None
     except OSError as error:
-        raise PathError(f"{path}: cannot be read: {error.strerror}") from None
+        named = str(path) if len(str(path)) <= 300 else f"{str(path)[:297]}..."
+        raise PathError(f"{named}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # a NUL in the name
         raise PathError(f"{str(path)!r} is no name of a file: {error}") from None
 
@@ -64,6 +65,7 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
 
 def refuse_code(path: Path) -> bytes:
     """The first 16 bytes of a file; ConfigError if they are those of a format not read here."""
+    file_nbytes(path)  # a pipe would be waited for
     start = read_range(path, 0, 16)
     for magic, what in _MAGIC.items():
         if start.startswith(magic):
@@ -99,7 +101,8 @@ def parse_json(data: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not JSON: byte {error.start} is no UTF-8 text") from None
     except json.JSONDecodeError as error:
-        hint = "; the file ends too early" if error.pos >= len(data.rstrip()) else ""
+        cut = error.pos >= len(data.rstrip()) or error.msg.startswith("Unterminated string")
+        hint = "; the file ends too early" if cut else ""
         raise ConfigError(f"{where}:{error.lineno}: not valid JSON: {error.msg}{hint}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deep for a description of a model") from None

@@ -86,7 +86,7 @@ def model_of(sizes: StatedSizes) -> StatedModel:
     heads = sizes.heads or _heads_for(hidden, sizes.kv_heads)
     base = {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": sizes.kv_heads,
-        "vocab": sizes.vocab or _VOCAB, "tied": sizes.tied,
+        "vocab": sizes.vocab or _vocab_for(sizes, hidden), "tied": sizes.tied,
         "max_sequence": sizes.context or _CONTEXT,
     }  # fmt: skip
     if sizes.mlp is not None or sizes.params is None:
@@ -94,6 +94,8 @@ def model_of(sizes: StatedSizes) -> StatedModel:
     else:
         config = _config({**base, "mlp": _mlp_for(sizes.params, _config({**base, "mlp": 1}))})
         notes = (*notes, f"the MLP is {config.mlp_width} wide, for {sizes.params:,} parameters")
+    if sizes.vocab is None:
+        notes = (*notes, f"a vocabulary of {config.vocab:,} is assumed")
     return _with_rest(sizes, config, notes)
 
 
@@ -131,6 +133,13 @@ def _heads_for(hidden: int, kv_heads: int | None) -> int:
             + (f" for --kv-heads {kv_heads}" if kv_heads else "")
         )
     return min(fitting, key=lambda heads: abs(hidden / heads - 128))
+
+
+def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
+    """Llama 2's, or what two fifths of a small model's parameters suffice for."""
+    if sizes.params is None:
+        return _VOCAB
+    return max(256, min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))
 
 
 def _mlp_for(params: int, narrowest: ModelConfig) -> int:

@@ -7,12 +7,15 @@ are all that is used: no code of a model folder, nothing from the network.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import io
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError, OffloadError
@@ -53,7 +56,7 @@ def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
 
 def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
     """The model without memory. ConfigError if transformers does not know or want it."""
-    _require_transformers(configuration)
+    _require_known(configuration)
     with _quiet_and_offline():
         import torch
         import transformers
@@ -109,13 +112,33 @@ def _decoded(value: Any) -> Any:
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _require_transformers(configuration: ModelConfiguration) -> None:
+def _require_known(configuration: ModelConfiguration) -> None:
+    """ConfigError, before anything heavy is imported, for a type that the library does not name."""
     for name in ("torch", "transformers"):
         if _version(name) == "none":
             raise ConfigError(
                 f"{configuration.where}: the modules of {configuration.model_type} are not known "
                 f"here without {name}; {_INSTALL}"
             )
+    known = _named_types()
+    if known and configuration.model_type not in known:
+        raise unknown_architecture(configuration, sorted(known))
+
+
+def _named_types() -> set[str]:
+    """Every string in the library's tables of configurations: more than its types, never fewer.
+
+    Empty where the tables are not where they were in transformers 5.
+    """
+    spec = importlib.util.find_spec("transformers")
+    folders = spec.submodule_search_locations if spec is not None else None
+    named: set[str] = set()
+    for name in ("auto_mappings.py", "configuration_auto.py"):
+        path = Path(next(iter(folders or [""]))) / "models" / "auto" / name
+        if not path.is_file():
+            return set()
+        named.update(re.findall(r'\(?"([\w.-]+)"(?:, |: )"\w+Config"', path.read_text("utf-8")))
+    return named
 
 
 def _version(name: str) -> str:

@@ -69,6 +69,8 @@ def _order(name: str) -> list[tuple[int, int, str]]:
 
 
 def _rank(part: str) -> int:
+    if part == "weight":
+        return -1  # modules list it before the bias
     if "emb" in part or part in ("wte", "wpe"):
         return 0
     return 2 if part in ("norm", "ln_f", "final_layernorm", "lm_head", "head", "score") else 1

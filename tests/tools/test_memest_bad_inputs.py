@@ -1,0 +1,394 @@
+"""Whatever is wrong with a source, memest says so in one line; what may hold code stays shut."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from offload.tiers.errors import ConfigError, PathError
+from offload.tools.memest.model_source import read_model
+from offload.tools.memest.safetensors_header import BITS, read_header
+from tests.tools.model_files import TINY_LLAMA, entries_of, write_config, write_safetensors
+
+
+def reason(source: str | Path) -> str:
+    """The message of the ConfigError that reading raises; one line."""
+    with pytest.raises(ConfigError) as caught:
+        read_model(str(source))
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
+
+
+def read_or_refuse(path: Path) -> None:
+    """Either a model with parameters, or a reason in one line."""
+    refusal = ""
+    try:
+        assert read_model(str(path)).shape.numel > 0
+    except ConfigError as error:
+        refusal = str(error)
+    assert "\n" not in refusal
+
+
+# configurations
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_size": -4096}, "hidden_size is -4096; it must be from 1"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a whole number"),
+        ({"hidden_size": 40.5}, "hidden_size is 40.5"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"hidden_size": [32]}, "hidden_size is"),
+        ({"hidden_size": float("nan")}, "hidden_size is nan"),
+        ({"hidden_size": float("inf")}, "hidden_size is inf"),
+        ({"vocab_size": 10**30}, "vocab_size is 1000000"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; it must be from 1 to"),
+        ({"num_attention_heads": 5}, "hidden_size 32 is no multiple of num_attention_heads 5"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"num_attention_heads": 64}, "no multiple"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
+        ({"attention_bias": 1}, "attention_bias is 1"),
+        ({"model_type": None}, "no model_type"),
+        ({"model_type": 7}, "model_type is 7"),
+        ({"model_type": "x" * 5000}, "is unknown"),
+        ({"model_type": "../../etc"}, "is unknown"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is"),
+        ({"architectures": [1]}, "architectures is"),
+    ],
+)
+def test_a_wrong_value_is_named(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    assert expected in reason(write_config(tmp_path, **changes))
+
+
+def test_a_number_beyond_all_floats_is_no_size(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    path.write_text(path.read_text().replace('"hidden_size": 32', '"hidden_size": 1e400'))
+    assert "hidden_size is inf" in reason(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "ends too early"),
+        (b'{"model_type": "llama", "hidden_si', "ends too early"),
+        (b'{"model_type": "llama",\n"hidden_size": 0x10}', ":2: not valid JSON"),
+        (b'{"model_type": "llama", "model_type": "gpt2"}', "'model_type' is given twice"),
+        (b"[1, 2]", "is no model configuration"),
+        (b"null", "is no model configuration"),
+        (b'{"a": 1}', "no model_type"),
+        (b"\xff\xfe\x00\x01", "no UTF-8"),
+        (b"[" * 200_000, "nested too deep"),
+        (b'{"model_type": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"weight_map": {}}', "no index of safetensors files"),
+        (b'{"weight_map": {"a": "../../secret.safetensors"}}', "no file beside the index"),
+        (b'{"weight_map": {"a": 3}}', "no file beside the index"),
+        (b'{"weight_map": []}', "no index of safetensors files"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(data: bytes, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    assert expected in reason(path)
+
+
+def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.write(b"{")
+        file.truncate(1 << 40)
+    assert "too much for a description" in reason(path)
+
+
+def test_an_offload_configuration_with_a_misspelt_key_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "offload.yaml"
+    path.write_text("precison: bf16\n")
+    assert "precison" in reason(path)
+
+
+# formats that hold code
+
+
+class Bomb:
+    """Unpickling it would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.path, "executed"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt", "x.json"])
+@pytest.mark.parametrize("protocol", [2, 4, "zip", "torch"])
+def test_a_pickle_is_never_opened(name: str, protocol: int | str, tmp_path: Path) -> None:
+    path, mark = tmp_path / name, tmp_path / "mark"
+    if protocol == "torch":
+        torch.save({"weight": Bomb(mark)}, path)
+    elif protocol == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("model/data.pkl", pickle.dumps(Bomb(mark)))
+    else:
+        path.write_bytes(pickle.dumps({"weight": Bomb(mark)}, protocol=int(protocol)))
+    message = reason(path)
+    assert "pickle" in message or "zip archive" in message
+    assert "convert to safetensors" in message
+    assert not mark.exists()
+
+
+def test_a_folder_of_pickles_says_that_it_has_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
+    (tmp_path / "modeling_custom.py").write_text("raise SystemExit('executed')")
+    message = reason(tmp_path)
+    assert "neither config.json nor safetensors" in message
+    assert "pytorch_model.bin may hold code and is not opened" in message
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [(b"GGUF\x03\x00\x00\x00", "GGUF"), (b"\x1f\x8b\x08\x00", "gzip"), (b"\x7fELF\x02", "program"),
+     (b"\x89HDF\r\n", "HDF5"), (b"hello, world", "no description of a model"),
+     (os.urandom(0), "no description of a model")],
+)  # fmt: skip
+def test_other_formats_are_named(data: bytes, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(data)
+    assert expected in reason(path)
+
+
+# paths
+
+
+def test_paths_that_cannot_be_read_are_path_errors(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "folder.json").mkdir()
+    for path, expected in [
+        (tmp_path / "none.json", "no such file"),
+        (loop, "symbolic links"),
+        (loop / "config.json", "symbolic links"),
+        (tmp_path / "pipe.json", "no regular file"),
+        (Path("/dev/zero"), "no regular file"),
+        (tmp_path / ("n" * 5000), "too long"),
+        (Path("a\0b"), "no name of a file"),
+        (tmp_path / "none.json" / "x", "no such file"),
+    ]:
+        assert expected in reason(path)
+        with pytest.raises(PathError):
+            read_model(str(path))
+
+
+def test_an_empty_folder_and_one_of_other_things_say_so(tmp_path: Path) -> None:
+    assert "0 other files" in reason(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    assert "is a folder" in reason(tmp_path)
+
+
+def test_a_dangling_link_to_a_shard_is_a_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "blob")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    assert "1 of 1 files are missing: a.safetensors" in reason(index)
+
+
+# safetensors headers
+
+
+def damaged(**changes: Any) -> dict[str, Any]:
+    return {"a": {**entries_of({"a": (4, 4)})["a"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (damaged(dtype="BF17"), "the format 'BF17' is unknown"),
+        (damaged(dtype=None), "the format None is unknown"),
+        (damaged(shape=[4, -4]), "is no list of sizes"),
+        (damaged(shape=[4, 4.0]), "is no list of sizes"),
+        (damaged(shape=[4, True]), "is no list of sizes"),
+        (damaged(shape="44"), "is no list of sizes"),
+        (damaged(shape=[2**62, 2**62]), "too large"),
+        (damaged(shape=[1] * 1000), "1000 dimensions"),
+        (damaged(shape=[4, 5]), "32 bytes for [4, 5] of BF16, which take 40"),
+        (damaged(data_offsets=[0]), "no two positions"),
+        (damaged(data_offsets=[0, 2**70]), "no two positions"),
+        (damaged(data_offsets=[32, 0]), "bytes for"),
+        (damaged(data_offsets=[8, 40]), "leaves a hole"),
+        ({"a": [1]}, "no tensor"),
+        ({}, "holds no trainable weights: it is empty"),
+        ([], "no names of tensors"),
+        (b'{"a": 1, "a": 2}', "'a' is given twice"),
+        (b"{", "ends too early"),
+        (b"{" + b" " * 50, "ends too early"),
+        (b"\x80\x80\x80\x80", "no UTF-8"),
+        (
+            {"i": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}},
+            "no trainable weights: 2 of I64",
+        ),
+    ],
+)  # fmt: skip
+def test_a_damaged_header_is_named(entries: Any, expected: str, tmp_path: Path) -> None:
+    known = isinstance(entries, dict) and all(isinstance(e, dict) for e in entries.values())
+    data = None if known and "data_offsets" in json.dumps(entries) else 0
+    try:
+        path = write_safetensors(tmp_path / "m.safetensors", entries, data)
+    except (IndexError, OSError, OverflowError):
+        path = write_safetensors(tmp_path / "m.safetensors", entries, 32)
+    assert expected in reason(path)
+
+
+def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
+    entries = entries_of({"a": (4,), "b": (4,)})
+    entries["b"]["data_offsets"] = [4, 12]
+    path = write_safetensors(tmp_path / "m.safetensors", entries)
+    assert "b at 4 overlaps another tensor" in reason(path)
+
+
+@pytest.mark.parametrize("length", [2**60, 2**63, 2**64 - 1, 10**9, 60])
+def test_a_header_longer_than_the_file_is_not_allocated(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}" + b" " * 40)
+    assert f"its header would have {length} bytes" in reason(path)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 8, 9, 100, 300])
+def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", entries_of({"a": (64,), "b": (64,)}))
+    assert kept < path.stat().st_size
+    os.truncate(path, kept)
+    reason(path)
+
+
+def test_bytes_after_the_last_tensor_are_named(tmp_path: Path) -> None:
+    entries = entries_of({"a": (4,)})
+    path = write_safetensors(tmp_path / "m.safetensors", entries, 9)
+    assert "the tensors have 8 bytes, the file has more: 9" in reason(path)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+_ENTRY = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(sorted(BITS)) | _JSON,
+        "shape": st.lists(st.integers(-2, 5), max_size=3) | _JSON,
+        "data_offsets": st.lists(st.integers(-4, 200), min_size=2, max_size=2) | _JSON,
+    },
+)
+_FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@_FUZZ
+@given(
+    entries=st.dictionaries(st.text(max_size=6), _ENTRY | _JSON, max_size=4),
+    data=st.integers(0, 256),
+)
+def test_any_header_is_read_or_refused(entries: Any, data: int, tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", entries, data)
+    try:
+        tensors = read_header(path)
+    except ConfigError:
+        return
+    kept = [t for name, t in tensors.items() if name != "__metadata__"]
+    assert sum(t.numel * BITS[t.dtype] // 8 for t in kept) == data
+
+
+@_FUZZ
+@given(content=st.binary(max_size=200), name=st.sampled_from(["m", "m.safetensors", "config.json"]))
+def test_any_bytes_are_read_or_refused(content: bytes, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    read_or_refuse(path)
+
+
+@_FUZZ
+@given(changes=st.dictionaries(st.sampled_from(sorted(TINY_LLAMA)), _JSON, min_size=1, max_size=3))
+def test_any_values_are_counted_or_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    if isinstance(changes.get("architectures"), list):
+        changes["architectures"] = ["LlamaForCausalLM"]  # others are the library's to judge
+    read_or_refuse(write_config(tmp_path, **changes))
+
+
+# functions
+
+
+def returns_none() -> None: ...
+
+
+def returns_text() -> str:
+    return "model"
+
+
+def fails() -> nn.Module:
+    raise RuntimeError("no weights\nat all")
+
+
+def exits() -> nn.Module:
+    raise SystemExit(3)
+
+
+def has_weights() -> nn.Module:
+    return nn.Linear(4, 4, device="cpu")
+
+
+def wants(argument: int) -> nn.Module:
+    return nn.Linear(argument, argument)
+
+
+NOT_CALLABLE = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("returns_none", "returned NoneType, not an nn.Module"),
+        ("returns_text", "returned str"),
+        ("fails", "the function failed: RuntimeError: no weights at all"),
+        ("exits", "the function failed: SystemExit"),
+        ("has_weights", "2 parameters have real memory, the first is weight on cpu"),
+        ("wants", "missing 1 required positional argument"),
+        ("NOT_CALLABLE", "is int, not a function"),
+        ("absent", "has no absent"),
+        ("fails.__wrapped__", "has no fails.__wrapped__"),
+    ],
+)
+def test_a_function_that_builds_no_model_is_refused(name: str, expected: str) -> None:
+    assert expected in reason(f"{__name__}:{name}")
+
+
+def test_modules_that_cannot_be_imported_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_one.py").write_text("def f(:\n")
+    (tmp_path / "broken_two.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "broken_three.py").write_text("raise SystemExit('bye')\n")
+    assert "importing it failed: SyntaxError" in reason("broken_one:f")
+    assert "no module named 'not_installed_anywhere'" in reason("broken_two:f")
+    assert "importing it failed: SystemExit: bye" in reason("broken_three:f")
+    assert "no module named 'nowhere_at_all'" in reason("nowhere_at_all:f")
+    assert "no such file" in reason("bad name:f")
+    assert "no such file" in reason("meta-llama/Llama-2-7b")

@@ -1,0 +1,406 @@
+"""Every kind of source gives the model's shape, and loads no more than it needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.planning.workload import Workload
+from offload.tiers.errors import ConfigError, PathError, UnsupportedError
+from offload.tools.memest.builtin_model import builtin_tree
+from offload.tools.memest.model_source import SourceKind, StatedSizes, read_model, read_stated
+from offload.tools.memest.skeleton_cache import cache_folder, load_shape, save_shape
+from offload.tools.memest.stated_sizes import parse_count
+from offload.train.config import ModelConfig
+from offload.train.model import build_meta_model
+from offload.zero.discovery import discover
+from offload.zero.module_tree import shape_of
+from tests.tools.model_files import (
+    TINY_LLAMA,
+    TINY_LLAMA_NUMEL,
+    entries_of,
+    write_config,
+    write_safetensors,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def small_model() -> nn.Module:
+    """What `tests...:small_model` names."""
+    return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 5))
+
+
+# Hugging Face configurations
+
+
+def test_a_configuration_and_its_folder_give_the_same_model(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    file, folder = read_model(str(path)), read_model(str(tmp_path))
+    assert file.shape == folder.shape
+    assert file.shape.numel == TINY_LLAMA_NUMEL
+    assert (file.kind, file.name) == (SourceKind.CONFIGURATION, tmp_path.name)
+    assert (file.context, file.vocab) == (128, 64)
+    assert file.fingerprint == folder.fingerprint != ""
+
+
+def test_tied_weights_count_once_and_their_group_serves_both_units(tmp_path: Path) -> None:
+    shape = read_model(str(write_config(tmp_path, tie_word_embeddings=True))).shape
+    assert shape.numel == TINY_LLAMA_NUMEL - 64 * 32
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    assert shape.groups[0].params[0].names == names
+    assert shape.units[-1].groups == (0,)
+
+
+def test_code_beside_the_weights_is_left_alone_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "modeling_evil.py").write_text("raise SystemExit('executed')")
+    source = read_model(
+        str(write_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}))
+    )
+    assert source.shape.numel == TINY_LLAMA_NUMEL
+    assert any("auto_map" in note for note in source.notes)
+
+
+def test_code_of_a_folder_does_not_make_an_unknown_architecture_known(tmp_path: Path) -> None:
+    (tmp_path / "modeling_evil.py").write_text("raise SystemExit('executed')")
+    path = write_config(
+        tmp_path, model_type="evil", architectures=["Evil"],
+        auto_map={"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.E"},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="architecture 'evil' is unknown"):
+        read_model(str(path))
+
+
+def test_a_misspelt_architecture_is_named_with_those_that_could_be_meant(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'lama' is unknown; did you mean llama"):
+        read_model(str(write_config(tmp_path, model_type="lama", architectures=None)))
+
+
+def test_other_architectures_are_built_once_and_then_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_config(
+        tmp_path, {"model_type": "helium", "num_hidden_layers": 2, "hidden_size": 64,
+        "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "vocab_size": 64},
+    )  # fmt: skip
+    first = read_model(str(path))
+    assert any("takes seconds" in note for note in first.notes)
+
+    def build_again(*_: Any) -> nn.Module:
+        raise AssertionError("built a second time")
+
+    monkeypatch.setattr("offload.tools.memest.transformers_models.build_on_meta", build_again)
+    second = read_model(str(path))
+    assert second.shape == first.shape
+    assert not any("takes seconds" in note for note in second.notes)
+
+
+def test_another_head_than_a_language_models_is_the_librarys_own_class(tmp_path: Path) -> None:
+    path = write_config(tmp_path, architectures=["LlamaForSequenceClassification"])
+    shape = read_model(str(path)).shape
+    assert shape.numel == TINY_LLAMA_NUMEL - 64 * 32 + 2 * 32  # two labels instead of the head
+    assert shape.units[-1].name == "score"
+
+
+def test_named_blocks_replace_the_search(tmp_path: Path) -> None:
+    path = str(write_config(tmp_path))
+    names = [g.name for g in read_model(path, blocks=["LlamaMLP"]).shape.groups]
+    assert "model.layers.0.mlp" in names
+    with pytest.raises(ConfigError, match=r"no module of class Llama .*LlamaDecoderLayer"):
+        read_model(path, blocks=["Llama"])
+
+
+# the cache
+
+
+def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path) -> None:
+    shape = read_model(str(write_config(tmp_path))).shape
+    save_shape("some", shape)
+    assert load_shape("some") == shape
+    file = cache_folder() / "shapes" / "some.json"
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-9], b"[]", b"\xff\x00", whole.replace(b"[64,32]", b'["64",-1]')):
+        file.write_bytes(damaged)
+        assert load_shape("some") is None
+    assert load_shape("other") is None
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    save_shape("some", read_model(str(write_config(tmp_path))).shape)
+    assert load_shape("some") is None
+
+
+# safetensors
+
+
+LLAMA_TENSORS = {
+    "lm_head.weight": (640, 320),
+    "model.embed_tokens.weight": (640, 320),
+    "model.norm.weight": (320,),
+    **{
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in (0, 1, 10)
+        for name, shape in (
+            ("self_attn.q_proj", (320, 320)), ("mlp.up_proj", (480, 320)),
+            ("input_layernorm", (320,)),
+        )
+    },
+}  # fmt: skip
+
+
+def test_groups_of_weights_are_told_from_their_names(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "model.safetensors", entries_of(LLAMA_TENSORS))
+    source = read_model(str(path))
+    assert source.kind is SourceKind.SAFETENSORS
+    assert [group.name for group in source.shape.groups] == [
+        "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.10", "model.norm",
+        "lm_head",
+    ]  # fmt: skip
+    assert [u.name for u in source.shape.units if u.repeated] == [
+        "model.layers.0", "model.layers.1", "model.layers.10",
+    ]  # fmt: skip
+    assert source.shape.numel == 2 * 640 * 320 + 320 + 3 * (320 * 320 + 480 * 320 + 320)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["transformer.h", "blocks", "gpt_neox.layers", "a.b.encoder.layer"]
+)
+def test_blocks_are_found_under_any_name(prefix: str, tmp_path: Path) -> None:
+    shapes = {f"{prefix}.{i}.fc.weight": (300, 300) for i in range(12)}
+    source = read_model(str(write_safetensors(tmp_path / "w.safetensors", entries_of(shapes))))
+    assert [g.name for g in source.shape.groups] == [f"{prefix}.{i}" for i in range(12)]
+
+
+def test_weights_saved_by_a_model_have_the_models_count(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = small_model()
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    shape = read_model(str(tmp_path / "m.safetensors")).shape
+    assert shape == discover(model).shape()
+
+
+def test_an_index_reads_all_files_beside_it(tmp_path: Path) -> None:
+    names = list(LLAMA_TENSORS)
+    halves = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
+    for file, part in halves.items():
+        entries = entries_of({name: LLAMA_TENSORS[name] for name in part})
+        write_safetensors(tmp_path / file, {"__metadata__": {"format": "pt"}, **entries})
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    whole = read_model(str(write_safetensors(tmp_path / "w", entries_of(LLAMA_TENSORS))))
+    (tmp_path / "w").unlink()
+    assert read_model(str(index)).shape == whole.shape
+    assert read_model(str(tmp_path)).shape == whole.shape
+    index.unlink()
+    assert read_model(str(tmp_path)).shape == whole.shape
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "a-0.safetensors", entries_of({"a": (2,)}))
+    weight_map = {"a": "a-0.safetensors", **{f"b{i}": f"a-{i}.safetensors" for i in range(1, 8)}}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=r"7 of 8 files are missing: a-1\.safe.* and 3 more"):
+        read_model(str(index))
+
+
+def test_buffers_and_quantised_weights_are_not_counted_and_that_is_said(tmp_path: Path) -> None:
+    entries = entries_of({"h.0.attn.bias": (1, 1, 8, 8), "h.0.fc.weight": (8, 8)})
+    start = entries["h.0.fc.weight"]["data_offsets"][1]
+    entries["h.1.fc.weight"] = {
+        "dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [start, start + 16],
+    }  # fmt: skip
+    source = read_model(str(write_safetensors(tmp_path / "w.safetensors", entries)))
+    assert source.shape.numel == 64
+    assert any("1 buffers" in note for note in source.notes)
+    assert any("16 elements are quantised" in note for note in source.notes)
+
+
+def test_weights_alone_do_not_tell_activations(tmp_path: Path) -> None:
+    source = read_model(str(write_safetensors(tmp_path / "w.safetensors", entries_of({"a": (8,)}))))
+    assert not source.has_graph
+    with pytest.raises(UnsupportedError, match=r"put the config\.json beside them"):
+        source.activations(OffloadConfig(), Workload(1, 8))
+
+
+# functions
+
+
+def test_a_function_is_built_without_memory() -> None:
+    source = read_model(f"{__name__}:small_model")
+    with torch.device("meta"):
+        assert source.shape == discover(small_model()).shape()
+    assert source.kind is SourceKind.FACTORY
+    assert source.build is not None
+    assert all(param.is_meta for param in source.build().parameters())
+
+
+def test_a_function_of_the_current_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_models_of_this_test.py").write_text(
+        "from torch import nn\nclass Zoo:\n    build = staticmethod(lambda: nn.Linear(8, 8))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    assert read_model("my_models_of_this_test:Zoo.build").shape.numel == 72
+    assert sys.path == path
+
+
+# the built-in model
+
+
+@pytest.mark.parametrize(
+    "text", ["precision: bf16", "train: {model: {layers: 2, hidden: 128, heads: 4}}"]
+)
+def test_an_offload_configuration_names_the_built_in_model(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "offload.yaml"
+    path.write_text(text)
+    source = read_model(str(path))
+    config = OffloadConfig.load(path)
+    assert source.config == config
+    assert source.shape == discover(build_meta_model(config)).shape()
+    assert any("train:" in note for note in source.notes) is ("train" not in text)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"shape": "gpt", "layers": 3, "hidden": 256, "heads": 4},
+        {"tied": False, "hidden": 512, "heads": 8, "kv_heads": 2, "mlp": 777, "layers": 1},
+        {"hidden": 8, "heads": 2, "layers": 5},
+    ],
+)
+def test_the_built_in_model_is_described_as_it_is_built(values: dict[str, Any]) -> None:
+    config = OffloadConfig.load({"train": {"model": values, "sequence": 8}})
+    described = shape_of(builtin_tree(ModelConfig(**values)))
+    assert described == discover(build_meta_model(config)).shape()
+
+
+# stated sizes
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"params": 7_000_000_000, "layers": 32, "hidden": 4096},
+        {"params": 7_000_000_001},
+        {"params": 6_738_415_616, "layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000},
+        {"params": 70 * 10**9, "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8},
+        {"params": 1_000_000},
+        {"params": 10**12},
+        {"params": 125_000_000, "hidden": 768, "tied": True},
+        {"params": 3 * 10**9, "layers": 26},
+        {"params": 8 * 10**9, "layers": 32, "hidden": 4096, "mlp": 11008},
+    ],
+)
+def test_stated_parameters_are_met_exactly(sizes: dict[str, Any]) -> None:
+    source = read_stated(StatedSizes(**sizes))
+    assert source.shape.numel == sizes["params"]
+    model = source.train_model
+    assert model is not None
+    for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab"):
+        assert sizes.get(name) in (None, getattr(model, name))
+
+
+def test_llama_2_follows_from_its_size_depth_and_width() -> None:
+    source = read_stated(StatedSizes(params=6_738_415_616, layers=32, hidden=4096))
+    assert source.train_model is not None
+    assert source.train_model.mlp == 11008
+    assert not any("other" in note for note in source.notes)
+
+
+def test_sizes_without_a_count_are_taken_as_they_are() -> None:
+    source = read_stated(StatedSizes(layers=2, hidden=256, vocab=512))
+    assert source.train_model is not None
+    config = OffloadConfig().model_copy(
+        update={"train": OffloadConfig().train.model_copy(update={"model": source.train_model})}
+    )
+    assert source.shape == discover(build_meta_model(config)).shape()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("350M", 350 * 10**6), ("1.5T", 1_500_000_000_000),
+     ("6_738_415_616", 6_738_415_616), ("1", 1), ("0.5k", 500), (" 13 b ", 13 * 10**9)],
+)  # fmt: skip
+def test_counts_are_written_as_people_write_them(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "-7e9", "0", "nan", "inf", "1e400", "7 apples", "7GiB", "1e16", "0x10", "7,5B", "1e-3"],
+)
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="number of parameters"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({}, "which size"),
+        ({"layers": 3}, "which size"),
+        ({"params": 10**9, "layers": 0}, "--layers 0: must be from 1"),
+        ({"params": -1}, "--params -1"),
+        ({"params": 10**9, "hidden": -5}, "--hidden -5"),
+        ({"params": 10**9, "kv_heads": 10**9}, "--kv-heads"),
+        ({"params": 10**6, "layers": 32, "hidden": 4096}, r"already have [\d,]+; lower"),
+        ({"params": 10**9, "layers": 32, "hidden": 4096, "mlp": 11008}, "the other sizes already"),
+        ({"layers": 2, "hidden": 100, "heads": 7}, "not a multiple of heads"),
+        ({"layers": 2, "hidden": 96, "heads": 4, "kv_heads": 3}, "kv_heads"),
+        ({"layers": 2, "hidden": 33}, "even size"),
+        ({"layers": 2, "hidden": 64, "vocab": 100}, "--vocab"),
+    ],
+)
+def test_sizes_that_contradict_are_refused(sizes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_stated(StatedSizes(**sizes))
+
+
+# what is loaded
+
+
+def test_a_known_configuration_is_counted_without_torch(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_safetensors(tmp_path / "w.safetensors", entries_of(LLAMA_TENSORS))
+    (tmp_path / "o.yaml").write_text("precision: bf16")
+    program = (
+        "import sys\n"
+        "from offload.tools.memest.model_source import *\n"
+        "for name in ('config.json', 'w.safetensors', 'o.yaml', '.'):\n"
+        "    assert read_model(name).shape.numel\n"
+        "assert read_stated(StatedSizes(params=10**9)).shape.numel == 10**9\n"
+        "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
+
+
+def test_paths_that_are_none_are_path_errors(tmp_path: Path) -> None:
+    with pytest.raises(PathError, match="no such file"):
+        read_model(str(tmp_path / "nowhere"))
+    assert TINY_LLAMA["model_type"] == "llama"
