@@ -28,7 +28,7 @@ from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
-FORMAT = 1  # raised whenever what is measured, or how, changes
+FORMAT = 2  # raised whenever what is measured, or how, changes
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 Found = Mapping[str, Any]  # fields of `Speeds`
@@ -213,7 +213,10 @@ _NUMBERS = {
         "io_lost_s_per_byte", "request_s",
     ),
 }  # fmt: skip
-_TABLES = {"compute": ("matmul_flops_per_s", "optimizer_parameters_per_s"), "nvme": ()}
+_TABLES = {
+    "compute": ("matmul_flops_per_s", "optimizer_parameters_per_s", "compute_bytes_per_s_in"),
+    "nvme": (),
+}
 
 
 def _is_valid(kind: str, found: Found) -> bool:

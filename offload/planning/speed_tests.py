@@ -1,15 +1,18 @@
 """The measurements behind `Speeds`: short loops over what a step is made of.
 
-All rates are medians of a few repetitions, of what training finds in the long run: arrays beyond
-every cache, files that were written before. Interference is measured as it happens in a step: a
-product of matrices runs while the optimizer's kernel or the block store's backend runs beside it,
-and what it loses is counted (see `benchmarks/contention.py`, which does it with a whole model).
+Rates are of what training finds in the long run: arrays beyond every cache, files that were written
+before. Of what is repeated the fastest counts: anything slower had company.
+
+What a model costs beside its products is measured on small models, forward and backward, and
+expressed in the very terms in which facts are counted: bytes that operations touch, and calls.
+Interference is measured as it happens in a step: a product runs while the optimizer's kernel or the
+store's backend runs beside it, and what it loses is counted (`benchmarks/contention.py` does the
+same with a whole model).
 """
 
 from __future__ import annotations
 
 import mmap
-import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +26,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from offload.bench.adam_ours import PLAIN, SPLIT_BF16, SPLIT_INT8, Variant, stepper
 from offload.bench.arrays import Arrays, Stream
+from offload.planning.sample_models import measure_models
 from offload.swap.backends import open_backend
 from offload.swap.block_store import checksum_of
 from offload.swap.io_backend import IOBackend
@@ -37,8 +41,6 @@ _PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred
 _PRODUCT_GPU = (4096, 4096, 16384)
 _TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a fast kernel
 _MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
-_ELEMENTS_NBYTES = 8 << 20  # of one operand of a memory-bound operation: some per cent of a cache
-_CHAIN = 100  # operations whose calls are timed together
 _OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
 _BLOCK_NBYTES = 8 << 20
 _IN_FLIGHT_NBYTES = 64 << 20
@@ -58,6 +60,7 @@ class ComputeSpeeds:
     gpu: bool
     matmul_flops_per_s: Mapping[str, float]
     compute_bytes_per_s: float
+    compute_bytes_per_s_in: Mapping[str, float]
     operation_s: float
     host_bytes_per_s: float
     optimizer_parameters_per_s: Mapping[str, float]
@@ -78,9 +81,9 @@ class DiskSpeeds:
 
 
 def seconds(work: Work, repeat: int = 3, *, gpu: bool = False) -> float:
-    """The median of `repeat` runs, after one that does not count."""
+    """The fastest of `repeat` runs, after one that does not count."""
     _timed(work, gpu)
-    return statistics.median(_timed(work, gpu) for _ in range(repeat))
+    return min(_timed(work, gpu) for _ in range(repeat))
 
 
 def _timed(work: Work, gpu: bool) -> float:
@@ -95,7 +98,7 @@ def _timed(work: Work, gpu: bool) -> float:
 
 # ---------------------------------------------------------------- compute
 def measure_compute() -> ComputeSpeeds:
-    """Blocks for one to three seconds. Holds about 250 MiB meanwhile."""
+    """Blocks for two to four seconds. Holds some 300 MiB meanwhile."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     with ExitStack() as stack:
@@ -106,11 +109,14 @@ def measure_compute() -> ComputeSpeeds:
         times = {name: seconds(step, 5) for name, step in steps.items()}
         lost = 1.0 if gpu else _lost_share(steps["fp32"], times["fp32"])
     to_device, to_host = _copy_rates(device) if gpu else (0.0, 0.0)
+    products = {name: matmul_rate(dtype, device) for name, dtype in DTYPES.items()}
+    operation_s, touching = measure_models(products, device)
     return ComputeSpeeds(
         gpu=gpu,
-        matmul_flops_per_s={name: matmul_rate(dtype, device) for name, dtype in DTYPES.items()},
-        compute_bytes_per_s=_elementwise_rate(device),
-        operation_s=_operation_s(device),
+        matmul_flops_per_s=products,
+        compute_bytes_per_s=touching["fp32"],
+        compute_bytes_per_s_in=touching,
+        operation_s=operation_s,
         host_bytes_per_s=_traffic(PLAIN) * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
         optimizer_lost_share=lost,
@@ -168,35 +174,6 @@ def _random(device: torch.device, *shape: int) -> torch.Tensor:
     """From a generator of its own: nobody's random numbers depend on what was measured."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(*shape, device=device, generator=generator)
-
-
-def _elementwise_rate(device: torch.device) -> float:
-    """Bytes per second read and written by operations that make new tensors, as a model does."""
-    numel = _ELEMENTS_NBYTES // 4
-    x, y = _random(device, numel), _random(device, numel)
-
-    def work() -> None:
-        z = x * y  # 3 operands
-        z = F.silu(z)  # 2
-        z = z + x  # 3
-        z.sum()  # 1
-
-    return 9 * _ELEMENTS_NBYTES / seconds(work, 7, gpu=device.type == "cuda")
-
-
-def _operation_s(device: torch.device) -> float:
-    """One small operation, autograd's share included: `_CHAIN` forward, as many in backward."""
-    start = _random(device, 64, 64).requires_grad_()
-    factor = _random(device, 64, 64)
-
-    def work() -> None:
-        x = start
-        for _ in range(_CHAIN):
-            x = x * factor
-        x.backward(factor)
-        start.grad = None
-
-    return seconds(work, 5, gpu=device.type == "cuda") / (2 * _CHAIN)
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:

@@ -23,6 +23,8 @@ class Speeds:
     host_to_device_bytes_per_s: float = 0.0
     device_to_host_bytes_per_s: float = 0.0
     endurance_nbytes: int = 0  # that may be written to the SSDs in all; 0: unknown
+    compute_bytes_per_s_in: Mapping[str, float] = field(default_factory=dict)
+    # ... by precision, where that makes a difference
     # Where model, optimizer and I/O share cores and memory bus. 0 and 1 beside a GPU, or where
     # nobody measured: then they are taken to share without loss.
     nvme_mixed_bytes_per_s: float = 0.0  # both directions at once, together; 0: not measured

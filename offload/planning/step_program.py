@@ -1,7 +1,7 @@
 """What one step does with each group, in the order in which it does it.
 
     forward    update(0) use(0) update(1) use(1) ...      updates of the step before, each in time
-    backward   ... use(1) gradient(1) use(0) gradient(0)  with `in_backward`, then its update
+    backward   ... use(1) gradient(1) use(0) gradient(0)  with `in_backward`: update(1) update(0)
 
 Groups are used in module order, and in backward in the reverse of it. A module in front of the
 blocks that has one matrix (an embedding, or any layer whose input needs no gradient) is not needed
@@ -46,8 +46,14 @@ class StepProgram:
     uses: tuple[int, ...]
 
 
-def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> StepProgram:
-    """The program of a step of `passes` backward passes."""
+def write_program(
+    config: OffloadConfig, model: ModelShape, passes: int, *, early: bool = False
+) -> StepProgram:
+    """The program of a step of `passes` backward passes.
+
+    Updates behind the next forward are made just before their group is needed, as where they take
+    longer than the forward; `early`: all of them before the forward has come anywhere.
+    """
     forward, backward = _forward_uses(model), _backward_uses(model)
     ends = _gradient_ends(model)
     ahead = config.optimizer.in_backward is True
@@ -58,6 +64,9 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
     actions: list[Action] = []
     for number in range(passes):
         pending = list(behind) if number == 0 else []
+        if early:
+            actions += [Action(Verb.UPDATE, group, len(uses), number) for group in pending]
+            pending = []
         for group in forward:
             while group in pending:
                 actions.append(Action(Verb.UPDATE, pending.pop(0), len(uses), number))
@@ -65,6 +74,7 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
             _note(uses, group)
         actions += [Action(Verb.UPDATE, group, len(uses), number) for group in pending]
         done: set[int] = set()
+        waiting: list[int] = []  # updates that follow when the next gradients have come
         for unit in range(len(model.units) - 1, -1, -1):
             for group in backward.get(unit, ()):
                 actions.append(Action(Verb.BACKWARD, group, len(uses), number))
@@ -73,8 +83,11 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
                 if group in trained and group not in done:
                     done.add(group)
                     actions.append(Action(Verb.GRADIENT, group, len(uses), number))
-                    if ahead and number == passes - 1 and group not in late:
-                        actions.append(Action(Verb.UPDATE, group, len(uses), number))
+                    updates = [Action(Verb.UPDATE, g, len(uses), number) for g in waiting]
+                    actions += updates
+                    behind_it = ahead and number == passes - 1 and group not in late
+                    waiting = [group] if behind_it else []
+        actions += [Action(Verb.UPDATE, group, len(uses), number) for group in waiting]
     return StepProgram(tuple(actions), tuple(uses))
 
 

@@ -226,7 +226,7 @@ class _Pipeline:
             return asked_s
         seconds = nbytes / self._disk_rate(self._speeds.nvme_read_bytes_per_s)
         start_s, end_s = self._clocks[READ].take(asked_s, seconds)
-        self._hold_up(WRITE, start_s, seconds)
+        self._hold_up(WRITE, seconds)
         self._note(READ, "read", start_s, end_s)
         return end_s
 
@@ -235,7 +235,7 @@ class _Pipeline:
             return ready_s
         seconds = nbytes / self._disk_rate(self._speeds.nvme_write_bytes_per_s)
         start_s, end_s = self._clocks[WRITE].take(ready_s, seconds)
-        self._hold_up(READ, ready_s, seconds)
+        self._hold_up(READ, seconds)
         self._note(WRITE, label, start_s, end_s)
         return end_s
 
@@ -247,10 +247,9 @@ class _Pipeline:
             )
         return rate
 
-    def _hold_up(self, other: str, from_s: float, seconds: float) -> None:
+    def _hold_up(self, other: str, seconds: float) -> None:
         """A disk that does not read and write side by side does one for the other's time."""
-        clock = self._clocks[other]
-        clock.free_s = max(clock.free_s, from_s) + (1 - self._disk_overlap) * seconds
+        self._clocks[other].free_s += (1 - self._disk_overlap) * seconds
 
     def _send(self, ready_s: float, nbytes: int, link: str) -> float:
         rate = (

@@ -79,11 +79,15 @@ class Traffic:
 
 def step_traffic(
     plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts | None,
-    workload: Workload,
+    workload: Workload, *, early: bool = False,
 ) -> Traffic:  # fmt: skip
-    """The bytes of one step. Without `facts`, those of activations are left out."""
-    program = write_program(config, model, workload.passes)
+    """The bytes of one step. Without `facts`, those of activations are left out.
+
+    `early`: updates are over before the forward begins (see `write_program`).
+    """
+    program = write_program(config, model, workload.passes, early=early)
     steps = _Steps(plan, config, model, program)
+    steps.load()
     moves = steps.run()
     before = -1
     for _ in range(_MOST_STEPS):
@@ -125,8 +129,31 @@ class _Steps:
             for group in plan.groups
         ]
 
+    def load(self) -> None:
+        """The first values pass through memory group by group, and leave copies there."""
+        self._uses.learnt = False
+        for index, group in enumerate(self._plan.groups):
+            weights = self._name(index, "parameters")
+            self._host.work_on(weights)
+            if self._plan.parameters[index] is TierName.NVME:
+                self._host.demand(weights, index, group.parameters, of_parameters=True)
+            for chunk, (nbytes, tier) in enumerate(
+                zip(group.records, self._plan.records[index], strict=True)
+            ):
+                if tier is TierName.NVME:
+                    key = self._name(index, f"optimizer chunk {chunk}")
+                    self._host.demand(key, index, nbytes, of_parameters=False)
+
     def run(self) -> list[Move]:
+        """One step; the first one learns what is used when."""
+        moves = self._run()
+        self._uses.learnt = True
+        return moves
+
+    def _run(self) -> list[Move]:
         self._uses.cursor = 0
+        self._host.begin_step()
+        self._device.begin_step()
         updated = [a.group for a in self._program.actions if a.verb is Verb.UPDATE]
         self._pending = set() if self._ahead else set(updated)
         return [self._move(action) for action in self._program.actions]
@@ -134,6 +161,11 @@ class _Steps:
     def _move(self, action: Action) -> Move:
         self._fetches = []
         return Move(action, self._do(action), tuple(self._fetches))
+
+    def _name(self, group: int, what: str) -> str:
+        """As the runtime calls the state."""
+        name = self._plan.groups[group].name
+        return f"{'' if name == '(root)' else name} {what}"
 
     def _do(self, action: Action) -> Bytes:
         self._uses.cursor = action.position
@@ -151,8 +183,8 @@ class _Steps:
         # a repeat in a row is at the place of the use before it
         repeated = action.position > 0 and self._uses.order[action.position - 1] == group
         self._uses.cursor = action.position if repeated else following
-        self._host.work_on(group, ("parameters", group))
-        self._device.work_on(group, ("parameters", group))
+        self._host.work_on(self._name(group, "parameters"))
+        self._device.work_on(self._name(group, "parameters"))
         self._bring(group, None, moved)
         if self._config.prefetch:
             for other in self._uses.upcoming(self._plan.prefetch):
@@ -167,7 +199,7 @@ class _Steps:
         plan, home = self._plan, self._plan.parameters[group]
         if home is TierName.DEVICE:
             return True
-        if plan.gpu and ("parameters", group) in self._device and group in self._current:
+        if plan.gpu and self._name(group, "parameters") in self._device and group in self._current:
             return True
         read, sent = moved.read, moved.to_device
         there = home is not TierName.NVME or self._bring_host(group, next_use, moved)
@@ -177,7 +209,7 @@ class _Steps:
         return there
 
     def _bring_host(self, group: int, next_use: float | None, moved: Bytes) -> bool:
-        key = ("parameters", group)
+        key = self._name(group, "parameters")
         if key in self._host:
             return True
         nbytes = self._plan.groups[group].parameters
@@ -191,7 +223,7 @@ class _Steps:
         return there
 
     def _mirror(self, group: int, next_use: float | None, moved: Bytes) -> bool:
-        key = ("parameters", group)
+        key = self._name(group, "parameters")
         nbytes = self._plan.groups[group].parameters
         if key not in self._device:
             if next_use is None:
@@ -219,14 +251,16 @@ class _Steps:
             moved.to_host += self._trainable[group] * itemsize
         if home is not TierName.NVME:
             return moved
-        key = ("gradients", group)
+        key = self._name(group, "gradients")
         held = key in self._host
-        self._host.work_on(group, ("parameters", group), key)
+        self._host.work_on(self._name(group, "parameters"), key)
         self._host.demand(key, group, sizes.gradients, of_parameters=False)
         if action.number > 0 and not held:
             self._count_read(moved, sizes.gradients, len(sizes.records))
         last = action.number == self._passes - 1
-        if not (self._ahead and last) or key not in self._host:
+        if self._ahead and last and key in self._host:
+            self._host.pin(key)
+        else:
             moved.written += sizes.gradients
             moved.requests += len(sizes.records)
         return moved
@@ -236,11 +270,12 @@ class _Steps:
         moved = Bytes()
         group, plan = action.group, self._plan
         sizes = plan.groups[group]
-        weights = ("parameters", group)
-        gradients = ("gradients", group)
+        weights = self._name(group, "parameters")
+        gradients = self._name(group, "gradients")
         before = action.position - 1
-        working = self._uses.order[before] if before >= 0 and not self._ahead else group
-        self._host.work_on(working, weights, gradients, ("parameters", working))
+        working = self._uses.order[before] if before >= 0 and not self._ahead else None
+        busy = () if working is None else (self._name(working, "parameters"),)
+        self._host.work_on(weights, gradients, *busy)
         on_nvme = plan.parameters[group] is TierName.NVME
         by_device = plan.gpu and all(tier is TierName.DEVICE for tier in plan.records[group])
         if on_nvme:
@@ -259,7 +294,7 @@ class _Steps:
     def _record(self, group: int, index: int, nbytes: int, tier: TierName, moved: Bytes) -> None:
         if tier is not TierName.NVME:
             return
-        key = ("record", group, index)
+        key = self._name(group, f"optimizer chunk {index}")
         if key not in self._host:
             if self._keep_records:
                 self._host.offer(
@@ -277,13 +312,18 @@ class _Steps:
         weight = _pages(numel * self._itemsize)
         gradient = _pages(numel * (4 if sizes.summed else self._itemsize))
         stepped_there = tier is TierName.DEVICE and plan.gpu
-        mirrored = ("parameters", group) in self._device and group in self._current
+        mirrored = self._name(group, "parameters") in self._device and group in self._current
         if plan.parameters[group] is TierName.NVME:
-            if ("parameters", group) not in self._host and not (stepped_there and mirrored):
+            if self._name(group, "parameters") not in self._host and not (
+                stepped_there and mirrored
+            ):
                 self._count_read(moved, weight, 1)
             moved.written += weight
             moved.requests += 1
-        if plan.gradients[group] is TierName.NVME and ("gradients", group) not in self._host:
+        if (
+            plan.gradients[group] is TierName.NVME
+            and self._name(group, "gradients") not in self._host
+        ):
             self._count_read(moved, gradient, 1)
         if not plan.gpu:
             return

@@ -22,7 +22,8 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
     """One direction of one pass. On a GPU calls are queued ahead of the work: the longer of the two
     counts. On a CPU each call is its own beginning."""
     work_s = cost.flops / _matmul_rate(precision, speeds)
-    work_s += cost.touched_nbytes / speeds.compute_bytes_per_s
+    rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
+    work_s += cost.touched_nbytes / rate
     calls_s = cost.operations * speeds.operation_s
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
