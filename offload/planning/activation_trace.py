@@ -100,7 +100,7 @@ def _passes(
     with ExitStack() as stack:
         stack.enter_context(_collector_off())
         stack.enter_context(without_compiler())
-        values = WithoutValues(torch.device("cpu"))
+        values = WithoutValues(device)
         stack.enter_context(valueless(model, values, _DTYPES[config.precision]))
         stack.enter_context(as_the_engine(model, units, config, away))
         stack.enter_context(watched_blocks(model, units, watch, skip=skip))

@@ -71,11 +71,11 @@ class PassWatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
+            return args[0].device
         if self._backward:
             self._find_node()
         result = func(*args, **kwargs)
-        given = list(tensors_of((args, kwargs.values())))
+        given = list(tensors_of((args, tuple(kwargs.values()))))
         results = list(tensors_of((result,)))
         self.live.made(results, given)
         self._count(func, args, given, results, result)

@@ -59,7 +59,7 @@ class Stretch:
 
 def stretches(blocks: Sequence[Unit]) -> list[Stretch]:
     """Those in which skipping spares anything, by ever longer periods; the rest is run."""
-    signatures = [_signature(unit.module, index) for index, unit in enumerate(blocks)]
+    signatures = _signatures(blocks)
     found = []
     start = 0
     while start < len(signatures):
@@ -82,25 +82,41 @@ def _stretch(signatures: Sequence[Any], start: int, period: int) -> Stretch:
     return Stretch(start, min(stop, len(signatures)), period)
 
 
-def _signature(block: nn.Module, index: int) -> Any:
-    """What makes a block do what it does, but for values and for its own number."""
-    parts: list[Any] = []
+def _signatures(blocks: Sequence[Unit]) -> list[Any]:
+    """What makes each block do what it does, but for values and for its own number."""
+    settings = [_settings(unit.module) for unit in blocks]
+    places = [int(place) if place.isdigit() else 0 for place in map(_last_name, blocks)]
+    numbers = {
+        key
+        for key in set().union(*settings)
+        if len({_distance(each.get(key), n) for n, each in zip(places, settings, strict=True)}) == 1
+        and len({str(each.get(key)) for each in settings}) > 1
+    }
+    return [{key: value for key, value in each.items() if key not in numbers} for each in settings]
+
+
+def _last_name(unit: Unit) -> str:
+    """`12` of `model.layers.12`."""
+    return unit.name.rpartition(".")[2]
+
+
+def _distance(value: Any, place: int) -> Any:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value - place if is_number else str(value)
+
+
+def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
+    """Classes, plain attributes and shapes of a block's modules, by module and name."""
+    found: dict[tuple[str, str], Any] = {}
     for name, module in block.named_modules():
-        settings = sorted(
-            (key, value)
-            for key, value in vars(module).items()
-            if isinstance(value, _SIMPLE) and not (_is_number(value) and value == index)
-        )
-        own = [*module._parameters.items(), *module._buffers.items()]
-        shapes = [
-            (key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in own if t is not None
-        ]
-        parts.append((name, type(module), str(settings), str(shapes)))
-    return tuple(parts)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        found[name, ""] = type(module)
+        for key, value in vars(module).items():
+            if isinstance(value, _SIMPLE):
+                found[name, key] = value
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found[name, key] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return found
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.planning.kernel_shapes import run_on_meta
 from offload.tiers.errors import UnsupportedError
 
 _META = torch.device("meta")
@@ -23,7 +24,6 @@ _CPU = torch.device("cpu")
 _MOST_KNOWN_NUMEL = 1 << 16
 _aten = torch.ops.aten
 # What they give depends on values.
-_NORMS = frozenset({_aten.native_layer_norm.default, _aten.native_group_norm.default})
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default})
 
 
@@ -60,11 +60,15 @@ class ValuelessTensor(torch.Tensor):
 
 
 class WithoutValues(TorchDispatchMode):
-    """Inside, every operation works on shapes alone, and makes tensors that are on `device`."""
+    """Inside, every operation works on shapes alone, and makes tensors that are on the CPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    device = _CPU
+
+    def __init__(self, kernels: str = "cpu") -> None:
+        """`kernels`: whose are meant, cpu or cuda. torch may have been built without the latter,
+        and its autograd needs a device that is there."""
         super().__init__()
-        self.device = device
+        self.kernels = kernels
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -94,7 +98,7 @@ class WithoutValues(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:
             return self.device
-        inputs = list(tensors_of((args, kwargs.values())))
+        inputs = list(tensors_of((args, tuple(kwargs.values()))))
         known = self._known_result(func, inputs, args, kwargs)
         if func in _READS:
             return self._read(func, args, known)
@@ -111,9 +115,7 @@ class WithoutValues(TorchDispatchMode):
         }
         args = mapped(args, lambda x: metas[id(x)])
         kwargs = {key: mapped(value, lambda x: metas[id(x)]) for key, value in kwargs.items()}
-        result = func(*args, **kwargs)
-        if func in _NORMS and self.device.type == "cpu":
-            result = _with_cpu_statistics(args, result)
+        result = run_on_meta(func, args, kwargs, self.kernels)
         return self._wrapped(result, known, place)
 
     def _changed_view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -192,16 +194,6 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(mapped(each, change) for each in value)
     return value
-
-
-def _with_cpu_statistics(args: Sequence[Any], result: Any) -> Any:
-    """The mean and deviation that a norm saves are fp32 on a GPU, as torch's meta kernels say; on a
-    CPU they are of the input's type, unless the weight is fp32."""
-    source, tensors = args[0], [x for x in args[1:] if isinstance(x, torch.Tensor)]
-    if any(x.dtype is not source.dtype for x in tensors):
-        return result
-    output, *statistics = result
-    return (output, *(each.to(source.dtype) for each in statistics))
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
