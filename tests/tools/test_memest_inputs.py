@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from offload.config import OffloadConfig
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
 from offload.tools.memest.builtin_model import builtin_tree
+from offload.tools.memest.disk_cache import cache_folder
 from offload.tools.memest.model_source import SourceKind, StatedSizes, read_model, read_stated
-from offload.tools.memest.skeleton_cache import cache_folder, load_shape, save_shape
+from offload.tools.memest.skeleton_cache import load_shape, save_shape
 from offload.tools.memest.stated_sizes import parse_count
 from offload.train.config import ModelConfig
 from offload.train.model import build_meta_model
@@ -146,6 +148,61 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     save_shape("some", read_model(str(write_config(tmp_path))).shape)
     assert load_shape("some") is None
+
+
+def activation_config(**activations: Any) -> OffloadConfig:
+    return OffloadConfig.load({"device": "cpu", "placement": {"activations": activations}})
+
+
+def test_activations_are_traced_once_per_kind_of_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "offload.yaml"
+    path.write_text("train: {model: {layers: 2, hidden: 64, heads: 2}}")
+    config, work = activation_config(), Workload(2, 16)
+    first = read_model(str(path)).activations(config, work)
+    traced: list[Workload] = []
+
+    def trace(model: nn.Module, config: OffloadConfig, workload: Workload, **_: Any) -> Any:
+        traced.append(workload)
+        return replace(first, saved_nbytes=workload.batch)
+
+    monkeypatch.setattr("offload.planning.activation_trace.trace_activations", trace)
+    again = read_model(str(path))
+    assert again.activations(config, work) == first
+    assert traced == []
+    others = [
+        (config, Workload(3, 16)), (config, Workload(2, 8)),
+        (activation_config(checkpoint=True), work),
+        (config.model_copy(update={"precision": "bf16"}), work),
+        (config.model_copy(update={"micro_batches": 2}), work),
+    ]  # fmt: skip
+    for other_config, other_work in others * 2:
+        again.activations(other_config, other_work)
+    assert len(traced) == len(others)
+    again.activations(config, work, device="cuda")
+    path.write_text("train: {model: {layers: 2, hidden: 64, heads: 4}}")
+    read_model(str(path)).activations(config, work)
+    assert len(traced) == len(others) + 2
+
+
+def test_passes_of_a_step_do_not_change_what_one_takes(tmp_path: Path) -> None:
+    source = read_model(str(write_config(tmp_path)))
+    kinds = [source.activations(activation_config(), Workload(1, 8, n)) for n in (1, 4)]
+    assert kinds[0] == kinds[1]
+    assert kinds[0].saved_nbytes > 0
+    assert len(list((cache_folder() / "activations").iterdir())) == 1
+
+
+def test_facts_that_are_damaged_on_disk_are_traced_anew(tmp_path: Path) -> None:
+    source = read_model(str(write_config(tmp_path)))
+    facts = source.activations(activation_config(), Workload(1, 8))
+    (file,) = (cache_folder() / "activations").iterdir()
+    values = json.loads(file.read_bytes())
+    for damaged in (b"{}", b"", b"7", json.dumps({**values, "saved_nbytes": -1}).encode()):
+        file.write_bytes(damaged)
+        assert source.activations(activation_config(), Workload(1, 8)) == facts
+        assert json.loads(file.read_bytes()) == values
 
 
 # safetensors

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.builtin_model import builtin_tree
+from offload.tools.memest.disk_cache import key_of
 from offload.tools.memest.factory import build_named, is_named
 from offload.tools.memest.hugging_face import (
     ModelConfiguration,
@@ -27,7 +28,6 @@ from offload.tools.memest.safetensors_header import (
     read_header,
     tensors_of_index,
 )
-from offload.tools.memest.skeleton_cache import key_of
 from offload.tools.memest.source import ModelSource, SourceKind
 from offload.tools.memest.stated_sizes import StatedSizes, model_of
 from offload.tools.memest.transformers_models import (
@@ -129,7 +129,7 @@ def read_yaml(path: Path) -> ModelSource:
         notes=() if stated else ("no train: section: the built-in model at its default size",),
         config=config,
         train_model=model,
-        build=lambda: _build_builtin(model),
+        build=cache(lambda: _build_builtin(model)),
     )
 
 
@@ -146,7 +146,7 @@ def read_stated(sizes: StatedSizes) -> ModelSource:
         vocab=stated.config.vocab,
         notes=stated.notes,
         train_model=stated.config,
-        build=lambda: _build_builtin(stated.config),
+        build=cache(lambda: _build_builtin(stated.config)),
     )
 
 
@@ -177,7 +177,7 @@ def _from_configuration(
         context=configuration.context,
         vocab=configuration.vocab,
         notes=notes,
-        build=lambda: build_on_meta(configuration),
+        build=cache(lambda: build_on_meta(configuration)),
     )
 
 
@@ -211,8 +211,7 @@ def _formats(tensors: Mapping[str, HeaderTensor]) -> str:
 
 
 def _builtin_fingerprint(model: ModelConfig) -> str:
-    sizes: dict[str, Any] = model.model_dump(mode="json")
-    return hashlib.sha256(repr(sorted(sizes.items())).encode()).hexdigest()
+    return key_of({"built-in": model.model_dump(mode="json")})
 
 
 def _build_builtin(model: ModelConfig) -> nn.Module:

@@ -11,6 +11,7 @@ from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.workload import Workload
 from offload.tiers.errors import UnsupportedError
+from offload.tools.memest.facts_cache import cached_facts
 from offload.train.config import ModelConfig
 from offload.zero.model_shape import ModelShape
 
@@ -51,16 +52,17 @@ class ModelSource:
         """Whether the model's code is known; weights alone do not say what it keeps."""
         return self.build is not None
 
-    def activations(self, config: OffloadConfig, workload: Workload) -> ActivationFacts:
+    def activations(
+        self, config: OffloadConfig, workload: Workload, device: str | None = None
+    ) -> ActivationFacts:
         """Bytes and operations of one forward and backward pass, from the module's own graph.
 
-        UnsupportedError where no code is known. Loads torch unless the answer is on disk.
+        `device` (cpu, cuda): whose kernels are meant, by default those of `config`. Loads torch and
+        takes seconds unless the answer is on disk. UnsupportedError where no code is known.
         """
         if self.build is None:
             raise UnsupportedError(
                 f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
                 "beside them, or name the model's module:function"
             )
-        from offload.planning.activation_trace import trace_activations
-
-        return trace_activations(self.build(), config, workload)
+        return cached_facts(self.fingerprint, self.build, config, workload, device)

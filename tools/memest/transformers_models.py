@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError, OffloadError
+from offload.tools.memest.disk_cache import key_of
 from offload.tools.memest.hugging_face import ModelConfiguration, unknown_architecture
-from offload.tools.memest.skeleton_cache import key_of, load_shape, save_shape
+from offload.tools.memest.skeleton_cache import load_shape, save_shape
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
     name = configuration.architecture
     model_class: Any = getattr(transformers, name, None) if name is not None else None
     if inspect.isclass(model_class) and issubclass(model_class, transformers.PreTrainedModel):
-        return model_class._from_config(config)
+        return getattr(model_class, "_from_config")(config)  # noqa: B009 - untyped
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{configuration.where}: transformers {_version('transformers')} has no class "

@@ -1,0 +1,79 @@
+"""What a pass of a model takes, traced once per kind of pass and kept on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from offload.config import OffloadConfig
+from offload.planning.activation_facts import ActivationFacts, PassCost
+from offload.planning.workload import Workload
+from offload.tools.memest.disk_cache import key_of, load, save, text, whole
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_KIND = "activations"
+
+
+def cached_facts(
+    fingerprint: str, build: Callable[[], nn.Module], config: OffloadConfig, workload: Workload,
+    device: str | None = None,
+) -> ActivationFacts:  # fmt: skip
+    """What one pass takes; without torch where that is known already.
+
+    `fingerprint` names all that the model depends on; empty: nothing is kept. `device` (cpu, cuda)
+    says whose kernels are meant; by default those of `config`, or of this machine.
+    """
+    key = ""
+    if fingerprint:
+        key = key_of(_parts(fingerprint, config, workload, device))
+        found = load(_KIND, key, _decoded)
+        if found is not None:
+            return found
+    from offload.planning.activation_trace import trace_activations
+
+    facts = trace_activations(build(), config, workload, device=device)
+    if key:
+        save(_KIND, key, asdict(facts))
+    return facts
+
+
+def _parts(
+    fingerprint: str, config: OffloadConfig, workload: Workload, device: str | None
+) -> dict[str, Any]:
+    """All that a trace depends on."""
+    chosen = device or config.device
+    # torch would say which it is on this machine: without it, what decides that is named
+    here = ("/dev/nvidiactl", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpu = [os.path.exists(here[0]), here[1]] if chosen == "auto" else None
+    return {
+        "model": fingerprint,
+        "torch": metadata.version("torch"),
+        "device": [chosen, gpu],
+        "precision": config.precision,
+        "blocks": config.groups.blocks,
+        "recompute": config.placement.activations.checkpoint,
+        "micro_batches": config.micro_batches,
+        "batch": workload.batch,
+        "sequence": workload.sequence,
+    }
+
+
+def _decoded(values: Any) -> ActivationFacts:
+    return ActivationFacts(
+        saved_nbytes=whole(values["saved_nbytes"]),
+        peak_nbytes=whole(values["peak_nbytes"]),
+        peak_elsewhere_nbytes=whole(values["peak_elsewhere_nbytes"]),
+        peak_at=text(values["peak_at"]),
+        forward=_cost(values["forward"]),
+        backward=_cost(values["backward"]),
+    )
+
+
+def _cost(values: Any) -> PassCost:
+    names = ("flops", "touched_nbytes", "operations")
+    return PassCost(*(whole(values[name]) for name in names))
