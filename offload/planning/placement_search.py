@@ -2,14 +2,14 @@
 
 A split of one class is a row of shares over (device, host, nvme). All combinations of the classes'
 splits are judged at once by `rough_step` and by the memory that they need; what the configuration
-names has a single row. Deterministic: ties go to the placement with fewer splits, then with fewer
-bytes on nvme, then to the first.
+names has a single row. Deterministic: ties go to the placement with fewer splits, then to that in
+faster tiers, then to the first.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,8 +139,8 @@ class PlacementSearch:
             self._work, self._speeds,
         )  # fmt: skip
         parts = sum((by_class[c] > 0).sum(axis=1) for c in CLASSES)
-        on_nvme = sum(by_class[c][:, NVME] for c in CLASSES)
-        order = np.lexsort((on_nvme, parts, _rounded(seconds), short))
+        depth = sum(by_class[c] @ np.array([0, 1, 2]) for c in CLASSES)
+        order = np.lexsort((depth, parts, _rounded(seconds), short))
         kinds = np.zeros(len(order), dtype=np.int64)
         for state_class in CLASSES:
             kinds = kinds * 8 + _used(by_class[state_class])
@@ -312,6 +312,15 @@ def _pairs(tiers: Sequence[TierName]) -> list[tuple[int, int]]:
     return list(itertools.combinations(columns, 2))
 
 
+def neighbours(placement: Placement, tiers: Sequence[TierName], step: float) -> Iterator[Placement]:
+    """Placements with `step` of the class in another tier."""
+    for a, b in _pairs(tiers):
+        for move in (step, -step):
+            row = _shifted(shares_of(placement), a, b, move)
+            if row is not None:
+                yield placement_of(row)
+
+
 def _shifted(shares: Shares, a: int, b: int, move: float) -> Shares | None:
     """`move` of the class taken from `b` to `a`; None where that is more than there is."""
     row = list(shares)
@@ -358,5 +367,5 @@ def _merged(lists: Sequence[Sequence[Found]], count: int) -> list[Found]:
 
 def _rank(found: Found) -> tuple[int, float, int, float, tuple[Shares, ...]]:
     split = sum(sum(share > 0 for share in row) for row in found.shares)
-    on_nvme = sum(row[NVME] for row in found.shares)
-    return found.short_nbytes, float(f"{found.seconds:.3g}"), split, on_nvme, found.shares
+    depth = sum(row[HOST] + 2 * row[NVME] for row in found.shares)
+    return found.short_nbytes, float(f"{found.seconds:.3g}"), split, depth, found.shares

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
-from torch import nn
 
-from offload.homes import compute_device, this_machine
 from offload.planning.plan import Plan, breakdown, needed_nbytes
-from offload.planning.planner import make_plan
+from offload.planning.plan_reasons import reasons
+from offload.planning.preflight import Preflight
+from offload.planning.solver import Candidate, Solution
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
-from offload.zero.discovery import discover
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
+    from offload.planning.estimate import StepEstimate
 
 _CLASSES = (
     StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER, StateClass.STAGING,
@@ -26,33 +27,61 @@ _CLASSES = (
 )  # fmt: skip
 
 
-def describe(config: OffloadConfig, model: nn.Module) -> RenderableType:
-    """The resolved placement of `model` (may be on meta) on this machine, with its bytes.
+@dataclass(frozen=True)
+class Planned:
+    """All that `offload plan` says."""
 
-    Raises what `offload.initialize` would raise before it allocates anything.
-    """
-    config = config.resolved()
-    device = compute_device(config)
-    shape = discover(model, config.groups.blocks).shape()
-    plan = make_plan(config, shape, this_machine(config.nvme, device))
-    return Group(_headline(config, plan, device), _bytes(plan), _needs(plan))
+    config: OffloadConfig  # as it was given
+    solution: Solution
+    device: str
+    preflight: Preflight
+    timed: bool  # whether the predicted times are of this machine's measured speeds
+
+    @property
+    def plan(self) -> Plan:
+        return self.solution.best.plan
 
 
-def _headline(config: OffloadConfig, plan: Plan, device: torch.device) -> RenderableType:
-    numel = sum(spec.numel for group in plan.groups for spec in group.layout.params)
-    trainable = sum(
-        spec.numel for group in plan.groups for spec in group.layout.params if spec.trainable
-    )
+def describe(planned: Planned) -> RenderableType:
+    """The placement with its reasons, its bytes and its time."""
+    parts: list[RenderableType] = [_headline(planned), "", _why(planned), "", _bytes(planned.plan)]
+    parts += [_needs(planned.plan), ""]
+    best = planned.solution.best
+    if best.step is not None and planned.timed:
+        parts += [_time(best.step), _next_best(planned.solution)]
+    else:
+        parts.append(
+            "no step time: this machine's speed has not been measured; `memest calibrate` does that"
+        )
+    parts += [f"note: {warning}" for warning in planned.preflight.warnings]
+    return Group(*parts)
+
+
+def _headline(planned: Planned) -> RenderableType:
+    plan, config = planned.plan, planned.solution.best.config.resolved()
+    specs = [spec for group in plan.groups for spec in group.layout.params]
+    numel = sum(spec.numel for spec in specs)
+    trainable = sum(spec.numel for spec in specs if spec.trainable)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
     table.add_row("model", f"{numel:,} parameters ({trainable:,} trainable)")
     table.add_row("groups", f"{len(plan.groups)}, the largest {_largest(plan)}")
-    table.add_row("computes on", f"{device.type}, precision {config.precision}")
+    table.add_row("computes on", f"{planned.device}, precision {config.precision}")
     table.add_row("master", f"{config.optimizer.master}, moments {config.optimizer.states}")
     table.add_row("chunk", f"{plan.chunk_numel:,} elements; {plan.prefetch} groups fetched ahead")
-    for state_class, placement in plan.placements.items():
-        chosen = getattr(config.placement, state_class) is None
-        table.add_row(state_class, placement.describe() + (" (auto)" if chosen else ""))
+    checkpoint = str(config.placement.activations.checkpoint).lower()
+    table.add_row(
+        "activations",
+        f"{config.placement.activations.tier}, checkpoint {checkpoint}"
+        f"{_auto(planned, 'placement.activations.checkpoint')}; "
+        f"{config.micro_batches} micro-batches{_auto(planned, 'micro_batches')}",
+    )
     return table
+
+
+def _auto(planned: Planned, key: str) -> str:
+    return " (auto)" if key in planned.solution.open_keys else ""
 
 
 def _largest(plan: Plan) -> str:
@@ -60,6 +89,18 @@ def _largest(plan: Plan) -> str:
         return "nothing"
     group = max(plan.groups, key=lambda g: g.parameters)
     return f"{group.name} with {format_bytes(group.parameters)}"
+
+
+def _why(planned: Planned) -> RenderableType:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    said = reasons(planned.solution)
+    for state_class, placement in planned.plan.placements.items():
+        chosen = _auto(planned, f"placement.{state_class}")
+        table.add_row(state_class, placement.describe() + chosen, said[state_class])
+    return table
 
 
 def _bytes(plan: Plan) -> Table:
@@ -88,3 +129,40 @@ def _needs(plan: Plan) -> RenderableType:
         if needed_nbytes(plan, tier)
     ]
     return "\n".join(lines)
+
+
+def _time(step: StepEstimate) -> RenderableType:
+    table = Table(title=f"Predicted step: {seconds(step.seconds)}", title_justify="left")
+    table.add_column("link")
+    for name in ("busy", "of the step", "moved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for link in step.links:
+        mark = " (bottleneck)" if link.name == step.bottleneck else ""
+        share = f"{link.seconds / step.seconds:.0%}"
+        table.add_row(link.name + mark, seconds(link.seconds), share, _cell(link.nbytes))
+    return table
+
+
+def _next_best(solution: Solution) -> str:
+    other = solution.next_best
+    if other is None:
+        return "next best: nothing else is open" if not solution.others else "next best: none fits"
+    slower = other.seconds / solution.best.seconds - 1
+    what = ", ".join(_differences(solution.best, other))
+    return f"next best: {what}: {seconds(other.seconds)} ({slower:+.1%})"
+
+
+def _differences(best: Candidate, other: Candidate) -> Iterator[str]:
+    for state_class, placement in other.plan.placements.items():
+        if placement != best.plan.placements[state_class]:
+            yield f"{state_class} on {placement.describe()}"
+    checkpoint = other.config.placement.activations.checkpoint
+    if checkpoint != best.config.placement.activations.checkpoint:
+        yield f"checkpoint {str(checkpoint).lower()}"
+    if other.config.micro_batches != best.config.micro_batches:
+        yield f"{other.config.micro_batches} micro-batches"
+
+
+def seconds(value: float) -> str:
+    """`4.2 s`, `310 ms`."""
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -58,11 +58,16 @@ def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> P
     """The plan of a model on some hardware. BudgetError if a budget cannot work."""
     _check_least(config, model, hardware)
     plan = lay_out_plan(config, model, hardware)
+    check_plan(plan, hardware)
+    _tell_of_sums(plan)
+    return plan
+
+
+def check_plan(plan: Plan, hardware: Hardware) -> None:
+    """BudgetError, naming the missing bytes and the key, if a tier cannot hold its part."""
     missing = shortfalls(plan, hardware)
     if missing:
         raise BudgetError(missing[0].message)
-    _tell_of_sums(plan)
-    return plan
 
 
 def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:

@@ -22,6 +22,7 @@ from offload.tiers.ledger import StateClass
 
 Floats = npt.NDArray[np.float64]
 DEVICE, HOST, NVME = range(3)  # columns
+_BESIDE = 0.01  # of what passes beside the slowest link: overlap is never perfect
 
 # Where nobody measured: only the ratios matter, to say which link is the slowest.
 NOMINAL = Speeds(
@@ -50,8 +51,11 @@ def rough_seconds(
     held: Mapping[StateClass, Floats], spare_host: Floats, spare_device: Floats, work: StepWork,
     speeds: Speeds,
 ) -> Floats:  # fmt: skip
-    """Seconds per placement. `held`: bytes by placement and tier (N x 3); `spare`: what homes
-    leave of the budgets."""
+    """Seconds per placement, and beside the slowest link the others count a little: of placements
+    that are as fast the one that moves less is better.
+
+    `held`: bytes by placement and tier (N x 3); `spare`: what homes leave of the budgets.
+    """
     spare = np.maximum(spare_host, 0)
     window = spare / 2 if work.saved_nbytes else np.zeros_like(spare)
     io_bytes, io_s = _io(held, spare - window, work, speeds)
@@ -63,13 +67,15 @@ def rough_seconds(
     by_cpu = work.optimizer_s * (1 - on_device)
     if work.gpu:
         busy = work.compute_s + work.optimizer_on_device_s * on_device
-        other = np.maximum(by_cpu, _links(held, spare_device, work, speeds))
+        links = _links(held, spare_device, work, speeds)
+        other = np.maximum(by_cpu, links)
     else:
         busy = work.compute_s + by_cpu + speeds.io_lost_s_per_byte * io_bytes
-        other = np.zeros_like(spare)
+        links = other = np.zeros_like(spare)
     ahead = np.clip(spare / max(1, work.in_flight_nbytes), 0, 1)
     waiting = np.where(io_s > 0, (1 - ahead) * np.minimum(busy, io_s), 0)
-    seconds: Floats = np.maximum(np.maximum(busy, io_s), other) + waiting
+    slowest = np.maximum(np.maximum(busy, io_s), other) + waiting
+    seconds: Floats = slowest + _BESIDE * (io_s + links)
     return seconds
 
 
@@ -102,7 +108,8 @@ def _links(
     away = parameters[:, HOST] + parameters[:, NVME]
     leaving = gradients[:, HOST] + gradients[:, NVME]
     copies = np.minimum(np.maximum(spare, 0), away)
-    down = 2 * work.passes * (away - copies) + parameters[:, DEVICE] * (1 - stepped_there)
+    down = 2 * work.passes * (away - copies)
+    down = down + (copies + parameters[:, DEVICE]) * (1 - stepped_there)  # updated by the CPU
     down = down + leaving * stepped_there
     up = leaving * work.passes + away * stepped_there
     rates = (speeds.host_to_device_bytes_per_s, speeds.device_to_host_bytes_per_s)

@@ -14,6 +14,7 @@ depends on the arguments alone.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from offload.config_fields import AUTO_MICRO_BATCHES
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_plan import least_window
 from offload.planning.estimate import Shortfall, StepEstimate
-from offload.planning.placement_search import Found, Open, PlacementSearch
+from offload.planning.placement_search import Found, Open, PlacementSearch, neighbours
 from offload.planning.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan_builder import Placements, PlanBuilder
 from offload.planning.plan_sizes import CLASSES
@@ -36,17 +37,21 @@ from offload.planning.workload import Workload
 from offload.swap.measure import Bandwidth
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
 from offload.tiers.units import format_bytes
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-_CANDIDATES = 8  # that are laid out per choice of checkpoint and micro-batches
-_LARGE_PIECES = 10_000  # of a model that this takes tens of milliseconds for
-_CANDIDATES_LARGE = 3
+_CANDIDATES = 8  # kinds that are laid out per choice of checkpoint and micro-batches
+_FEW_PIECES = 1_000  # of optimizer state: then also what has each class in one tier
+_CANDIDATES_LARGE = 3  # of a model with more, where each takes tens of milliseconds
+_MOVES = (0.2, 0.05)  # shares of a class that are moved to another tier
+_GAIN = 0.002  # of a step's time, for another move
 _MOST_PIECES = 600  # that a step is predicted with
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
+_AS_FAST = 0.01  # of a step's time: no prediction tells less
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHECKPOINTS = (False, "selective", True)
 
@@ -60,6 +65,7 @@ class Known:
     facts_of: Callable[[OffloadConfig], ActivationFacts]  # of a settled configuration
     elsewhere_nbytes: int = 0  # RAM of interpreter and libraries
     on_device_nbytes: int = 0  # GPU memory of context and libraries
+    any_fit: bool = False  # the first placement found that fits is enough, and no times are
 
 
 @dataclass(frozen=True)
@@ -107,14 +113,21 @@ def solve(
         for settled in _choices(config, known)
         for candidate in _Choice(settled, model, hardware, known).candidates()
     ]
-    best, *others = sorted(candidates, key=_rank)
+    fastest = min((c.seconds for c in candidates if c.fits), default=0.0)
+    best, *others = sorted(candidates, key=lambda candidate: _rank(candidate, fastest))
     return Solution(best, tuple(others), tuple(_open_keys(config)))
 
 
-def _rank(candidate: Candidate) -> tuple[int, float]:
-    """What fits first. `sorted` keeps the order of equals, which is that of the search."""
+def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, float]:
+    """What fits first, then by time; of what is as fast the plainest, and that which moves least.
+    `sorted` keeps the order of equals, which is that of the search."""
     short = sum(s.needed_nbytes - s.capacity_nbytes for s in candidate.shortfalls)
-    return short, float(f"{candidate.seconds:.4g}")
+    slower = candidate.seconds / fastest - 1 if fastest else 0.0
+    parts = sum(len(placement.tiers) for placement in candidate.plan.placements.values())
+    busy = candidate.seconds
+    if candidate.step is not None:
+        busy = sum(link.seconds for link in candidate.step.links)
+    return short, math.ceil(max(0.0, slower) / _AS_FAST), parts, float(f"{busy:.4g}")
 
 
 def _open_keys(config: OffloadConfig) -> Iterator[str]:
@@ -173,21 +186,51 @@ class _Choice:
 
     def candidates(self) -> list[Candidate]:
         """Laid out, in the order of the search; at least one."""
-        count = _CANDIDATES_LARGE if self._pieces > _LARGE_PIECES else _CANDIDATES
+        count = _CANDIDATES if self._is_small else _CANDIDATES_LARGE
         if not self._open_tiers():
             return [self._evaluate(self._builder.explicit, None)]
         speeds = self._known.speeds if self._known is not None else NOMINAL
         search = PlacementSearch(self._builder, self._room(), self._work(), speeds)
         found = search.best(count)
-        if self._known is not None:
-            return [self._evaluate(each.placements, each) for each in found]
+        any_fit = self._known is None or self._known.any_fit
+        if not any_fit:
+            if not self._is_small:
+                return [self._evaluate(each.placements, each) for each in found]
+            kinds = [each.placements for each in found]
+            kinds += [corner for corner in self._corners() if corner not in kinds]
+            return self._refined([self._evaluate(placements, None) for placements in kinds])
         # by the rough model the order is known: the first that fits to the byte is the best
         laid_out = []
         for each in found:
             laid_out.append(self._evaluate(each.placements, each))
-            if laid_out[-1].fits and len(laid_out) > 1:
+            if laid_out[-1].fits and (len(laid_out) > 1 or self._known is not None):
                 break
         return laid_out
+
+    @property
+    def _is_small(self) -> bool:
+        return self._pieces <= _FEW_PIECES
+
+    def _corners(self) -> Iterator[dict[StateClass, Placement]]:
+        """Every class whole in one tier: what somebody would try by hand."""
+        tiers = self._open_tiers()
+        for chosen in itertools.product(*tiers.values()):
+            placed = {c: Placement.on(tier) for c, tier in zip(tiers, chosen, strict=True)}
+            yield {c: placed.get(c) or self._builder.explicit[c] for c in CLASSES}
+
+    def _refined(self, candidates: list[Candidate]) -> list[Candidate]:
+        """With the best moved, class by class, as long as its predicted step gets shorter."""
+        fitting = [candidate for candidate in candidates if candidate.fits]
+        if not fitting:
+            return candidates
+        best = start = min(fitting, key=lambda candidate: candidate.seconds)
+        for step in _MOVES:
+            for state_class, tiers in self._open_tiers().items():
+                for moved in neighbours(best.plan.placements[state_class], tiers, step):
+                    tried = self._evaluate({**best.plan.placements, state_class: moved}, None)
+                    if tried.fits and tried.seconds < best.seconds * (1 - _GAIN):
+                        best = tried
+        return candidates if best is start else [*candidates, best]
 
     def _evaluate(self, placements: Placements, found: Found | None) -> Candidate:
         plan = self._builder.build(placements)
@@ -198,7 +241,7 @@ class _Choice:
 
     # ---------------------------------------------------------------- what is known
     def _predict(self, plan: Plan) -> StepEstimate | None:
-        if self._known is None or self._facts is None:
+        if self._known is None or self._facts is None or self._known.any_fit:
             return None
         known = self._known
         return estimate_step(

@@ -107,6 +107,12 @@ def forecast(config: OffloadConfig, model: nn.Module, workload: Workload) -> For
     return Forecast(config, shape, hardware, known, speeds, solution)
 
 
+def workload_of(config: OffloadConfig) -> Workload:
+    """What one step of `offload train` is given."""
+    train = config.train
+    return Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
+
+
 def chosen_config(best: Candidate) -> OffloadConfig:
     """The candidate's configuration with its placement, chunk and prefetch as explicit values."""
     plan, config = best.plan, best.config

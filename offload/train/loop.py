@@ -18,10 +18,9 @@ from offload.config import OffloadConfig
 from offload.config_fields import TIERS
 from offload.homes import compute_device
 from offload.machine import peak_rss_nbytes, rss_nbytes
-from offload.planning.workload import Workload
 from offload.tiers.units import format_bytes
 from offload.train.display import make_display
-from offload.train.forecast import forecast
+from offload.train.forecast import forecast, workload_of
 from offload.train.interrupts import Interrupts, noted_interrupts
 from offload.train.metrics import StepMetrics
 from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
@@ -79,7 +78,7 @@ def run(
     model = build_meta_model(config)
     parameters = parameter_count(model)
     _announce(console, config, parameters, batches)
-    found = forecast(config, build_meta_model(config), _workload(config))
+    found = forecast(config, build_meta_model(config), workload_of(config))
     config = config.settled() if found is None else found.config
     with (
         noted_interrupts() as interrupts,
@@ -302,11 +301,6 @@ def _announce(console: Console, config: OffloadConfig, parameters: int, batches:
     )
     nbytes = format_bytes(len(batches.training.data))
     console.print(f"text: {config.train.text}, {nbytes} to train on", soft_wrap=True)
-
-
-def _workload(config: OffloadConfig) -> Workload:
-    train = config.train
-    return Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
 
 
 def _default_initialize() -> Initialize:
