@@ -75,7 +75,7 @@ def _headline(planned: Planned) -> RenderableType:
         "activations",
         f"{config.placement.activations.tier}, checkpoint {checkpoint}"
         f"{_auto(planned, 'placement.activations.checkpoint')}; "
-        f"{config.micro_batches} micro-batches{_auto(planned, 'micro_batches')}",
+        f"micro_batches {config.micro_batches}{_auto(planned, 'micro_batches')}",
     )
     return table
 
@@ -160,7 +160,7 @@ def _differences(best: Candidate, other: Candidate) -> Iterator[str]:
     if checkpoint != best.config.placement.activations.checkpoint:
         yield f"checkpoint {str(checkpoint).lower()}"
     if other.config.micro_batches != best.config.micro_batches:
-        yield f"{other.config.micro_batches} micro-batches"
+        yield f"micro_batches {other.config.micro_batches}"
 
 
 def seconds(value: float) -> str:

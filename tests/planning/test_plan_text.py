@@ -1,0 +1,69 @@
+"""What `offload plan` says: where, why, how long, and what comes next."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from offload.config import OffloadConfig
+from offload.planning.plan_text import Planned, describe, seconds
+from offload.planning.preflight import Preflight
+from offload.planning.solver import solve
+from tests.planning.test_solver import hardware, known, model
+
+
+def said(keys: dict[str, Any], width: int = 80, **more: Any) -> str:
+    config = OffloadConfig.load(keys)
+    solution = solve(config, model(), hardware(), more.pop("about", known()))
+    looked = Preflight((), more.pop("warnings", ()))
+    planned = Planned(config, solution, "cpu", looked, more.pop("timed", True))
+    out = StringIO()
+    Console(file=out, width=width, highlight=False).print(describe(planned))
+    return out.getvalue()
+
+
+TIGHT = {"budget": {"host": "150MiB", "nvme": "2GiB"}}
+
+
+def test_every_open_class_says_why_it_is_there():
+    text = " ".join(said(TIGHT).split())
+    assert text.count("(auto)") >= 3
+    assert "more of host would hold it all" in text or "nothing has to move" in text
+    assert "a step takes +" in text
+
+
+def test_a_named_class_says_that_it_was_named():
+    text = said({**TIGHT, "placement": {"parameters": "nvme"}})
+    assert "as the configuration says" in text
+
+
+def test_the_bottleneck_and_the_next_best_plan_are_named():
+    text = said(TIGHT)
+    assert "Predicted step: " in text
+    assert text.count("(bottleneck)") == 1
+    assert "next best: " in text
+
+
+def test_no_time_is_said_where_none_is_known():
+    text = said(TIGHT, timed=False)
+    assert "Predicted step" not in text
+    assert "memest calibrate" in text
+
+
+def test_what_preflight_found_is_said():
+    assert "note: nvme.paths: /x is on tmpfs" in said(
+        TIGHT, warnings=("nvme.paths: /x is on tmpfs",)
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_nothing_is_wider_than_the_terminal(width: int):
+    assert max(map(len, said(TIGHT, width).splitlines())) <= width
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0312, "31.2 ms"), (4.234, "4.23 s")])
+def test_seconds_have_three_digits(value: float, text: str):
+    assert seconds(value) == text

@@ -1,0 +1,204 @@
+"""Predicted against measured, read back from a run's folder; advice that would matter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+from offload.planning.advice import MATTERS, Situation, advise, corrected
+from offload.planning.run_check import (
+    LinkPrediction,
+    Measured,
+    Prediction,
+    check_run,
+    compare,
+    usual_step_s,
+)
+from offload.planning.solver import solve
+from offload.train.loop import run
+from offload.train.run_folder import RunFolder, with_choices_of
+from tests.planning.test_solver import GIB, MIB, SPEEDS, facts, hardware, known, model
+
+PREDICTION = Prediction(
+    {"device": 0, "host": 110, "nvme": 200}, 330, 2.0, "nvme read",
+    {"nvme read": LinkPrediction(1.5, 4096)},
+)  # fmt: skip
+MEASURED = Measured({"device": 0, "host": 100, "nvme": 200}, 300, 2.5, 20)
+
+
+def leave(folder: Path, *, measured: bool = True) -> None:
+    folder.mkdir()
+    (folder / "prediction.json").write_text(PREDICTION.to_json())
+    if measured:
+        (folder / "measured.json").write_text(MEASURED.to_json())
+
+
+def test_the_line_has_every_tier_that_holds_something(tmp_path):
+    leave(tmp_path / "run")
+    found = check_run(tmp_path / "run")
+    assert found.line == "predicted / measured: host 1.10, nvme 1.00, RSS 1.10, step 0.80"
+    assert found.finished
+    assert [row.unit for row in found.rows] == ["bytes", "bytes", "bytes", "seconds"]
+
+
+def test_what_is_written_is_read_back():
+    assert Prediction.from_json(PREDICTION.to_json()) == PREDICTION
+    assert Measured.from_json(MEASURED.to_json()) == MEASURED
+
+
+def test_a_time_that_nobody_predicted_is_left_out():
+    untimed = replace(PREDICTION, seconds=None)
+    assert "step" not in compare(untimed, MEASURED).line
+    assert "step" not in compare(PREDICTION, replace(MEASURED, seconds=None)).line
+
+
+def test_a_run_that_was_cut_short_is_checked_by_its_metrics(tmp_path):
+    leave(tmp_path / "run", measured=False)
+    steps = [
+        {"seconds": s, "tiers": {"host": 50, "nvme": 200}, "rss_nbytes": 300}
+        for s in (9.0, 5.0, 2.0, 2.5, 2.2)
+    ]
+    lines = [json.dumps(step) for step in steps]
+    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines) + '\n{"seconds": 3.')
+    found = check_run(tmp_path / "run")
+    assert not found.finished
+    assert found.steps == 5
+    assert found.line == "predicted / measured: host 2.20, nvme 1.00, RSS 1.10, step 0.91"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: (run / "prediction.json").unlink(), "prediction.json: No such file"),
+        (lambda run: (run / "prediction.json").write_text("{"), "prediction.json is damaged"),
+        (lambda run: (run / "prediction.json").write_text("[1]"), "prediction.json is damaged"),
+        (lambda run: (run / "measured.json").write_text('{"format": 1}'), "measured.json is dam"),
+        (lambda run: (run / "measured.json").unlink(), "no step to compare"),
+    ],
+)
+def test_a_folder_that_cannot_be_checked_says_why(tmp_path: Path, damage: Any, said: str):
+    leave(tmp_path / "run")
+    damage(tmp_path / "run")
+    with pytest.raises(ConfigError) as refusal:
+        check_run(tmp_path / "run")
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_first_steps_do_not_count():
+    assert usual_step_s([30.0, 9.0]) is None
+    assert usual_step_s([30.0, 9.0, 2.0, 3.0, 2.5]) == 2.5
+
+
+def test_checking_needs_no_torch():
+    program = "import sys, offload.planning.run_check\nassert 'torch' not in sys.modules"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
+
+
+# ---------------------------------------------------------------- a run of offload train
+def train(folder: Path, **keys: Any) -> tuple[OffloadConfig, str]:
+    config = OffloadConfig.load(
+        {
+            "device": "cpu",
+            "budget": {"host": "24MiB", "nvme": "256MiB"},
+            "nvme": {"paths": [str(folder)], "backend": "threads"},
+            **keys,
+            "train": {
+                "model": {"layers": 2, "hidden": 64, "heads": 2, "max_sequence": 32},
+                "text": "python", "steps": 6, "batch": 4, "sequence": 32,
+                "evaluate_batches": 0, "sample": {"length": 0},
+            },
+        }
+    )  # fmt: skip
+    out = StringIO()
+    console = Console(file=out, width=200, highlight=False)
+    run(config, RunFolder.new(folder / "run"), console=console)
+    return OffloadConfig.load(folder / "run/config.resolved.yaml"), out.getvalue()
+
+
+def test_a_run_predicts_itself_and_says_what_came(tmp_path):
+    _, said = train(tmp_path)
+    found = check_run(tmp_path / "run")
+    assert found.line.startswith("predicted / measured: host ")
+    assert "predicted / measured: host " in said
+    tiers = [row for row in found.rows if row.name in ("host", "nvme")]
+    assert tiers
+    for row in tiers:  # in a run so small every page counts
+        assert row.ratio == pytest.approx(1, rel=0.1), row
+
+
+def test_what_a_run_leaves_open_is_chosen_and_written_down(tmp_path):
+    left_open = {"checkpoint": "auto"}
+    written, _ = train(tmp_path, micro_batches="auto", placement={"activations": left_open})
+    assert written.micro_batches in (1, 2, 4)
+    assert written.placement.activations.checkpoint in (False, "selective", True)
+    assert written.placement.optimizer is not None
+
+
+def test_a_resumed_run_keeps_the_micro_batches_that_were_chosen():
+    before = OffloadConfig.load({"micro_batches": 4}).to_dict()
+    left_open = OffloadConfig.load({"micro_batches": "auto"})
+    assert with_choices_of(left_open, before).micro_batches == 4
+    assert with_choices_of(OffloadConfig.load({"micro_batches": 2}), before).micro_batches == 2
+
+
+# ---------------------------------------------------------------- advice
+def situation(host: str, machine: int = 64 * GIB, **keys: Any) -> Situation:
+    config = OffloadConfig.load({"budget": {"host": host, "nvme": "2GiB"}, **keys})
+    about = known(facts(seconds=0.02))
+    machine_now = replace(hardware(), host_nbytes=machine, host_free_nbytes=machine)
+    now = solve(config, model(), machine_now, about).best
+    return Situation(config, model(), machine_now, about, now)
+
+
+def test_more_memory_is_advised_where_it_matters():
+    found = advise(situation("80MiB", machine=GIB))
+    keys = [next(iter(change.settings)) for change in found]
+    assert "budget.host" in keys
+    change = found[keys.index("budget.host")]
+    assert change.step_factor is not None
+    assert change.step_factor <= 1 - MATTERS
+    assert change.text.startswith("raise budget.host by ")
+    assert change.text.endswith(" % step time")
+    budget = int(change.settings["budget.host"])
+    better = solve(
+        OffloadConfig.load({"budget": {"host": budget, "nvme": "2GiB"}}),
+        model(), hardware(), known(facts(seconds=0.02)),
+    ).best  # fmt: skip
+    assert better.seconds < situation("80MiB").now.seconds * (1 - MATTERS)
+
+
+def test_nothing_is_advised_where_everything_has_its_best_place():
+    assert advise(situation("2GiB")) == []
+
+
+def test_memory_that_is_not_there_is_not_advised():
+    found = advise(situation("80MiB", machine=100 * MIB))
+    assert all("budget.host" not in change.settings for change in found)
+
+
+def test_a_named_placement_that_costs_time_is_advised_against():
+    classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
+    texts = [change.text for change in advise(situation("1GiB", placement=classes))]
+    assert any(text.startswith("set placement.parameters: auto") for text in texts)
+
+
+def test_corrected_speeds_predict_what_was_measured():
+    about = known(facts(seconds=0.1))
+    config = OffloadConfig.load({"budget": {"host": "80MiB", "nvme": "2GiB"}})
+    best = solve(config, model(), hardware(), about).best
+    assert best.step is not None
+    speeds = corrected(SPEEDS, best.step, best.seconds * 1.5)
+    again = solve(config, model(), hardware(), replace(about, speeds=speeds)).best
+    assert again.seconds == pytest.approx(best.seconds * 1.5, rel=0.05)
