@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,8 @@ from offload.planning.activation_trace import trace_activations
 from offload.planning.workload import Workload
 from offload.train.model import LanguageModel, build_meta_model
 
-# layers, hidden, mlp, heads, batch, sequence
+Sample = tuple[int, int, int, int, int, int]  # layers, hidden, mlp, heads, batch, sequence
+
 _CALLS = (2, 64, 128, 2, 1, 16)  # too small for anything but calls
 _SAMPLES = ((2, 256, 768, 4, 8, 128), (2, 1024, 4096, 16, 1, 256))
 _SAMPLES_GPU = ((2, 1024, 4096, 16, 8, 1024), (2, 4096, 16384, 32, 2, 1024))
@@ -26,7 +27,7 @@ _LEAST_LEFT = 0.02  # of a pass: what is left of it beside products is no less t
 
 
 def measure_models(
-    products: Mapping[str, float], device: torch.device
+    products: Mapping[str, float], device: torch.device, samples: Sequence[Sample] | None = None
 ) -> tuple[float, dict[str, float]]:
     """Seconds per call of a kernel, and bytes per second that operations touch, by precision.
 
@@ -37,12 +38,13 @@ def measure_models(
     facts, took_s = _passes("fp32", _CALLS, device)
     operation_s = took_s / _operations(facts)
     touching: dict[str, float] = {}
+    chosen = (_SAMPLES_GPU if gpu else _SAMPLES) if samples is None else samples
     for precision, rate in products.items():
         if rate < _LEAST_RATE_SHARE * products["fp32"] and not gpu:
             touching[precision] = touching["fp32"]
             continue
         touched, left_s = 0, 0.0
-        for sample in _SAMPLES_GPU if gpu else _SAMPLES:
+        for sample in chosen:
             facts, took_s = _passes(precision, sample, device)
             touched += facts.forward.touched_nbytes + facts.backward.touched_nbytes
             flops = facts.forward.flops + facts.backward.flops
@@ -56,9 +58,7 @@ def _operations(facts: ActivationFacts) -> int:
     return facts.forward.operations + facts.backward.operations
 
 
-def _passes(
-    precision: str, sample: tuple[int, ...], device: torch.device
-) -> tuple[ActivationFacts, float]:
+def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[ActivationFacts, float]:
     """What a forward and a backward pass do, and the seconds that both take together."""
     layers, hidden, mlp, heads, batch, sequence = sample
     shape = {

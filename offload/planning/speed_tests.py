@@ -133,18 +133,24 @@ def _traffic(variant: Variant) -> float:
     return sum(stream.traffic for stream in variant.streams)
 
 
-def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+def matmul_rate(
+    dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int] | None = None
+) -> float:
     """FLOP/s of a layer's three products, forward, input's and weight's gradient, together.
 
     16-bit products of a CPU may have a fast kernel for some of the three only; training needs all.
     """
     gpu = device.type == "cuda"
     trial = _product_rate(dtype, device, _TRIAL)
-    shape = _PRODUCT_GPU if gpu else _PRODUCT
-    expected_s = 6 * _product(shape) / trial
-    if expected_s > _MOST_PRODUCT_S and not gpu:
+    wanted = shape or (_PRODUCT_GPU if gpu else _PRODUCT)
+    if is_slow(trial, wanted) and not gpu:
         return trial
-    return _product_rate(dtype, device, shape)
+    return _product_rate(dtype, device, wanted)
+
+
+def is_slow(flops_per_s: float, shape: tuple[int, int, int]) -> bool:
+    """Whether a layer of that size takes too long to be timed: there is no fast kernel."""
+    return 6 * _product(shape) / flops_per_s > _MOST_PRODUCT_S
 
 
 def _product(shape: tuple[int, int, int]) -> int:
@@ -219,12 +225,15 @@ def _lost_share(step: Work, alone_s: float) -> float:
 
 
 # ---------------------------------------------------------------- disk
-def measure_disk(paths: Sequence[Path], *, beside_compute: bool) -> DiskSpeeds:
-    """Of swap files in all `paths` at once. Blocks for some seconds; the files are gone after."""
+def measure_disk(
+    paths: Sequence[Path], *, beside_compute: bool, file_nbytes: int = _FILE_NBYTES
+) -> DiskSpeeds:
+    """Of swap files of `file_nbytes` in all `paths` at once, less where little is free. Blocks for
+    some seconds; the files are gone after."""
     with ExitStack() as stack:
         files = [stack.enter_context(SwapFile(path)) for path in paths]
         room = min(free_space(path) for path in paths) // _LEAST_FREE
-        nbytes = max(_BLOCK_NBYTES, min(_FILE_NBYTES, room) // _BLOCK_NBYTES * _BLOCK_NBYTES)
+        nbytes = max(_BLOCK_NBYTES, min(file_nbytes, room) // _BLOCK_NBYTES * _BLOCK_NBYTES)
         for file in files:
             file.reserve(nbytes)
         backend = stack.enter_context(open_backend())

@@ -263,7 +263,8 @@ class _Pipeline:
         return end_s
 
     def _note(self, link: str, label: str, start_s: float, stop_s: float) -> None:
-        self._spans.append(Span(link, label, start_s, stop_s))
+        if stop_s > start_s:
+            self._spans.append(Span(link, label, start_s, stop_s))
 
 
 def _disk_overlap(speeds: Speeds) -> float:

@@ -1,0 +1,218 @@
+"""Speeds are measured once per machine, kept whole or not at all, and read without torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.planning import calibration
+from offload.planning.calibration import known_speeds, machine_speeds
+from offload.planning.speeds import Speeds
+from offload.tiers.errors import PathError
+
+COMPUTE: dict[str, Any] = {
+    "gpu": False,
+    "matmul_flops_per_s": {"fp32": 1e11, "bf16": 3e11},
+    "compute_bytes_per_s": 2e10,
+    "compute_bytes_per_s_in": {"fp32": 2e10, "bf16": 1e10},
+    "operation_s": 1e-5,
+    "host_bytes_per_s": 5e10,
+    "optimizer_parameters_per_s": {"fp32": 2e9},
+    "optimizer_lost_share": 0.9,
+    "host_to_device_bytes_per_s": 0.0,
+    "device_to_host_bytes_per_s": 0.0,
+}
+DISK: dict[str, Any] = {
+    "nvme_read_bytes_per_s": 1e9,
+    "nvme_write_bytes_per_s": 2e9,
+    "nvme_mixed_bytes_per_s": 1.5e9,
+    "io_lost_s_per_byte": 1e-10,
+    "request_s": 1e-4,
+}
+
+
+class Counted:
+    """Stands in for the measurements."""
+
+    def __init__(self) -> None:
+        self.compute = self.disk = 0
+
+    def measure_compute(self) -> dict[str, Any]:
+        self.compute += 1
+        return {**COMPUTE, "operation_s": 1e-5 * self.compute}
+
+    def measure_disk(self, folders: object, gpu: bool) -> dict[str, Any]:
+        self.disk += 1
+        return dict(DISK)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = Counted()
+    monkeypatch.setattr(calibration, "_measure_compute", found.measure_compute)
+    monkeypatch.setattr(calibration, "_measure_disk", found.measure_disk)
+    return found
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "offload" / "speeds").iterdir())
+
+
+def test_a_machine_is_measured_once(counted: Counted, tmp_path: Path) -> None:
+    assert known_speeds([tmp_path]) is None
+    first = machine_speeds([tmp_path])
+    assert machine_speeds([tmp_path]) == known_speeds([tmp_path]) == first
+    assert (counted.compute, counted.disk) == (1, 1)
+    assert first.nvme_read_bytes_per_s == 1e9
+    assert first.matmul_flops_per_s["bf16"] == 3e11
+
+
+def test_remeasuring_replaces_what_was_kept(counted: Counted, tmp_path: Path) -> None:
+    first = machine_speeds([tmp_path])
+    second = machine_speeds([tmp_path], remeasure=True)
+    assert second.operation_s == 2 * first.operation_s
+    assert known_speeds([tmp_path]) == second
+    assert len(kept(tmp_path)) == 2
+
+
+def test_another_file_system_is_measured_and_compute_is_not_again(
+    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_speeds([tmp_path])
+    real = calibration._disk_key
+    monkeypatch.setattr(
+        calibration, "_disk_key", lambda folders: {**real(folders), "file systems": ["another"]}
+    )
+    assert known_speeds([tmp_path]) is None
+    machine_speeds([tmp_path])
+    assert (counted.compute, counted.disk) == (1, 2)
+
+
+def test_another_version_of_torch_is_another_machine(
+    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_speeds([tmp_path])
+    monkeypatch.setattr(calibration, "_version", lambda name: "0.0")
+    assert known_speeds([tmp_path]) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", '{"key": {}, "speeds": {}}', "\x00\xff", "null"],
+)
+def test_damaged_files_count_as_not_there(counted: Counted, tmp_path: Path, damage: str) -> None:
+    machine_speeds([tmp_path])
+    for file in kept(tmp_path):
+        file.write_text(damage)
+    assert known_speeds([tmp_path]) is None
+    machine_speeds([tmp_path])
+    assert known_speeds([tmp_path]) is not None
+
+
+@pytest.mark.parametrize("value", ["fast", None, -1.0, float("inf"), True])
+def test_numbers_that_are_none_are_not_believed(
+    counted: Counted, tmp_path: Path, value: object
+) -> None:
+    machine_speeds([tmp_path])
+    for file in kept(tmp_path):
+        content = json.loads(file.read_text())
+        name = "request_s" if "request_s" in content["speeds"] else "host_bytes_per_s"
+        content["speeds"][name] = value
+        file.write_text(json.dumps(content))
+    assert known_speeds([tmp_path]) is None
+
+
+def test_a_file_whose_key_is_of_another_machine_is_not_believed(
+    counted: Counted, tmp_path: Path
+) -> None:
+    machine_speeds([tmp_path])
+    for file in kept(tmp_path):
+        content = json.loads(file.read_text())
+        content["key"]["cpu"] = "another"
+        file.write_text(json.dumps(content))
+    assert known_speeds([tmp_path]) is None
+
+
+def test_where_nothing_can_be_kept_the_measurement_is_used_and_that_is_said(
+    counted: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, logger="offload"):
+        found = machine_speeds([tmp_path])
+    assert found.nvme_write_bytes_per_s == 2e9
+    assert "cannot be kept" in caplog.text
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
+def test_nothing_is_left_beside_the_files(counted: Counted, tmp_path: Path) -> None:
+    machine_speeds([tmp_path])
+    assert [file.suffix for file in kept(tmp_path)] == [".json", ".json"]
+
+
+def test_a_folder_on_a_drive_that_is_not_there_is_refused(counted: Counted, tmp_path: Path) -> None:
+    missing = tmp_path / "drive" / "offload"
+    assert known_speeds([missing]) is None
+    with pytest.raises(PathError, match="is the drive mounted"):
+        machine_speeds([missing])
+    assert counted.disk == 0
+
+
+def test_what_is_kept_is_all_that_speeds_can_say(counted: Counted, tmp_path: Path) -> None:
+    elsewhere = {"name", "endurance_nbytes"}
+    assert {*COMPUTE, *DISK} == {f.name for f in fields(Speeds)} - elsewhere
+
+
+def test_what_was_measured_is_read_without_torch(counted: Counted, tmp_path: Path) -> None:
+    machine_speeds([tmp_path])
+    program = (
+        "import sys\n"
+        "from offload.planning.calibration import known_speeds\n"
+        f"assert known_speeds([{str(tmp_path)!r}]).nvme_read_bytes_per_s == 1e9\n"
+        "heavy = {'torch', 'numba'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---------------------------------------------------------------- the measurements themselves
+def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
+    from offload.planning.speed_tests import measure_disk
+
+    before = set(tmp_path.iterdir())
+    found = measure_disk([tmp_path], beside_compute=False, file_nbytes=32 << 20)
+    assert min(found.nvme_read_bytes_per_s, found.nvme_write_bytes_per_s) > 0
+    assert found.nvme_mixed_bytes_per_s > 0
+    assert found.io_lost_s_per_byte == 0
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_measuring_takes_no_random_numbers_from_anybody() -> None:
+    import torch
+
+    from offload.planning.sample_models import measure_models
+    from offload.planning.speed_tests import matmul_rate
+
+    cpu = torch.device("cpu")
+    before = torch.get_rng_state()
+    rate = matmul_rate(torch.float32, cpu, (32, 32, 32))
+    sample = (1, 64, 128, 2, 1, 16)
+    call_s, touching = measure_models({"fp32": rate, "fp16": rate / 1e6}, cpu, [sample])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert rate > 0
+    assert call_s > 0
+    assert touching["fp16"] == touching["fp32"] > 0  # too slow to be tried: fp32 stands for it
+
+
+def test_a_format_without_a_fast_kernel_is_not_tried_at_length() -> None:
+    from offload.planning.speed_tests import is_slow
+
+    assert is_slow(1e9, (512, 1024, 4096))
+    assert not is_slow(1e11, (512, 1024, 4096))
