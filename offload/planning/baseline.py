@@ -34,8 +34,8 @@ _TIMEOUT_S = 120.0
 
 # Measured by `measure_baseline` on 2 cores (AMD EPYC with AVX-512), Python 3.11, torch 2.13 for
 # CPUs, numba 0.66, kernels from numba's cache.
-_DEFAULT_RAM_NBYTES = {"fp32": 364 << 20, "bf16": 377 << 20, "fp16": 377 << 20}
-_DEFAULT_COMPILER_NBYTES = 146 << 20
+_DEFAULT_RAM_NBYTES = {"fp32": 365 << 20, "bf16": 378 << 20, "fp16": 378 << 20}
+_DEFAULT_COMPILER_NBYTES = 141 << 20
 # With a CUDA build of torch: its libraries' code and data in RAM, and what a context with cuBLAS
 # and our kernels takes of the GPU before the first tensor. Round figures for CUDA 12 and 13, not
 # measured by us.
@@ -75,7 +75,8 @@ class Baseline:
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
     """What was measured before in `precision`, or the default; at once, without torch."""
     found = _load(_key(precision))
-    return _baseline(found or _DEFAULT_RAM_NBYTES[precision], gpu, measured=found is not None)
+    default = (_DEFAULT_RAM_NBYTES[precision], _DEFAULT_COMPILER_NBYTES)
+    return _baseline(found or default, gpu, measured=found is not None)
 
 
 def machine_baseline(precision: str, *, gpu: bool = False, remeasure: bool = False) -> Baseline:
@@ -88,14 +89,18 @@ def machine_baseline(precision: str, *, gpu: bool = False, remeasure: bool = Fal
     return _baseline(found, gpu, measured=True)
 
 
-def measure_baseline(precision: str) -> int:
-    """Peak RAM of a process that trains next to nothing, in bytes. OffloadError if it fails."""
+def measure_baseline(precision: str) -> tuple[int, int]:
+    """Peak RAM of a process that trains next to nothing, and what a checkpoint adds, in bytes.
+
+    OffloadError if it fails.
+    """
     command = [sys.executable, "-m", "offload.planning.baseline_probe", precision]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
-        return int(done.stdout.split()[-1])
+        ram, compiler = done.stdout.split()[-2:]
+        return int(ram), int(compiler)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise OffloadError(
@@ -103,10 +108,11 @@ def measure_baseline(precision: str) -> int:
         ) from error
 
 
-def _baseline(ram_nbytes: int, gpu: bool, *, measured: bool) -> Baseline:
+def _baseline(found: tuple[int, int], gpu: bool, *, measured: bool) -> Baseline:
+    ram, compiler = found
     if not gpu:
-        return Baseline(ram_nbytes, 0, measured)
-    return Baseline(max(ram_nbytes, GPU_RAM_NBYTES), GPU_CONTEXT_NBYTES, measured)
+        return Baseline(ram, 0, measured, compiler)
+    return Baseline(max(ram, GPU_RAM_NBYTES), GPU_CONTEXT_NBYTES, measured, compiler)
 
 
 # ---------------------------------------------------------------- the cache
@@ -135,23 +141,25 @@ def _file(key: dict[str, Any]) -> Path:
     return Path(root).expanduser() / "offload" / "baseline" / f"{digest}.json"
 
 
-def _load(key: dict[str, Any]) -> int | None:
+def _load(key: dict[str, Any]) -> tuple[int, int] | None:
     try:
         content = json.loads(_file(key).read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict) or content.get("key") != key:
         return None
-    nbytes = content.get("ram_nbytes")
-    return nbytes if isinstance(nbytes, int) and nbytes > 0 else None
+    ram, compiler = content.get("ram_nbytes"), content.get("compiler_nbytes")
+    if not isinstance(ram, int) or not isinstance(compiler, int) or ram <= 0 or compiler < 0:
+        return None
+    return ram, compiler
 
 
-def _store(key: dict[str, Any], ram_nbytes: int) -> None:
+def _store(key: dict[str, Any], found: tuple[int, int]) -> None:
     """Written beside its name and renamed; not kept where that cannot be done."""
     file = _file(key)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
         with os.fdopen(descriptor, "w") as text:
-            json.dump({"key": key, "ram_nbytes": ram_nbytes}, text)
+            json.dump({"key": key, "ram_nbytes": found[0], "compiler_nbytes": found[1]}, text)
         Path(name).replace(file)

@@ -1,4 +1,4 @@
-"""`python -m offload.planning.baseline_probe PRECISION`: train next to nothing, print the peak RAM.
+"""`python -m offload.planning.baseline_probe PRECISION`: train next to nothing, print its peak RAM.
 
 Everything that a run loads or compiles is loaded here: the model's kernels, the optimizer's, files.
 The few hundred KiB of the model's own states count as part of it.
@@ -16,7 +16,7 @@ from offload.machine import peak_rss_nbytes
 from offload.train.model import build_meta_model
 
 
-def peak_nbytes(precision: str) -> int:
+def peak_nbytes(precision: str, *, checkpoint: bool) -> int:
     """Peak RAM of this process after three steps, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         config = offload.OffloadConfig.load({
@@ -24,7 +24,10 @@ def peak_nbytes(precision: str) -> int:
             "precision": precision,
             "budget": {"host": "64MiB", "nvme": "64MiB"},
             "nvme": {"paths": [folder]},
-            "placement": {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"},
+            "placement": {
+                "parameters": "nvme", "gradients": "host", "optimizer": "nvme",
+                "activations": {"checkpoint": checkpoint},
+            },
             "optimizer": {"chunk": 1 << 14},
             "train": {"model": {"layers": 2, "hidden": 64, "heads": 2}, "batch": 2, "sequence": 64},
         })  # fmt: skip
@@ -38,5 +41,11 @@ def peak_nbytes(precision: str) -> int:
     return peak_rss_nbytes()
 
 
+def main(precision: str) -> None:
+    """Two numbers: without a checkpoint, and what the first checkpoint adds."""
+    plain = peak_nbytes(precision, checkpoint=False)
+    print(plain, peak_nbytes(precision, checkpoint=True) - plain)
+
+
 if __name__ == "__main__":
-    print(peak_nbytes(sys.argv[1]))
+    main(sys.argv[1])

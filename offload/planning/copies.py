@@ -36,6 +36,9 @@ from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape, UnitShape
 
 MOST_PIECES = 400  # more: each is small against the whole, and a run of them would take seconds
+# Groups whose update within backward is not over when the next gradients arrive. None or two
+# happen, too, by how fast an update is beside the backward of a group.
+ONE_LATE = 1
 STEPS = 3  # the first one learns the trace, the second one brings ahead by it
 # Chunks on their way to nvme where the update waits for what it reads: of four staging buffers one
 # is worked on.
@@ -52,6 +55,9 @@ class Copies:
     nvme_nbytes: int  # most that nvme would hold without an end of its budget
     nvme_by_class: dict[StateClass, int]  # the same: valid versions ...
     nvme_versions_nbytes: int  # ... and new ones on their way
+    # The update runs faster than its writes: how many versions are on their way then depends on
+    # the moment, and what is said of nvme is the most that may come.
+    nvme_is_bound: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -109,20 +115,21 @@ def _filled(plan: Plan, run: Run, room_nbytes: int) -> Copies:
         if plan.gradients[index] is TierName.NVME and not run.sums
     ]  # fmt: skip
     if run.in_backward:
-        copied[StateClass.GRADIENTS] = sum(sorted(gradients)[-2:])
+        copied[StateClass.GRADIENTS] = sum(sorted(gradients)[-1 - ONE_LATE :])
     held, left = {}, room_nbytes
     for state_class in (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER):
         held[state_class] = min(copied[state_class], left)
         left -= held[state_class]
     staged = not left
     home = dict(totals)
-    if run.in_backward:
+    if run.in_backward and not staged:
         home[StateClass.GRADIENTS] = 0
     moved = totals[StateClass.PARAMETERS] + totals[StateClass.OPTIMIZER]
     few = STAGED_WRITES * plan.staging_nbytes
     versions = moved if kept and not staged else few + (held[StateClass.OPTIMIZER] if kept else 0)
     nvme = sum(home.values()) + min(moved, versions)
-    return Copies(held, sum(held.values()), staged, nvme, home, min(moved, versions))
+    bound = versions > few or (run.in_backward and bool(gradients))
+    return Copies(held, sum(held.values()), staged, nvme, home, min(moved, versions), bound)
 
 
 @dataclass(eq=False, slots=True)
@@ -172,6 +179,7 @@ class _Simulation:
         self._versions: deque[int] = deque()  # on their way to nvme, per chunk
         self._nvme = _Peak()
         self._nvme_versions = 0
+        self._bound = False
         self._groups = [self._group(index) for index in range(len(plan.groups))]
         self._owner = _owners(model.units)
 
@@ -213,9 +221,15 @@ class _Simulation:
             self._trace.end_cycle()
 
     def found(self) -> Copies:
+        nvme, stored = self._nvme.nbytes, self._nvme.by_class
+        gradients = _nvme_totals(self._plan, self._run)[StateClass.GRADIENTS]
+        pressed = self._run.in_backward and self._staged and gradients > 0
+        if pressed:  # where memory is short they may have to leave before they are used up
+            nvme += gradients - stored.get(StateClass.GRADIENTS, 0)
+            stored = {**stored, StateClass.GRADIENTS: gradients}
         return Copies(
-            self._peak.by_class, self._arena.high_water_nbytes, self._staged,
-            self._nvme.nbytes, self._nvme.by_class, self._nvme_versions,
+            self._peak.by_class, self._arena.high_water_nbytes, self._staged, nvme, stored,
+            self._nvme_versions, self._bound or pressed,
         )  # fmt: skip
 
     def _load(self, group: _Group) -> None:
@@ -251,8 +265,9 @@ class _Simulation:
                 self._take_gradients(self._groups[index], last=last)
                 if last and self._run.in_backward:
                     waiting.append(index)
-                    if len(waiting) > 1:
-                        self._update(self._groups[waiting.popleft()], waiting[0])
+                    if len(waiting) > ONE_LATE:
+                        ready = waiting.popleft()
+                        self._update(self._groups[ready], ready)
             if number:
                 for index in unit.groups:
                     self._leave(index)
@@ -292,8 +307,6 @@ class _Simulation:
             self._store(group.gradients)
 
     def _update(self, group: _Group, index: int) -> None:
-        if self._run.in_backward:  # there was the backward of a group since the last one
-            self._versions.clear()
         parameters, gradients = group.parameters, group.gradients
         reads = parameters is not None and parameters.offset is None
         if parameters is not None:
@@ -319,6 +332,7 @@ class _Simulation:
         self._versions.append(version)
         while (reads or staged) and len(self._versions) > STAGED_WRITES:
             self._versions.popleft()
+        self._bound |= len(self._versions) > STAGED_WRITES
         self._note_nvme()
 
     def _give_back(self, gradients: _Piece) -> None:

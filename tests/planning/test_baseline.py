@@ -1,0 +1,91 @@
+"""The framework's own memory: measured once, kept, and a default that says that it is one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.planning import baseline
+from offload.planning.baseline import known_baseline, machine_baseline, measure_baseline
+from offload.tiers.errors import OffloadError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "offload" / "baseline"
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Precisions that were measured; each measurement gives other figures."""
+    asked: list[str] = []
+
+    def measure(precision: str) -> tuple[int, int]:
+        asked.append(precision)
+        return 1000 * len(asked), 10 * len(asked)
+
+    monkeypatch.setattr(baseline, "measure_baseline", measure)
+    return asked
+
+
+def test_without_a_measurement_the_default_says_that_it_is_one() -> None:
+    found = known_baseline("bf16")
+    assert not found.measured
+    assert "a default" in found.note
+
+
+def test_a_measurement_is_made_once_per_precision_and_kept(measurements: list[str]) -> None:
+    first = machine_baseline("bf16")
+    assert machine_baseline("bf16") == first == known_baseline("bf16")
+    assert first.measured
+    assert (first.ram_nbytes, first.compiler_nbytes) == (1000, 10)
+    assert machine_baseline("fp32").ram_nbytes == 2000
+    assert measurements == ["bf16", "fp32"]
+    assert machine_baseline("bf16", remeasure=True).ram_nbytes == 3000
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}'])
+def test_a_damaged_file_counts_as_not_there(
+    damage: str, cache: Path, measurements: list[str]
+) -> None:
+    machine_baseline("bf16")
+    for file in cache.iterdir():
+        file.write_text(damage)
+    assert not known_baseline("bf16").measured
+    assert machine_baseline("bf16").ram_nbytes == 2000
+
+
+@pytest.mark.parametrize("ram", [0, -1, "much", None])
+def test_impossible_figures_count_as_not_there(
+    ram: object, cache: Path, measurements: list[str]
+) -> None:
+    machine_baseline("bf16")
+    for file in cache.iterdir():
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps({**content, "ram_nbytes": ram}))
+    assert not known_baseline("bf16").measured
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measurements: list[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert machine_baseline("bf16").ram_nbytes == 1000
+    assert not known_baseline("bf16").measured
+
+
+def test_a_gpu_adds_what_is_assumed_and_says_so() -> None:
+    found = known_baseline("bf16", gpu=True)
+    assert found.gpu_nbytes > 0
+    assert "assumed, not measured" in found.note
+
+
+def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(OffloadError, match="nowhere"):
+        measure_baseline("bf16")

@@ -1,0 +1,129 @@
+"""What memory a run takes is predicted before it: held against the ledger and against the process.
+
+Where the update runs faster than its writes, nvme's peak is a matter of the moment (how many new
+versions are on their way); the prediction is then the most it may come to, and is held to that.
+Where gradients on nvme are used up within backward, the host's peak may be off by those of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload.planning.baseline import Baseline, machine_baseline
+from offload.planning.checkpoint_size import checkpoint_nbytes
+from offload.tiers.extent import TierName
+from offload.train.model import build_meta_model
+from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
+
+LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
+FAST = {"tiny": 6, "small": 6}
+FAST_RSS = {"small": 2}
+LONG = {"tiny": 10, "small": 12, "60M": 10, "151M": 6, "300M": 4}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case. Errors are shares of what was measured."""
+
+    case: Case
+    tier: dict[str, float]
+    rss: float | None
+    nvme_is_bound: bool
+    measured: dict[str, Any]
+
+    def exact(self) -> dict[str, float]:
+        """Errors of the tiers whose peaks do not depend on the moment."""
+        return {t: e for t, e in self.tier.items() if t != "nvme" or not self.nvme_is_bound}
+
+    def __str__(self) -> str:
+        tiers = "  ".join(
+            f"{name} {error:+7.2%}{'*' if self.nvme_is_bound and name == 'nvme' else ''}"
+            for name, error in self.tier.items()
+        )
+        rss = "" if self.rss is None else f"  RSS {self.measured['rss'] / 2**20:6.0f} MiB "
+        rss += "" if self.rss is None else f"{self.rss:+6.1%}"
+        return f"{self.case.name:9}{tiers}{rss}  {' '.join(self.case.keys)}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("swap")
+
+
+def test_ledger_peaks_are_predicted(folder: Path) -> None:
+    cases = list(_drawn(FAST, folder))
+    pairs = zip(cases, measure(cases), strict=True)
+    _judge([_row(case, predict(case, Baseline(0), activations=False), m) for case, m in pairs])
+
+
+def test_peak_ram_is_predicted(folder: Path) -> None:
+    _judge([_fresh(case) for case in _drawn(FAST_RSS, folder)])
+
+
+def test_forty_cases_up_to_300_million_parameters(folder: Path, long: bool) -> None:
+    if not long:
+        pytest.skip("takes many minutes: --long")
+    _judge([_fresh(case) for case in _drawn(LONG, folder)])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_size_of_a_checkpoint_is_predicted(number: int, tmp_path: Path) -> None:
+    case = draw("tiny", 100 + number, tmp_path)
+    config = case.loaded()
+    with offload.initialize(build_meta_model(config), config) as engine:
+        engine.save_checkpoint(tmp_path / "checkpoint")
+        files = (tmp_path / "checkpoint").rglob("*")
+        written = sum(file.stat().st_size for file in files if file.is_file())
+        predicted = checkpoint_nbytes(engine.plan, config, case.shape())
+    assert predicted == pytest.approx(written, rel=0.01)
+
+
+def _drawn(sizes: dict[str, int], folder: Path) -> Iterator[Case]:
+    return (draw(size, seed, folder) for size, count in sizes.items() for seed in range(count))
+
+
+def _fresh(case: Case) -> Row:
+    """Measured in a process of its own."""
+    baseline = machine_baseline(case.loaded().precision)
+    row = _row(case, predict(case, baseline, activations=True), measure([case])[0], ram=True)
+    print(row, flush=True)
+    return row
+
+
+def _row(case: Case, predicted: Predicted, measured: dict[str, Any], *, ram: bool = False) -> Row:
+    tiers, peaks = measured["tiers"], predicted.memory.ledger_peaks
+    errors = {
+        str(tier): peaks[tier] / tiers[tier] - 1 if tiers[tier] else float(peaks[tier])
+        for tier in TierName
+    }
+    if predicted.host_slack_nbytes and tiers["host"]:
+        slack = predicted.host_slack_nbytes / tiers["host"]
+        errors["host"] = math.copysign(max(0.0, abs(errors["host"]) - slack), errors["host"])
+    place = predicted.memory.places[TierName.HOST]
+    rss = place.peak_nbytes / measured["rss"] - 1 if ram else None
+    return Row(case, errors, rss, predicted.nvme_is_bound, measured)
+
+
+def _judge(rows: list[Row]) -> None:
+    """Print the worst case of everything that is predicted, and refuse what is off by too much."""
+    worst = max(rows, key=lambda row: max(map(abs, row.exact().values())))
+    print(f"worst of {len(rows)} cases, ledger: {worst}")
+    of_ram = [row for row in rows if row.rss is not None]
+    if of_ram:
+        worst_ram = max(of_ram, key=lambda row: abs(row.rss or 0.0))
+        print(f"worst of {len(of_ram)} cases, RAM: {worst_ram}")
+    bounds = [row for row in rows if row.nvme_is_bound]
+    print(
+        f"{len(bounds)} cases (*) whose nvme peak is a matter of the moment: a bound is predicted"
+    )
+    off = [str(r) for r in rows if any(abs(e) > LEDGER for e in r.exact().values())]
+    off += [str(row) for row in of_ram if abs(row.rss or 0.0) > RSS]
+    off += [str(row) for row in bounds if row.tier["nvme"] < -LEDGER]
+    assert not off, "\n".join(off)
