@@ -21,7 +21,15 @@ REPOSITORY = Path(__file__).parents[2]
 MACHINE = ["--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD"]
 TINY = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256"]
 WORK = ["--batch", "2", "--sequence", "32", "--precision", "bf16"]
-SMALL = [*TINY, *WORK, *MACHINE, "-o", "placement.activations.checkpoint=false"]
+SMALL = [
+    *TINY,
+    *WORK,
+    *MACHINE,
+    "-o",
+    "placement.activations.checkpoint=false",
+    "-o",
+    "micro_batches=1",
+]
 
 
 def run(*arguments: str) -> int:

@@ -15,7 +15,8 @@ from offload.tools.memest.cli import main
 from offload.tools.memest.output import check_target, write_file
 
 TINY = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256"]
-WORK = ["--batch", "2", "--sequence", "32", "--no-measure"]
+ONE = ["-o", "placement.activations.checkpoint=false", "-o", "micro_batches=1"]  # one trace each
+WORK = ["--batch", "2", "--sequence", "32", "--no-measure", *ONE]
 
 
 def run(*arguments: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
+from offload.planning.activation_facts import ActivationFacts
 from offload.planning.estimate import MemoryEstimate, Shortfall, StepEstimate
 from offload.planning.plan import Plan
 from offload.planning.speeds import Speeds
@@ -33,6 +34,7 @@ class Verdict:
     memory: MemoryEstimate
     step: StepEstimate | None
     shortfalls: tuple[Shortfall, ...]
+    facts: ActivationFacts
     notes: tuple[str, ...] = ()
 
     @property

@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
+from offload.config import OffloadConfig
+from offload.planning.activation_facts import ActivationFacts
 from offload.planning.estimate import Change
+from offload.planning.workload import Workload
+from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.case import Case, Verdict
 from offload.tools.memest.knobs import Rung, knobs
+from offload.tools.memest.least import hopeless
 from offload.tools.memest.minimal_sets import minimal_sets
+from offload.tools.memest.source import ModelSource
 
-Judge = Callable[[Case], Verdict]
-
-MOST_SHOWN = 6
+MOST_SHOWN = 5
 _ENOUGH = 3  # with so many ways, larger sets of changes are not looked for
-_MOST_TRIES = 60
+_MOST_TRIES = 30
 
 
-def changes(case: Case, verdict: Verdict, judge: Judge) -> tuple[Change, ...]:
-    """Minimal sets that fit, those of fewer changes first, then by time per step.
+class Judging(Protocol):
+    """How a case is judged."""
 
-    `judge` is asked for each; at most 60 times.
-    """
-    verdicts: dict[tuple[int, ...], Verdict | None] = {}
+    def __call__(self, case: Case, *, any_fit: bool = False) -> Verdict:
+        """`any_fit`: only whether it can fit."""
 
-    def tried(rungs: tuple[Rung, ...]) -> Verdict | None:
-        key = tuple(map(id, rungs))
-        if key not in verdicts:
-            changed = applied(case, rungs)
-            verdicts[key] = None if changed is None else judge(changed)
-        return verdicts[key]
+    def facts(
+        self, source: ModelSource, config: OffloadConfig, workload: Workload
+    ) -> ActivationFacts:
+        """What one pass takes."""
 
-    def works(rungs: tuple[Rung, ...]) -> bool:
-        found = tried(rungs)
-        return found is not None and found.fits
 
-    sets = minimal_sets(knobs(case, verdict), works, most_tries=_MOST_TRIES, enough=_ENOUGH)
-    found = [(len(rungs), _change(rungs, verdict, tried(rungs))) for rungs in sets]
+def changes(case: Case, verdict: Verdict, judge: Judging) -> tuple[Change, ...]:
+    """Minimal sets that fit, those of fewer changes first, then by time per step."""
+    search = _Search(case, judge)
+    sets = minimal_sets(knobs(case, verdict), search.fits, most_tries=_MOST_TRIES, enough=_ENOUGH)
+    found: list[tuple[int, Change]] = []
+    for rungs in sets:
+        after = judge(search.changed[_key(rungs)])
+        if after.fits and len(found) < MOST_SHOWN:
+            found.append((len(rungs), _change(rungs, verdict, after)))
     found.sort(key=lambda pair: (pair[0], pair[1].step_factor or float("inf")))
-    return tuple(change for _, change in found[:MOST_SHOWN])
+    return tuple(change for _, change in found)
+
+
+@dataclass
+class _Search:
+    """Tries sets of rungs; remembers the cases that fit."""
+
+    case: Case
+    judge: Judging
+    changed: dict[tuple[int, ...], Case] = field(default_factory=dict)
+
+    def fits(self, rungs: tuple[Rung, ...]) -> bool:
+        """Whether the case fits with all of them, where the configuration allows them at all."""
+        changed = applied(self.case, rungs)
+        if changed is None:
+            return False
+        self.changed[_key(rungs)] = changed
+        tried = _recomputing(changed)
+        try:
+            facts = self.judge.facts(tried.source, tried.config, tried.workload)
+            return not hopeless(tried, facts) and self.judge(tried, any_fit=True).fits
+        except UnsupportedError:  # a batch of 2 in 4 pieces
+            return False
 
 
 def applied(case: Case, rungs: tuple[Rung, ...]) -> Case | None:
@@ -48,9 +77,21 @@ def applied(case: Case, rungs: tuple[Rung, ...]) -> Case | None:
     return changed
 
 
-def _change(rungs: tuple[Rung, ...], before: Verdict, after: Verdict | None) -> Change:
+def _recomputing(case: Case) -> Case:
+    """What leaves recomputation open fits if it fits with all of it."""
+    if case.config.placement.activations.checkpoint != "auto":
+        return case
+    config = OffloadConfig.load(case.config, ["placement.activations.checkpoint=true"])
+    return replace(case, config=config)
+
+
+def _key(rungs: tuple[Rung, ...]) -> tuple[int, ...]:
+    return tuple(map(id, rungs))
+
+
+def _change(rungs: tuple[Rung, ...], before: Verdict, after: Verdict) -> Change:
     settings: Mapping[str, str] = {k: v for rung in rungs for k, v in rung.settings.items()}
     text = "; ".join(rung.text for rung in rungs)
-    if before.step is None or after is None or after.step is None:
+    if before.step is None or after.step is None:
         return Change(settings, text)
     return Change(settings, text, after.step.seconds / before.step.seconds)

@@ -47,8 +47,8 @@ def _all(case: Case, verdict: Verdict, tiers: set[TierName]) -> Iterator[Ladder]
     compute = TierName.DEVICE if case.profile.gpu_nbytes else TierName.HOST
     if compute in tiers:
         yield _recompute(case)
-        yield _micro_batches(case)
         yield _batch(case)
+        yield _micro_batches(case, verdict.facts.peak_at)
     if tiers - {TierName.NVME}:
         yield from _budgets(case, verdict)
         yield from _placements(case)
@@ -86,7 +86,12 @@ def _recompute(case: Case) -> Ladder:
     return ladders.get(now, ())
 
 
-def _micro_batches(case: Case) -> Ladder:
+def _micro_batches(case: Case, peak_at: str) -> Ladder:
+    """Of use where the peak is in a block that is repeated: outside, the batch stays whole."""
+    names = {unit.name for unit in case.source.shape.units if unit.repeated}
+    place = peak_at.rpartition(" ")[2]
+    if not any(place == name or place.startswith(f"{name}.") for name in names):
+        return ()
     now, batch = case.config.micro_batches, case.workload.batch
     if not isinstance(now, int) or now < 1:
         return ()

@@ -109,8 +109,6 @@ def _config_of(
         return named, []
     precision = _usual_precision(asked)
     chosen = [f"precision={precision}", "placement.activations.checkpoint=auto"]
-    if source.has_graph:
-        chosen.append("micro_batches=auto")
     config = OffloadConfig.load({}, [*chosen, *overrides])
     given = asked.work.precision is not None or any(
         text.partition("=")[0].strip() == "precision" for text in overrides
