@@ -9,6 +9,7 @@ whatever else is asked of them is answered by the real ones.
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,12 +49,23 @@ class _InItsPlace(ModuleType):
             del sys.modules[self.NAME]
 
 
+class _Config:
+    """Of the compiler; what checkpoints read has its default."""
+
+    error_on_nested_fx_trace = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._dynamo.config"), name)
+
+
 class _Dynamo(_InItsPlace):
     NAME = "torch._dynamo"
 
     def __init__(self) -> None:
         super().__init__()
         self._told: list[Any] = []
+
+        self.config = _Config()
 
     def disable(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._told.append(function)
@@ -67,15 +79,24 @@ class _Dynamo(_InItsPlace):
 
 
 class _SymbolicShapes(_InItsPlace):
+    """What kernels' references ask about sizes, all of which are numbers here."""
+
     NAME = "torch.fx.experimental.symbolic_shapes"
 
-    @staticmethod
-    def expect_true(condition: bool) -> bool:
-        return condition
-
-    @staticmethod
-    def sym_eq(one: Any, other: Any) -> Any:
-        return one == other
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (
+            "expect_true", "guard_or_false", "guard_or_true", "statically_known_true",
+            "guard_size_oblivious",
+        ):  # fmt: skip
+            setattr(self, name, bool)
+        self.sym_eq = operator.eq
+        self.sym_and = lambda *conditions: all(conditions)
+        self.sym_or = lambda *conditions: any(conditions)
+        self.is_nested_int = lambda number: False
+        self.has_guarding_hint = lambda number: True
+        self.guarding_hint_or_throw = self.guard_int = lambda number: number
+        self.free_unbacked_symbols = lambda *values: frozenset()
 
 
 class _Sympy(_InItsPlace):

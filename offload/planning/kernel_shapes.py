@@ -45,13 +45,20 @@ def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.
         return None
     if all(other.is_contiguous() for other in inputs):
         if any(other.shape != shape for other in inputs):
-            shape = torch.broadcast_shapes(*(other.shape for other in inputs))
+            shape = _broadcast([other.shape for other in inputs])
         return torch.empty(shape, dtype=dtype, device="meta")
     if any(other.shape != shape or other.stride() != stride for other in inputs):
         return None
     if not _is_dense(shape, stride):
         return None
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size:
+    longest = max(map(len, shapes))
+    padded = [(*([1] * (longest - len(shape))), *shape) for shape in shapes]
+    # 1 gives way to any size, 0 included
+    return torch.Size(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
