@@ -17,7 +17,7 @@ from offload.zero.model_shape import ModelShape
 
 MATTERS = 0.05  # of a step's time: less is not worth a line
 _SHARES = (0.5, 1.0)  # of the memory that is not used yet
-_CORRECTION = (0.2, 5.0)  # beyond, it is not the speeds that are wrong
+_CORRECTION = (1 / 3, 3.0)  # beyond, it is not the speeds that are wrong
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,16 @@ def _short(nbytes: int) -> str:
     return format_bytes(nbytes).replace(" ", "").replace(".0", "")
 
 
-def corrected(speeds: Speeds, step: StepEstimate, measured_s: float) -> Speeds:
-    """Speeds with which the prediction would have been what was measured.
+def corrected(speeds: Speeds, step: StepEstimate, measured_s: float) -> Speeds | None:
+    """Speeds with which the prediction would have been what was measured; None where that is too
+    far off: other programs are at work, or something is not in the model of time at all.
 
     All rates by one factor: one number cannot say which of them was wrong. What the machine was
     measured to do alone is then what it does in this run.
     """
-    factor = min(max(step.seconds / measured_s, _CORRECTION[0]), _CORRECTION[1])
+    factor = step.seconds / measured_s
+    if not _CORRECTION[0] <= factor <= _CORRECTION[1]:
+        return None
     return replace(
         speeds,
         matmul_flops_per_s={k: v * factor for k, v in speeds.matmul_flops_per_s.items()},

@@ -73,12 +73,16 @@ class Forecast:
         return estimate_memory(best.plan, best.config, self.model, facts, workload, baseline)
 
     def advice(self, measured_s: float) -> list[Change]:
-        """What would make a step faster, judged with speeds corrected by a measured step."""
+        """What would make a step faster, judged with speeds corrected by a measured step; nothing
+        where they would be corrected beyond what speeds can be wrong by."""
         best = self.solution.best
         if self.speeds is None or best.step is None:
             return []
-        known = replace(self.known, speeds=corrected(self.speeds, best.step, measured_s))
-        now = replace(best, seconds=measured_s)
+        speeds = corrected(self.speeds, best.step, measured_s)
+        if speeds is None:
+            return []
+        known = replace(self.known, speeds=speeds)
+        now = solve(self.config, self.model, self.hardware, known).best
         return advise(Situation(self.given, self.model, self.hardware, known, now))
 
 

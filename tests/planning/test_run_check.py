@@ -199,6 +199,8 @@ def test_corrected_speeds_predict_what_was_measured():
     config = OffloadConfig.load({"budget": {"host": "80MiB", "nvme": "2GiB"}})
     best = solve(config, model(), hardware(), about).best
     assert best.step is not None
+    assert corrected(SPEEDS, best.step, best.seconds * 20) is None
     speeds = corrected(SPEEDS, best.step, best.seconds * 1.5)
+    assert speeds is not None
     again = solve(config, model(), hardware(), replace(about, speeds=speeds)).best
     assert again.seconds == pytest.approx(best.seconds * 1.5, rel=0.05)
