@@ -194,6 +194,23 @@ def test_passes_of_a_step_do_not_change_what_one_takes(tmp_path: Path) -> None:
     assert len(list((cache_folder() / "activations").iterdir())) == 1
 
 
+def test_a_model_that_does_not_run_on_tokens_is_said_not_to() -> None:
+    source = read_model(f"{__name__}:small_model")
+    with pytest.raises(UnsupportedError, match="Sequential"):
+        source.activations(activation_config(), Workload(1, 8))
+
+
+def test_a_model_whose_sizes_do_not_go_together_is_said_to_fail(tmp_path: Path) -> None:
+    path = write_config(
+        tmp_path, model_type="deepseek_v3", architectures=None, kv_lora_rank=8, q_lora_rank=8,
+        qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=8, n_routed_experts=4,
+        moe_intermediate_size=16, num_key_value_heads=4,
+    )  # fmt: skip
+    source = read_model(str(path))
+    with pytest.raises(UnsupportedError, match="its forward fails for 1 x 8 tokens"):
+        source.activations(activation_config(), Workload(1, 8))
+
+
 def test_facts_that_are_damaged_on_disk_are_traced_anew(tmp_path: Path) -> None:
     source = read_model(str(write_config(tmp_path)))
     facts = source.activations(activation_config(), Workload(1, 8))

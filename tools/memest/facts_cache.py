@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.workload import Workload
+from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.tools.memest.disk_cache import key_of, load, save, text, whole
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def cached_facts(
     """What one pass takes; without torch where that is known already.
 
     `fingerprint` names all that the model depends on; empty: nothing is kept. `device` (cpu, cuda)
-    says whose kernels are meant; by default those of `config`, or of this machine.
+    says whose kernels are meant; by default those of `config`, or of this machine. UnsupportedError
+    where the model's code does not run on tokens.
     """
     key = ""
     if fingerprint:
@@ -34,12 +36,27 @@ def cached_facts(
         found = load(_KIND, key, _decoded)
         if found is not None:
             return found
-    from offload.planning.activation_trace import trace_activations
-
-    facts = trace_activations(build(), config, workload, device=device)
+    facts = _traced(build(), config, workload, device)
     if key:
         save(_KIND, key, asdict(facts))
     return facts
+
+
+def _traced(
+    model: nn.Module, config: OffloadConfig, workload: Workload, device: str | None
+) -> ActivationFacts:
+    from offload.planning.activation_trace import trace_activations
+
+    try:
+        return trace_activations(model, config, workload, device=device)
+    except OffloadError:
+        raise
+    except Exception as error:  # the model's own code: sizes that only it finds out about
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedError(
+            f"{type(model).__name__}: its forward fails for {workload.batch} x {workload.sequence} "
+            f"tokens: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _parts(
