@@ -20,6 +20,8 @@ from offload.tools.memest.source import ModelSource
 MOST_SHOWN = 5
 _ENOUGH = 3  # with so many ways, larger sets of changes are not looked for
 _MOST_TRIES = 30
+_ENORMOUS_NUMEL = 20 * 10**9
+_LARGE_CHUNK_NUMEL = 1 << 22
 
 
 class Judging(Protocol):
@@ -61,7 +63,7 @@ class _Search:
         if changed is None:
             return False
         self.changed[_key(rungs)] = changed
-        tried = _recomputing(changed)
+        tried = _with_few_chunks(_recomputing(changed))
         try:
             facts = self.judge.facts(tried.source, tried.config, tried.workload)
             return not hopeless(tried, facts) and self.judge(tried, any_fit=True).fits
@@ -82,6 +84,15 @@ def _recomputing(case: Case) -> Case:
     if case.config.placement.activations.checkpoint != "auto":
         return case
     config = OffloadConfig.load(case.config, ["placement.activations.checkpoint=true"])
+    return replace(case, config=config)
+
+
+def _with_few_chunks(case: Case) -> Case:
+    """Of an enormous model that leaves its chunks open, large ones: they are planned one by one."""
+    open_chunk = case.config.optimizer.chunk == "auto"
+    if not open_chunk or case.source.shape.numel // case.profile.ranks < _ENORMOUS_NUMEL:
+        return case
+    config = OffloadConfig.load(case.config, [f"optimizer.chunk={_LARGE_CHUNK_NUMEL}"])
     return replace(case, config=config)
 
 

@@ -49,6 +49,7 @@ td.number,th.number{text-align:right;white-space:nowrap}
 code{font:13px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;white-space:nowrap}
 ul.lines{margin:0;padding-left:20px}
 ul.lines li{overflow-wrap:anywhere;margin-bottom:3px}
+.after{margin:10px 0 0}
 footer{margin-top:26px;font-size:13px;color:var(--quiet)}
 """
 

@@ -49,7 +49,7 @@ class Judge:
             best.plan, best.config, share.shape, facts, case.workload, baseline
         )
         memory = share.with_gathered(memory, best.config, gpu=best.plan.gpu)
-        memory = _with_capacities(memory, hardware)
+        memory = _of_the_node(memory, hardware, share.ranks)
         short = (*best.shortfalls, *_physical(memory, best))
         config = resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu")
         step = best.step if case.speeds is not None and case.source.has_graph else None
@@ -149,14 +149,19 @@ def _key_of(name: MemoryClass, tier: TierName) -> str:
     return _KEYS.get(name, f"budget.{tier}")
 
 
-def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:
-    """Every place against what there is of it, for one rank."""
+def _of_the_node(memory: MemoryEstimate, hardware: Hardware, ranks: int) -> MemoryEstimate:
+    """Every place against what one rank has of it, and the whole checkpoint.
+
+    A tier that its budget cannot hold is predicted as full, the excess as a negative class: what
+    would have to be held is shown instead.
+    """
     there = {
         TierName.DEVICE: hardware.device_nbytes,
         TierName.HOST: hardware.host_nbytes,
         TierName.NVME: hardware.nvme_free_nbytes,
     }
     places = {
-        tier: PlaceEstimate(there[tier], place.by_class) for tier, place in memory.places.items()
+        tier: PlaceEstimate(there[tier], {name: n for name, n in place.by_class.items() if n > 0})
+        for tier, place in memory.places.items()
     }
-    return replace(memory, places=places)
+    return replace(memory, places=places, checkpoint_nbytes=memory.checkpoint_nbytes * ranks)

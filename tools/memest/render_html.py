@@ -146,7 +146,7 @@ def _homes(estimate: Estimate) -> str:
     rest = f"{len(plan.groups):,} groups, {plan.prefetch} fetched ahead, chunks of "
     return (
         '<h2>Homes of the states</h2><div class="card"><table>'
-        f'{rows}</table><p class="quiet">{rest}{plan.chunk_numel:,} elements</p></div>'
+        f'{rows}</table><p class="quiet after">{rest}{plan.chunk_numel:,} elements</p></div>'
     )
 
 

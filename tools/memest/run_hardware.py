@@ -29,6 +29,9 @@ def profile_of(asked: MachineOptions, config: OffloadConfig) -> HardwareProfile:
         if not profile.ssds:
             raise ConfigError(f"--ssd {asked.ssd}: name a drive; its size is --nvme {asked.nvme}")
         profile = replace(profile, nvme_nbytes=sized.nvme_nbytes, name=sized.name)
+    if asked.ram is not None and drive is not None:  # then nothing is this machine's
+        notes = tuple(note for note in profile.notes if not note.startswith("RAM and disk, where"))
+        profile = replace(profile, notes=notes)
     return _computing_where_it_should(profile, config)
 
 

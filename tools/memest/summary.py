@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.planning.estimate import Change, Estimate
+from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest import wording
 from offload.tools.memest.picture import PLACE_TITLES
@@ -23,12 +24,12 @@ def verdict(estimate: Estimate) -> str:
     """`fits`, or what is short of what."""
     if estimate.fits:
         return "fits"
-    short = "; ".join(
-        f"{PLACE_TITLES[s.tier]} is {format_bytes(max(0, s.needed_nbytes - s.capacity_nbytes))} "
-        "short"
-        for s in estimate.shortfalls
-    )
-    return f"does not fit: {short}"
+    missing: dict[TierName, int] = {}
+    for each in estimate.shortfalls:
+        short = max(0, each.needed_nbytes - each.capacity_nbytes)
+        missing[each.tier] = max(short, missing.get(each.tier, 0))
+    texts = (f"{PLACE_TITLES[t]} is {format_bytes(n)} short" for t, n in missing.items())
+    return f"does not fit: {'; '.join(texts)}"
 
 
 def workload_text(estimate: Estimate) -> str:
