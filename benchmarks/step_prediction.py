@@ -1,6 +1,7 @@
 """How well the time of a step is predicted: measured steps beside what `estimate_step` says.
 
-    python benchmarks/step_prediction.py [--rounds 5] [--cases NAME,...] [--path FOLDER] [--json FILE]
+    python benchmarks/step_prediction.py [--rounds 5] [--cases 'NAME; NAME'] [--path FOLDER]
+                                         [--json FILE]
 
 Each case is a model, a placement and a batch, trained in a process of its own; the cases step in
 turn, as in `offload bench step`. The machine's speeds are measured anew in every round, just before
@@ -175,8 +176,12 @@ def measure(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[list[Run]
             speeds.append(measure_speeds([folder]))
             shift = number % len(runs)
             for run in runs[shift:] + runs[:shift]:
-                print(f"round {number + 1}: {run.case.name}", flush=True)
                 run.turn(speeds[-1])
+                print(
+                    f"round {number + 1}: {run.case.name}: {run.predicted[-1]:.3f} s predicted, "
+                    f"{run.measured[-1]:.3f} s measured",
+                    flush=True,
+                )
             if number < 0:
                 for run in runs:
                     run.forget()

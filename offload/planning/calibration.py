@@ -28,7 +28,7 @@ from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
-FORMAT = 2  # raised whenever what is measured, or how, changes
+FORMAT = 3  # raised whenever what is measured, or how, changes
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 Found = Mapping[str, Any]  # fields of `Speeds`

@@ -16,7 +16,7 @@ from offload.train.model import LanguageModel, build_meta_model
 Sample = tuple[int, int, int, int, int, int]  # layers, hidden, mlp, heads, batch, sequence
 
 _CALLS = (2, 64, 128, 2, 1, 16)  # too small for anything but calls
-_SAMPLES = ((2, 256, 768, 4, 8, 128), (2, 1024, 4096, 16, 1, 256))
+_SAMPLES = ((4, 128, 384, 4, 16, 128), (2, 256, 768, 4, 8, 128))
 _SAMPLES_GPU = ((2, 1024, 4096, 16, 8, 1024), (2, 4096, 16384, 32, 2, 1024))
 _VOCABULARY = 512
 _REPEAT = 4

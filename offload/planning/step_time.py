@@ -43,6 +43,12 @@ _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`tuning`), on two cores of an AMD EPYC.
 _REQUEST_CALL_S = 150e-6
+# What an update's pipeline (read | arithmetic | write, chunk by chunk) gets of the disk where its
+# threads share the cores with a forward: 3.6 to 3.9 GB crossed in forwards of 1.3 to 1.7 s of the
+# 151 M shape in fp32 and bf16 on two cores of an AMD EPYC, beside 3.4 to 4.0 GB/s of the disk mixed
+# (0.8 of the roofline for whole steps: benchmarks/records/bench-step-151m-fp32.txt). A loop without
+# arithmetic between its reads and writes keeps nearly all: what is lost are wake-ups.
+_SHARED_PIPELINE = 0.65
 _GAP_SHARE = 0.002  # of a step: spans of one kind this close are drawn as one
 
 
@@ -194,7 +200,8 @@ class _Pipeline:
         asked_s = max(self._begun_s, self._gradient_home[group])
         if self._config.optimizer.in_backward is True:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
-        ready_s = self._read(asked_s, moved.read)
+        share = 1.0 if plan.gpu else _SHARED_PIPELINE
+        ready_s = self._read(asked_s, moved.read, share)
         ready_s = self._send(ready_s, moved.to_device, TO_DEVICE)
         seconds = update_s(plan, group, self._config.precision, self._speeds)
         optimizer = self._clocks[OPTIMIZER]
@@ -210,7 +217,7 @@ class _Pipeline:
         self._note(OPTIMIZER, "update", start_s, end_s)
         end_s = self._send(end_s, moved.to_host, TO_HOST)
         self._updated[group] = end_s
-        self._write(end_s, moved.written, "update")
+        self._write(end_s, moved.written, "update", share)
 
     def _lost_s(self, move: Move) -> float:
         """What the cores lose to the bytes that an action moves."""
@@ -221,19 +228,20 @@ class _Pipeline:
         return bytes_s + moved.requests * _REQUEST_CALL_S
 
     # ---------------------------------------------------------------- links
-    def _read(self, asked_s: float, nbytes: int) -> float:
+    def _read(self, asked_s: float, nbytes: int, share: float = 1.0) -> float:
+        """When the bytes are there; `share` is what of the disk's speed they get."""
         if not nbytes:
             return asked_s
-        seconds = nbytes / self._disk_rate(self._speeds.nvme_read_bytes_per_s)
+        seconds = nbytes / (share * self._disk_rate(self._speeds.nvme_read_bytes_per_s))
         start_s, end_s = self._clocks[READ].take(asked_s, seconds)
         self._hold_up(WRITE, seconds)
         self._note(READ, "read", start_s, end_s)
         return end_s
 
-    def _write(self, ready_s: float, nbytes: int, label: str) -> float:
+    def _write(self, ready_s: float, nbytes: int, label: str, share: float = 1.0) -> float:
         if not nbytes:
             return ready_s
-        seconds = nbytes / self._disk_rate(self._speeds.nvme_write_bytes_per_s)
+        seconds = nbytes / (share * self._disk_rate(self._speeds.nvme_write_bytes_per_s))
         start_s, end_s = self._clocks[WRITE].take(ready_s, seconds)
         self._hold_up(READ, seconds)
         self._note(WRITE, label, start_s, end_s)

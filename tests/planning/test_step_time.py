@@ -253,9 +253,9 @@ def test_bytes_that_a_slow_disk_moves_bound_the_step() -> None:
     )  # fmt: skip
     step = step_of(ALL, speeds=slow)
     moved = {link.name: link.nbytes for link in step.links}
-    by_hand = moved["nvme read"] / 1e7 + moved["nvme write"] / 2e7
+    at_full_speed = moved["nvme read"] / 1e7 + moved["nvme write"] / 2e7
     assert step.bottleneck in ("nvme read", "nvme write")
-    assert step.seconds == pytest.approx(by_hand, rel=0.1)
+    assert at_full_speed < step.seconds < 1.6 * at_full_speed
     assert step.written_nbytes == moved["nvme write"]
 
 
