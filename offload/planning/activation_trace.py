@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.compiler_free import without_compiler
+from offload.planning.cuda_choices import choosing_for_cuda
 from offload.planning.pass_watch import PassWatch
 from offload.planning.sample_run import Run, default_run
 from offload.planning.saved_elsewhere import SavedElsewhere
@@ -102,6 +103,8 @@ def _passes(
         stack.enter_context(without_compiler())
         values = WithoutValues(device)
         stack.enter_context(valueless(model, values, _DTYPES[config.precision]))
+        if device == "cuda":
+            stack.enter_context(choosing_for_cuda(model, units))
         stack.enter_context(as_the_engine(model, units, config, away))
         stack.enter_context(watched_blocks(model, units, watch, skip=skip))
         stack.enter_context(values)

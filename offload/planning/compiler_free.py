@@ -96,7 +96,7 @@ class _SymbolicShapes(_InItsPlace):
         self.is_nested_int = lambda number: False
         self.has_guarding_hint = lambda number: True
         self.guarding_hint_or_throw = self.guard_int = lambda number: number
-        self.free_unbacked_symbols = lambda *values: frozenset()
+        self.free_unbacked_symbols = lambda *values: frozenset[Any]()
 
 
 class _Sympy(_InItsPlace):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from offload.tiers.units import round_up
+
 Shape = Sequence[int]
 Flops = Callable[[Sequence[Any], Any], int]
 
@@ -38,6 +40,23 @@ def touched_nbytes(op: Any, given: Sequence[torch.Tensor], results: Sequence[tor
         made = {id(tensor) for tensor in results}
         return written + sum(_nbytes(tensor) for tensor in given if id(tensor) not in made)
     return written + sum(map(_nbytes, given))
+
+
+def scratch_nbytes(op: Any, args: Sequence[Any]) -> int:
+    """Memory that a kernel takes for itself, where that is much and known.
+
+    Flash attention's backward on a GPU: fp32 sums of the query's gradient, a number per row, and
+    gradients of keys and values for each of their query heads (`mha_bwd` in its source).
+    """
+    if op is not torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+        return 0
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * round_up(length, 128)
+    nbytes = 4 * rows * round_up(width, 32) + 4 * rows
+    if key.shape[1] != heads:
+        nbytes += 2 * key.itemsize * batch * heads * key.shape[2] * width
+    return int(nbytes)
 
 
 def is_kernel(op: Any) -> bool:

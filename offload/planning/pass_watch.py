@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.planning.activation_facts import PassCost
 from offload.planning.live_bytes import LiveBytes
-from offload.planning.op_costs import flops, is_kernel, touched_nbytes
+from offload.planning.op_costs import flops, is_kernel, scratch_nbytes, touched_nbytes
 from offload.planning.valueless import tensors_of
 
 
@@ -78,6 +78,9 @@ class PassWatch(TorchDispatchMode):
         given = list(tensors_of((args, tuple(kwargs.values()))))
         results = list(tensors_of((result,)))
         self.live.made(results, given)
+        scratch = scratch_nbytes(func, args) if self._backward else 0
+        if scratch:
+            self._grown(scratch)
         self._count(func, args, given, results, result)
         return result
 
@@ -101,8 +104,8 @@ class PassWatch(TorchDispatchMode):
             place = bisect.bisect_right(self._marks, number, key=lambda mark: mark.node)
             self._now = self._marks[max(place, 1) - 1]
 
-    def _grown(self) -> None:
-        nbytes = self.live.now + self._now.more_nbytes
+    def _grown(self, scratch: int = 0) -> None:
+        nbytes = self.live.now + self._now.more_nbytes + scratch
         if nbytes > self.peak_nbytes:
             self.peak_nbytes = nbytes
             self.peak_at = f"{'backward' if self._backward else 'forward'} of {self._now.where}"

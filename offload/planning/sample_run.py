@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ Run = Callable[[nn.Module, Workload], Tensor]
 
 def default_run(model: nn.Module) -> Run:
     """By the names of what the model's forward takes. UnsupportedError where they say nothing."""
-    names = set(inspect.signature(model.forward).parameters)
+    names = inspect.signature(model.forward).parameters.keys()
     if {"tokens", "targets"} <= names:
         return _run_on_tokens
     if {"input_ids", "labels"} <= names:
-        return _run_on_input_ids
+        more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+        return partial(_run_on_input_ids, more=more)
     raise UnsupportedError(
         f"{type(model).__name__}.forward takes {', '.join(sorted(names)) or 'nothing'}: what to "
         "call it with is known for language models alone, which take input_ids and labels (or "
@@ -36,9 +38,7 @@ def _run_on_tokens(model: nn.Module, workload: Workload) -> Tensor:
     return loss
 
 
-def _run_on_input_ids(model: nn.Module, workload: Workload) -> Tensor:
-    names = inspect.signature(model.forward).parameters
-    more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+def _run_on_input_ids(model: nn.Module, workload: Workload, more: dict[str, Any]) -> Tensor:
     loss: Tensor = model(input_ids=_tokens(workload), labels=_tokens(workload), **more).loss
     return loss
 
