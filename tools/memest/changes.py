@@ -9,13 +9,11 @@ from typing import Protocol
 from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.estimate import Change
-from offload.planning.workload import Workload
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.case import Case, Verdict
 from offload.tools.memest.knobs import Rung, knobs
 from offload.tools.memest.least import hopeless
 from offload.tools.memest.minimal_sets import minimal_sets
-from offload.tools.memest.source import ModelSource
 
 MOST_SHOWN = 5
 _ENOUGH = 3  # with so many ways, larger sets of changes are not looked for
@@ -27,12 +25,13 @@ _LARGE_CHUNK_NUMEL = 1 << 22
 class Judging(Protocol):
     """How a case is judged."""
 
-    def __call__(self, case: Case, *, any_fit: bool = False) -> Verdict:
-        """`any_fit`: only whether it can fit."""
+    def __call__(self, case: Case) -> Verdict:
+        """The best that can be said of it."""
 
-    def facts(
-        self, source: ModelSource, config: OffloadConfig, workload: Workload
-    ) -> ActivationFacts:
+    def fits(self, case: Case) -> bool:
+        """Only whether it can fit."""
+
+    def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
         """What one pass takes."""
 
 
@@ -42,7 +41,7 @@ def changes(case: Case, verdict: Verdict, judge: Judging) -> tuple[Change, ...]:
     sets = minimal_sets(knobs(case, verdict), search.fits, most_tries=_MOST_TRIES, enough=_ENOUGH)
     found: list[tuple[int, Change]] = []
     for rungs in sets:
-        after = judge(search.changed[_key(rungs)])
+        after = judge(_recomputing(search.changed[_key(rungs)]))
         if after.fits and len(found) < MOST_SHOWN:
             found.append((len(rungs), _change(rungs, verdict, after)))
     found.sort(key=lambda pair: (pair[0], pair[1].step_factor or float("inf")))
@@ -65,8 +64,8 @@ class _Search:
         self.changed[_key(rungs)] = changed
         tried = _with_few_chunks(_recomputing(changed))
         try:
-            facts = self.judge.facts(tried.source, tried.config, tried.workload)
-            return not hopeless(tried, facts) and self.judge(tried, any_fit=True).fits
+            facts = self.judge.facts(tried, tried.config)
+            return not hopeless(tried, facts) and self.judge.fits(tried)
         except UnsupportedError:  # a batch of 2 in 4 pieces
             return False
 
@@ -80,7 +79,8 @@ def applied(case: Case, rungs: tuple[Rung, ...]) -> Case | None:
 
 
 def _recomputing(case: Case) -> Case:
-    """What leaves recomputation open fits if it fits with all of it."""
+    """What leaves recomputation open fits if it fits with all of it; judged so its step is one
+    that is sure to fit, if not the fastest."""
     if case.config.placement.activations.checkpoint != "auto":
         return case
     config = OffloadConfig.load(case.config, ["placement.activations.checkpoint=true"])

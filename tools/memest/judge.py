@@ -19,12 +19,10 @@ from offload.planning.plan import Hardware
 from offload.planning.planner import resolved_config
 from offload.planning.rough_step import NOMINAL
 from offload.planning.solver import Candidate, Known, Solution, solve
-from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
 from offload.tools.memest.ranks import Share, share_of
-from offload.tools.memest.source import ModelSource
 
 _NOTHING = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
 
@@ -35,62 +33,75 @@ class Judge:
 
     _facts: dict[object, dict[int, ActivationFacts]] = field(default_factory=dict)
 
-    def __call__(self, case: Case, *, any_fit: bool = False) -> Verdict:
-        """The best plan that the configuration allows, whether or not it fits.
-
-        `any_fit`: any that fits, without times; takes a fraction as long.
-        """
-        share = share_of(case.source.shape, case.profile)
-        hardware = case.profile.hardware()
-        baseline = known_baseline(case.config.precision, gpu=hardware.device_nbytes > 0)
-        best = self._solve(case, share, hardware, baseline, any_fit).best
-        facts = self.facts(case.source, best.config, case.workload)
-        memory = estimate_memory(
-            best.plan, best.config, share.shape, facts, case.workload, baseline
-        )
-        memory = share.with_gathered(memory, best.config, gpu=best.plan.gpu)
-        memory = _of_the_node(memory, hardware, share.ranks)
+    def __call__(self, case: Case) -> Verdict:
+        """The best plan that the configuration allows, whether or not it fits."""
+        share, baseline = share_of(case.source.shape, case.profile), _baseline_of(case)
+        best = self._solve(case, share, baseline).best
+        memory = self._memory(case, share, best, baseline)
         short = (*best.shortfalls, *_physical(memory, best))
         config = resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu")
         step = best.step if case.speeds is not None and case.source.has_graph else None
         if step is not None:
             step = replace(step, tokens=step.tokens * case.profile.ranks)
+        facts = self.facts(case, best.config)
         return Verdict(config, best.plan, memory, step, short, facts, (baseline.note,))
 
-    def facts(
-        self, source: ModelSource, config: OffloadConfig, workload: Workload
-    ) -> ActivationFacts:
-        """What one pass takes; nothing where the model's code is not known.
+    def fits(self, case: Case) -> bool:
+        """Whether any plan does. Takes a fraction of the time of a verdict."""
+        share, baseline = share_of(case.source.shape, case.profile), _baseline_of(case)
+        best = self._solve(case, share, baseline, any_fit=True).best
+        if not best.fits:
+            return False
+        return not any(_physical(self._memory(case, share, best, baseline), best))
+
+    def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
+        """What one pass takes under `config`; nothing where the model's code is not known.
 
         Found for one batch; at others it is taken to grow with the batch (of the built-in models
         to 0.03 %).
         """
+        source, workload = case.source, case.workload
         if not source.has_graph:
             return _NOTHING
+        device = "cuda" if case.profile.gpu_nbytes else "cpu"
         key = (
             source.fingerprint, config.precision, config.placement.activations.checkpoint,
-            config.micro_batches, workload.sequence,
+            config.micro_batches, workload.sequence, device,
         )  # fmt: skip
         by_batch = self._facts.setdefault(key, {})
         if by_batch and workload.batch not in by_batch:
             batch, facts = next(iter(by_batch.items()))
             by_batch[workload.batch] = scaled(facts, workload.batch / batch)
         if not by_batch:
-            by_batch[workload.batch] = source.activations(config, workload)
+            by_batch[workload.batch] = source.activations(config, workload, device)
         return by_batch[workload.batch]
 
     def _solve(
-        self, case: Case, share: Share, hardware: Hardware, baseline: Baseline, any_fit: bool
+        self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool = False
     ) -> Solution:
+        hardware = case.profile.hardware()
         if not case.source.has_graph:
             return solve(case.config, share.shape, hardware)
         known = Known(
-            case.workload, case.speeds or NOMINAL,
-            lambda config: self.facts(case.source, config, case.workload),
-            baseline.ram_nbytes, baseline.gpu_nbytes + share.gathered_nbytes(case.config),
-            any_fit,
+            case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
+            baseline.ram_nbytes, baseline.gpu_nbytes + share.gathered_nbytes(case.config), any_fit,
         )  # fmt: skip
         return solve(case.config, share.shape, hardware, known)
+
+    def _memory(
+        self, case: Case, share: Share, best: Candidate, baseline: Baseline
+    ) -> MemoryEstimate:
+        facts = self.facts(case, best.config)
+        memory = estimate_memory(
+            best.plan, best.config, share.shape, facts, case.workload, baseline
+        )
+        memory = share.with_gathered(memory, best.config, gpu=best.plan.gpu)
+        return _of_the_node(memory, case.profile.hardware(), share.ranks)
+
+
+def _baseline_of(case: Case) -> Baseline:
+    gpu = case.profile.hardware().device_nbytes > 0
+    return known_baseline(case.config.precision, gpu=gpu)
 
 
 def scaled(facts: ActivationFacts, factor: float) -> ActivationFacts:

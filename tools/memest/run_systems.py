@@ -39,7 +39,7 @@ def run_compare(asked: EstimateOptions) -> int:
     question = read_question(asked)
     judge = Judge()
     case, ours = question.case, answer(question, judge)
-    facts = judge.facts(case.source, ours.config, case.workload)
+    facts = judge.facts(case, ours.config)
     rows = compare(
         case.source.shape, facts, ours.config, case.workload, case.profile, case.speeds, ours
     )
