@@ -29,18 +29,23 @@ from offload import machine
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
-FORMAT = 1  # raised whenever what is measured, or how, changes
+FORMAT = 2  # raised whenever what is measured, or how, changes
 _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 
 # Measured by `measure_baseline` on 2 cores (AMD EPYC with AVX-512), Python 3.11, torch 2.13 for
 # CPUs, numba 0.66, kernels from numba's cache.
-_DEFAULT_RAM_NBYTES = {"fp32": 365 << 20, "bf16": 378 << 20, "fp16": 378 << 20}
-_DEFAULT_COMPILER_NBYTES = 141 << 20
+_DEFAULT_RAM_NBYTES = {"fp32": 364 << 20, "bf16": 377 << 20, "fp16": 363 << 20}
+_DEFAULT_SYMBOLS_NBYTES = 40 << 20
+_DEFAULT_COMPILER_NBYTES = 146 << 20
 # With a CUDA build of torch: its libraries' code and data in RAM, and what a context with cuBLAS
 # and our kernels takes of the GPU before the first tensor. Round figures for CUDA 12 and 13, not
 # measured by us.
 GPU_RAM_NBYTES = 1536 << 20
 GPU_CONTEXT_NBYTES = 768 << 20
+
+
+_NAMES = ("ram_nbytes", "symbols_nbytes", "compiler_nbytes")
+Measured = tuple[int, int, int]  # in this order
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,9 @@ class Baseline:
     ram_nbytes: int
     gpu_nbytes: int = 0
     measured: bool = False
-    # torch's compiler, which torch imports for checkpoints, whether or not anything is compiled
+    # What torch imports at their first use, whether or not anything is compiled: symbolic shapes
+    # for micro-batches; its whole compiler, these included, for checkpoints.
+    symbols_nbytes: int = _DEFAULT_SYMBOLS_NBYTES
     compiler_nbytes: int = _DEFAULT_COMPILER_NBYTES
 
     @property
@@ -75,7 +82,9 @@ class Baseline:
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
     """What was measured before in `precision`, or the default; at once, without torch."""
     found = _load(_key(precision))
-    default = (_DEFAULT_RAM_NBYTES[precision], _DEFAULT_COMPILER_NBYTES)
+    default = (
+        _DEFAULT_RAM_NBYTES[precision], _DEFAULT_SYMBOLS_NBYTES, _DEFAULT_COMPILER_NBYTES
+    )  # fmt: skip
     return _baseline(found or default, gpu, measured=found is not None)
 
 
@@ -89,8 +98,9 @@ def machine_baseline(precision: str, *, gpu: bool = False, remeasure: bool = Fal
     return _baseline(found, gpu, measured=True)
 
 
-def measure_baseline(precision: str) -> tuple[int, int]:
-    """Peak RAM of a process that trains next to nothing, and what a checkpoint adds, in bytes.
+def measure_baseline(precision: str) -> Measured:
+    """Peak RAM of a process that trains next to nothing, and what micro-batches and checkpoints
+    add.
 
     OffloadError if it fails.
     """
@@ -99,8 +109,8 @@ def measure_baseline(precision: str) -> tuple[int, int]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
-        ram, compiler = done.stdout.split()[-2:]
-        return int(ram), int(compiler)
+        ram, symbols, compiler = done.stdout.split()[-3:]
+        return int(ram), int(symbols), int(compiler)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise OffloadError(
@@ -108,11 +118,11 @@ def measure_baseline(precision: str) -> tuple[int, int]:
         ) from error
 
 
-def _baseline(found: tuple[int, int], gpu: bool, *, measured: bool) -> Baseline:
-    ram, compiler = found
+def _baseline(found: Measured, gpu: bool, *, measured: bool) -> Baseline:
+    ram, symbols, compiler = found
     if not gpu:
-        return Baseline(ram, 0, measured, compiler)
-    return Baseline(max(ram, GPU_RAM_NBYTES), GPU_CONTEXT_NBYTES, measured, compiler)
+        return Baseline(ram, 0, measured, symbols, compiler)
+    return Baseline(max(ram, GPU_RAM_NBYTES), GPU_CONTEXT_NBYTES, measured, symbols, compiler)
 
 
 # ---------------------------------------------------------------- the cache
@@ -141,25 +151,26 @@ def _file(key: dict[str, Any]) -> Path:
     return Path(root).expanduser() / "offload" / "baseline" / f"{digest}.json"
 
 
-def _load(key: dict[str, Any]) -> tuple[int, int] | None:
+def _load(key: dict[str, Any]) -> Measured | None:
     try:
         content = json.loads(_file(key).read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict) or content.get("key") != key:
         return None
-    ram, compiler = content.get("ram_nbytes"), content.get("compiler_nbytes")
-    if not isinstance(ram, int) or not isinstance(compiler, int) or ram <= 0 or compiler < 0:
+    found = [content.get(name) for name in _NAMES]
+    ram, symbols, compiler = (n if isinstance(n, int) and n >= 0 else None for n in found)
+    if not ram or symbols is None or compiler is None:
         return None
-    return ram, compiler
+    return ram, symbols, compiler
 
 
-def _store(key: dict[str, Any], found: tuple[int, int]) -> None:
+def _store(key: dict[str, Any], found: Measured) -> None:
     """Written beside its name and renamed; not kept where that cannot be done."""
     file = _file(key)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
         with os.fdopen(descriptor, "w") as text:
-            json.dump({"key": key, "ram_nbytes": found[0], "compiler_nbytes": found[1]}, text)
+            json.dump({"key": key, **dict(zip(_NAMES, found, strict=True))}, text)
         Path(name).replace(file)

@@ -16,7 +16,7 @@ from offload.machine import peak_rss_nbytes
 from offload.train.model import build_meta_model
 
 
-def peak_nbytes(precision: str, *, checkpoint: bool) -> int:
+def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = False) -> int:
     """Peak RAM of this process after three steps, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         config = offload.OffloadConfig.load({
@@ -28,6 +28,7 @@ def peak_nbytes(precision: str, *, checkpoint: bool) -> int:
                 "parameters": "nvme", "gradients": "host", "optimizer": "nvme",
                 "activations": {"checkpoint": checkpoint},
             },
+            "micro_batches": micro_batches,
             "optimizer": {"chunk": 1 << 14},
             "train": {"model": {"layers": 2, "hidden": 64, "heads": 2}, "batch": 2, "sequence": 64},
         })  # fmt: skip
@@ -42,9 +43,10 @@ def peak_nbytes(precision: str, *, checkpoint: bool) -> int:
 
 
 def main(precision: str) -> None:
-    """Two numbers: without a checkpoint, and what the first checkpoint adds."""
-    plain = peak_nbytes(precision, checkpoint=False)
-    print(plain, peak_nbytes(precision, checkpoint=True) - plain)
+    """Three numbers: without micro-batches and checkpoints, and what the first of each add."""
+    plain = peak_nbytes(precision)
+    micro_batches = peak_nbytes(precision, micro_batches=2) - plain
+    print(plain, micro_batches, peak_nbytes(precision, checkpoint=True) - plain)
 
 
 if __name__ == "__main__":

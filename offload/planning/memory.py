@@ -215,9 +215,12 @@ class PlannedMemory:
 
     @property
     def _framework(self) -> int:
-        activations = self._config.placement.activations
-        compiler = self._baseline.compiler_nbytes if activations.checkpoint else 0
-        return self._baseline.ram_nbytes + compiler
+        baseline, more = self._baseline, 0
+        if self._config.placement.activations.checkpoint:
+            more = baseline.compiler_nbytes
+        elif self._config.micro_batches != 1:
+            more = baseline.symbols_nbytes
+        return baseline.ram_nbytes + more
 
     def _ram(self) -> PlaceEstimate:
         states, tensors = self._states_in_ram(), 0 if self._plan.gpu else self._tensors

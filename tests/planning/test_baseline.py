@@ -24,9 +24,9 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Precisions that were measured; each measurement gives other figures."""
     asked: list[str] = []
 
-    def measure(precision: str) -> tuple[int, int]:
+    def measure(precision: str) -> tuple[int, int, int]:
         asked.append(precision)
-        return 1000 * len(asked), 10 * len(asked)
+        return 1000 * len(asked), 10 * len(asked), 20 * len(asked)
 
     monkeypatch.setattr(baseline, "measure_baseline", measure)
     return asked
@@ -42,7 +42,7 @@ def test_a_measurement_is_made_once_per_precision_and_kept(measurements: list[st
     first = machine_baseline("bf16")
     assert machine_baseline("bf16") == first == known_baseline("bf16")
     assert first.measured
-    assert (first.ram_nbytes, first.compiler_nbytes) == (1000, 10)
+    assert (first.ram_nbytes, first.symbols_nbytes, first.compiler_nbytes) == (1000, 10, 20)
     assert machine_baseline("fp32").ram_nbytes == 2000
     assert measurements == ["bf16", "fp32"]
     assert machine_baseline("bf16", remeasure=True).ram_nbytes == 3000
