@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.estimate import LinkTime, Span, StepEstimate
+from offload.planning.moves import Move
 from offload.planning.plan import Plan
 from offload.planning.step_program import Verb
-from offload.planning.traffic import Move, Traffic, step_traffic
+from offload.planning.traffic import Traffic, step_traffic
 from offload.planning.work_time import gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
 from offload.zero.model_shape import ModelShape
@@ -92,6 +93,9 @@ class _Pipeline:
         self._begun_s = 0.0
         self._spans: list[Span] = []
         self._cost = self._costs(model, facts)
+        self._update_s = [
+            update_s(plan, group, config.precision, speeds) for group in range(len(plan.groups))
+        ]
         self._disk_overlap = _disk_overlap(speeds)
 
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
@@ -203,7 +207,7 @@ class _Pipeline:
         share = 1.0 if plan.gpu else _SHARED_PIPELINE
         ready_s = self._read(asked_s, moved.read, share)
         ready_s = self._send(ready_s, moved.to_device, TO_DEVICE)
-        seconds = update_s(plan, group, self._config.precision, self._speeds)
+        seconds = self._update_s[group]
         optimizer = self._clocks[OPTIMIZER]
         if plan.gpu:
             start_s, end_s = optimizer.take(ready_s, seconds)

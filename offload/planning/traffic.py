@@ -12,12 +12,13 @@ Counted in a step of a long run: the program is run until two steps move the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offload.planning.activation_traffic import add_activations
 from offload.planning.held_copies import HeldCopies, Uses
-from offload.planning.plan import Plan
+from offload.planning.moves import Bytes, Chunk, Fetch, Move, chunks_of
+from offload.planning.plan import Plan, spare_host_nbytes
 from offload.planning.plan_sizes import ITEMSIZE
 from offload.planning.step_program import Action, StepProgram, Verb, write_program
 from offload.tiers.extent import PAGE_NBYTES, TierName
@@ -30,43 +31,6 @@ if TYPE_CHECKING:
     from offload.planning.workload import Workload
 
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
-_ACTIVATION_NBYTES = 2 << 20  # of one request: storages differ, pieces are at least that long
-
-
-@dataclass(slots=True)
-class Bytes:
-    """Over each link, and requests of nvme."""
-
-    read: int = 0
-    written: int = 0
-    to_device: int = 0
-    to_host: int = 0
-    requests: int = 0
-
-    def add(self, other: Bytes) -> None:
-        self.read += other.read
-        self.written += other.written
-        self.to_device += other.to_device
-        self.to_host += other.to_host
-        self.requests += other.requests
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Parameters asked for by an action: for its own group, or ahead."""
-
-    group: int
-    read_nbytes: int
-    to_device_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """An action with all bytes that it moves. What a use fetches is told by group, too."""
-
-    action: Action
-    nbytes: Bytes
-    fetches: tuple[Fetch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +61,7 @@ def step_traffic(
         before = moved
         moves = steps.run()
     if facts is not None:
-        _add_activations(plan, config, model, facts, moves)
+        add_activations(plan, model, facts, moves)
     total = Bytes()
     for move in moves:
         total.add(move.nbytes)
@@ -118,9 +82,10 @@ class _Steps:
         self._host = HeldCopies(host, self._uses)
         device = plan.budgets[TierName.DEVICE] - plan.total(TierName.DEVICE)
         self._device = HeldCopies(device if plan.gpu else 0, self._uses)
+        self._records = chunks_of(plan)
         self._fetches: list[Fetch] = []
         self._current: set[int] = set()  # groups whose mirror on the device is valid
-        self._keep_records = plan.uses_nvme and _spare(plan) > 0
+        self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         self._pending: set[int] = set()
         self._passes = max(action.number for action in program.actions) + 1
         # a file is chosen by plan; sums that nobody planned for stay in memory
@@ -137,12 +102,10 @@ class _Steps:
             self._host.work_on(weights)
             if self._plan.parameters[index] is TierName.NVME:
                 self._host.demand(weights, index, group.parameters, of_parameters=True)
-            for chunk, (nbytes, tier) in enumerate(
-                zip(group.records, self._plan.records[index], strict=True)
-            ):
-                if tier is TierName.NVME:
-                    key = self._name(index, f"optimizer chunk {chunk}")
-                    self._host.demand(key, index, nbytes, of_parameters=False)
+            for number, chunk in enumerate(self._records[index]):
+                if chunk.tier is TierName.NVME:
+                    key = self._name(index, f"optimizer chunk {number}")
+                    self._host.demand(key, index, chunk.record_nbytes, of_parameters=False)
 
     def run(self) -> list[Move]:
         """One step; the first one learns what is used when."""
@@ -269,7 +232,6 @@ class _Steps:
     def _update(self, action: Action) -> Bytes:
         moved = Bytes()
         group, plan = action.group, self._plan
-        sizes = plan.groups[group]
         weights = self._name(group, "parameters")
         gradients = self._name(group, "gradients")
         before = action.position - 1
@@ -280,35 +242,33 @@ class _Steps:
         by_device = plan.gpu and all(tier is TierName.DEVICE for tier in plan.records[group])
         if on_nvme:
             self._bring_host(group, self._uses.of_parameters(group), moved)
-        for index, (nbytes, tier) in enumerate(
-            zip(sizes.records, plan.records[group], strict=True)
-        ):
-            self._record(group, index, nbytes, tier, moved)
-            self._piece(group, index, nbytes, tier, moved)
+        for number, chunk in enumerate(self._records[group]):
+            self._record(group, number, chunk, moved)
+            self._piece(group, chunk, moved)
         self._host.drop(gradients)
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)
         return moved
 
-    def _record(self, group: int, index: int, nbytes: int, tier: TierName, moved: Bytes) -> None:
-        if tier is not TierName.NVME:
+    def _record(self, group: int, number: int, chunk: Chunk, moved: Bytes) -> None:
+        if chunk.tier is not TierName.NVME:
             return
-        key = self._name(group, f"optimizer chunk {index}")
+        key = self._name(group, f"optimizer chunk {number}")
         if key not in self._host:
             if self._keep_records:
                 self._host.offer(
-                    key, group, nbytes, self._uses.of_update(group), of_parameters=False
-                )
-            self._count_read(moved, nbytes, 1)
-        moved.written += nbytes
-        moved.requests += 1
+                    key, group, chunk.record_nbytes, self._uses.of_update(group),
+                    of_parameters=False,
+                )  # fmt: skip
+            self._count_read(moved, chunk.record_nbytes, chunk.count)
+        moved.written += chunk.record_nbytes
+        moved.requests += chunk.count
 
-    def _piece(self, group: int, index: int, record: int, tier: TierName, moved: Bytes) -> None:
+    def _piece(self, group: int, chunk: Chunk, moved: Bytes) -> None:
         """Weight and gradient of one chunk."""
-        plan = self._plan
+        plan, numel, tier = self._plan, chunk.numel, chunk.tier
         sizes = plan.groups[group]
-        numel = min(plan.chunk_numel, sizes.layout.numel_trainable - index * plan.chunk_numel)
         weight = _pages(numel * self._itemsize)
         gradient = _pages(numel * (4 if sizes.summed else self._itemsize))
         stepped_there = tier is TierName.DEVICE and plan.gpu
@@ -317,14 +277,14 @@ class _Steps:
             if self._name(group, "parameters") not in self._host and not (
                 stepped_there and mirrored
             ):
-                self._count_read(moved, weight, 1)
+                self._count_read(moved, weight, chunk.count)
             moved.written += weight
-            moved.requests += 1
+            moved.requests += chunk.count
         if (
             plan.gradients[group] is TierName.NVME
             and self._name(group, "gradients") not in self._host
         ):
-            self._count_read(moved, gradient, 1)
+            self._count_read(moved, gradient, chunk.count)
         if not plan.gpu:
             return
         if stepped_there:
@@ -346,53 +306,5 @@ class _Steps:
         moved.requests += requests
 
 
-def _spare(plan: Plan) -> int:
-    from offload.planning.plan import spare_host_nbytes
-
-    return spare_host_nbytes(plan)
-
-
 def _pages(nbytes: int) -> int:
     return round_up(max(nbytes, 1), PAGE_NBYTES)
-
-
-# ---------------------------------------------------------------- activations
-def _add_activations(
-    plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
-    moves: Sequence[Move],
-) -> None:  # fmt: skip
-    """What is saved leaves during forward and comes back during backward.
-
-    On nvme half of the window is never written, and what is still in the window is not read.
-    """
-    activations = plan.activations
-    if activations is None:
-        return
-    parked = facts.saved_nbytes
-    window = activations.window_nbytes
-    written = read = 0
-    if activations.tier is TierName.NVME:
-        written = min(max(0, parked - window // 2), activations.disk_nbytes)
-        read = max(0, min(written, parked - window))
-    elif plan.gpu:
-        parked = min(parked, window)
-    for verb in (Verb.FORWARD, Verb.BACKWARD):
-        chosen = [move for move in moves if move.action.verb is verb]
-        blocks = {group for unit in model.units if unit.repeated for group in unit.groups}
-        inside = [move for move in chosen if move.action.group in blocks] or chosen
-        passes = max(move.action.number for move in inside) + 1 if inside else 1
-        share = max(1, len(inside)) // passes or 1
-        for index, move in enumerate(inside):
-            part = index % share
-            across = _part(parked, part, share) if plan.gpu else 0
-            if verb is Verb.FORWARD:
-                leaving = Bytes(written=_part(written, part, share), to_host=across)
-            else:
-                leaving = Bytes(read=_part(read, part, share), to_device=across)
-            leaving.requests = -(-(leaving.read + leaving.written) // _ACTIVATION_NBYTES)
-            move.nbytes.add(leaving)
-
-
-def _part(nbytes: int, index: int, count: int) -> int:
-    """Part `index` of `nbytes` in `count` whole parts that add up."""
-    return nbytes * (index + 1) // count - nbytes * index // count

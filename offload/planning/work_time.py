@@ -41,14 +41,16 @@ def _matmul_rate(precision: str, speeds: Speeds) -> float:
 
 def update_s(plan: Plan, group: int, precision: str, speeds: Speeds) -> float:
     """The optimizer's arithmetic on one group, wherever its records are, nothing else running."""
-    total = 0.0
+    numels: dict[TierName, int] = {}
     left = plan.groups[group].layout.numel_trainable
     for tier in plan.records[group]:
-        numel = min(plan.chunk_numel, left)
-        left -= numel
-        summed = plan.groups[group].summed
-        total += numel * _parameter_s(plan, tier, precision, speeds, summed=summed)
-    return total
+        numels[tier] = numels.get(tier, 0) + min(plan.chunk_numel, left)
+        left -= min(plan.chunk_numel, left)
+    summed = plan.groups[group].summed
+    return sum(
+        numel * _parameter_s(plan, tier, precision, speeds, summed=summed)
+        for tier, numel in numels.items()
+    )
 
 
 def _parameter_s(

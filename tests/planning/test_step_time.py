@@ -18,12 +18,13 @@ from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.estimate import StepEstimate
+from offload.planning.moves import Bytes
 from offload.planning.plan import Hardware
 from offload.planning.planner import make_plan, resolved_config
 from offload.planning.speeds import Speeds
 from offload.planning.step_program import Verb, write_program
 from offload.planning.step_time import estimate_step
-from offload.planning.traffic import Bytes, step_traffic
+from offload.planning.traffic import step_traffic
 from offload.planning.workload import Workload
 from offload.swap.io_request import IORequest
 from offload.swap.threads_backend import ThreadsBackend
