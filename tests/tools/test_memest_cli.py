@@ -118,13 +118,25 @@ def test_the_file_s_name_says_the_format(name: str, start: bytes, tmp_path: Path
     assert os.listdir(tmp_path) == [name]
 
 
+def test_advice_is_given_where_it_would_matter(capsys: Any) -> None:
+    slow = ["-o", "placement={optimizer: nvme, gradients: host, parameters: host}"]
+    assert run(*SMALL, *slow, "--advise", "--format", "json") == 0
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert changes
+    assert all(change["step_factor"] < 1 for change in changes)
+    assert run(*SMALL, *slow, "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == []
+
+
 def test_ranks_share_the_states_and_add_up_their_tokens(capsys: Any) -> None:
     values = []
     for count in ("1", "4"):
         assert run(*SMALL, "--gpus", count, "--format", "json") == 0
         values.append(json.loads(capsys.readouterr().out))
     one, four = (value["memory"]["device"]["by_class"] for value in values)
-    assert four["optimizer"] < one["optimizer"] / 2 if "optimizer" in one else True
+    held = [sum(by_class.get(name, 0) for name in ("parameters", "optimizer"))
+            for by_class in (one, four)]  # fmt: skip
+    assert 0 < held[1] < held[0] / 2
     tokens = [v["step"]["tokens_per_s"] * v["step"]["seconds"] for v in values]
     assert tokens == pytest.approx([64, 256])
     assert any("4 ranks" in note for note in values[1]["notes"])

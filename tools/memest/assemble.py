@@ -21,11 +21,12 @@ from offload.tools.memest.source import ModelSource
 def estimate(
     source: ModelSource, config: OffloadConfig, workload: Workload, profile: HardwareProfile,
     speeds: Speeds | None, judge: Judge | None = None,
+    *, advise: bool = False,
 ) -> Estimate:  # fmt: skip
     """What training takes, with what would make it fit where it does not.
 
     `speeds`: one rank's; None where they are not known: then there are no times. `judge`: one that
-    has seen the model before.
+    has seen the model before. `advise`: also what would make a step faster, which takes longer.
     """
     case = Case(source, config, workload, profile, speeds)
     judge = judge or Judge()
@@ -44,7 +45,9 @@ def estimate(
         notes=tuple(_notes(case, verdict)),
         endurance_nbytes=speeds.endurance_nbytes if speeds is not None else 0,
     )
-    return found if found.fits else replace(found, changes=changes(case, verdict, judge))
+    if not found.fits:
+        return replace(found, changes=changes(case, verdict, judge))
+    return replace(found, changes=judge.advice(case)) if advise else found
 
 
 def hardware_text(profile: HardwareProfile) -> str:

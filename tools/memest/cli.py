@@ -131,6 +131,13 @@ NoMeasure = Annotated[
     ),
 ]  # fmt: skip
 
+Advise = Annotated[
+    bool,
+    typer.Option(
+        "--advise", rich_help_panel=_ANSWER, help="Say what would make a step faster, too."
+    ),
+]
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -162,6 +169,7 @@ def _asked(
     nodes: Nodes = None, profile: Profile = None,
     output_format: FormatOption = None, out: Out = None, dark: Dark = False, write: Write = None,
     force: Force = False, no_measure: NoMeasure = False,
+    advise: Advise = False,
 ) -> EstimateOptions:  # fmt: skip
     """The options of every command that asks about one model, checked against each other."""
     asked = EstimateOptions(
@@ -178,7 +186,7 @@ def _asked(
         ),
         output=OutputOptions(
             format=output_format, out=out, dark=dark, write=write, force=force,
-            measure=not no_measure,
+            measure=not no_measure, advise=advise,
         ),
     )  # fmt: skip
     asked.check()

@@ -9,6 +9,7 @@ from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.baseline import Baseline, known_baseline
 from offload.planning.estimate import (
+    Change,
     MemoryClass,
     MemoryEstimate,
     PlaceEstimate,
@@ -76,17 +77,32 @@ class Judge:
             by_batch[workload.batch] = source.activations(config, workload, device)
         return by_batch[workload.batch]
 
+    def advice(self, case: Case) -> tuple[Change, ...]:
+        """What would make a step faster; nothing where nothing is known of time."""
+        if case.speeds is None or not case.source.has_graph:
+            return ()
+        from offload.planning.advice import Situation, advise
+
+        share, baseline = share_of(case.source.shape, case.profile), _baseline_of(case)
+        best = self._solve(case, share, baseline).best
+        known = self._known(case, share, baseline, any_fit=False)
+        hardware = case.profile.hardware()
+        return tuple(advise(Situation(case.config, share.shape, hardware, known, best)))
+
     def _solve(
         self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool = False
     ) -> Solution:
         hardware = case.profile.hardware()
         if not case.source.has_graph:
             return solve(case.config, share.shape, hardware)
-        known = Known(
+        known = self._known(case, share, baseline, any_fit=any_fit)
+        return solve(case.config, share.shape, hardware, known)
+
+    def _known(self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool) -> Known:
+        return Known(
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
             baseline.ram_nbytes, baseline.gpu_nbytes + share.gathered_nbytes(case.config), any_fit,
         )  # fmt: skip
-        return solve(case.config, share.shape, hardware, known)
 
     def _memory(
         self, case: Case, share: Share, best: Candidate, baseline: Baseline

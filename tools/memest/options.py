@@ -130,6 +130,7 @@ class OutputOptions:
     write: Path | None = None
     force: bool = False
     measure: bool = True
+    advise: bool = False
 
     @property
     def chosen(self) -> Format:

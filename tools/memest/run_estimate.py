@@ -56,17 +56,19 @@ def read_question(asked: EstimateOptions) -> Question:
     return Question(case, config, (*assumed, *more))
 
 
-def answer(question: Question, judge: Judge | None = None) -> Estimate:
+def answer(question: Question, judge: Judge | None = None, *, advise: bool = False) -> Estimate:
     """The estimate, assumptions first among its notes."""
     case = question.case
-    found = estimate(case.source, case.config, case.workload, case.profile, case.speeds, judge)
+    found = estimate(
+        case.source, case.config, case.workload, case.profile, case.speeds, judge, advise=advise
+    )
     return replace(found, notes=(*question.assumed, *found.notes))
 
 
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. 0 if the model fits, 1 if not."""
     question = read_question(asked)
-    found = answer(question)
+    found = answer(question, advise=asked.output.advise)
     _show(found, asked.output)
     if asked.output.write is not None:
         _write_config(found, question, asked.output.write)

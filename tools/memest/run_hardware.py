@@ -68,6 +68,10 @@ def speeds_of(
     paths = config.nvme.paths
     found = known_speeds(paths)
     if found is None and measure:
-        print("measuring this machine's speeds, once ...", file=sys.stderr, flush=True)
+        print(
+            "measuring this machine's speeds, once; --no-measure leaves times out ...",
+            file=sys.stderr,
+            flush=True,
+        )
         found = machine_speeds(paths)
     return profile.speeds(found)
