@@ -119,12 +119,14 @@ def test_the_file_s_name_says_the_format(name: str, start: bytes, tmp_path: Path
 
 
 def test_advice_is_given_where_it_would_matter(capsys: Any) -> None:
-    slow = ["-o", "placement={optimizer: nvme, gradients: host, parameters: host}"]
-    assert run(*SMALL, *slow, "--advise", "--format", "json") == 0
+    model = ["--layers", "2", "--hidden", "512", "--heads", "4", "--vocab", "256"]
+    tight = ["-o", "budget={device: 24MiB, host: 48MiB}", "-o", "optimizer.chunk=65536"]
+    asked = [*model, *SMALL[len(TINY) :], *tight, "--format", "json"]
+    assert run(*asked, "--advise") == 0
     changes = json.loads(capsys.readouterr().out)["changes"]
-    assert changes
+    assert "budget.host" in changes[0]["settings"]
     assert all(change["step_factor"] < 1 for change in changes)
-    assert run(*SMALL, *slow, "--format", "json") == 0
+    assert run(*asked) == 0
     assert json.loads(capsys.readouterr().out)["changes"] == []
 
 
