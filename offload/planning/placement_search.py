@@ -9,7 +9,7 @@ faster tiers, then to the first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,12 +21,20 @@ from offload.planning.plan_builder import PlanBuilder
 from offload.planning.plan_sizes import CLASSES, STAGING_BUFFERS, staging_nbytes_of
 from offload.planning.rough_step import DEVICE, HOST, NVME, Floats, StepWork, rough_seconds
 from offload.planning.speeds import Speeds
+from offload.planning.splits import (
+    TIERS,
+    Shares,
+    compositions,
+    pairs,
+    placement_of,
+    row_of,
+    shares_of,
+    shifted,
+)
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 
-TIERS = (TierName.DEVICE, TierName.HOST, TierName.NVME)
-Shares = tuple[float, float, float]
 Numbers = npt.NDArray[np.int64]
 
 # Combinations that are judged at a time: some megabytes of arrays, some milliseconds.
@@ -58,20 +66,6 @@ class Found:
         return {c: placement_of(row) for c, row in zip(CLASSES, self.shares, strict=True)}
 
 
-def placement_of(shares: Shares) -> Placement:
-    return Placement(
-        tuple((tier, share) for tier, share in zip(TIERS, shares, strict=True) if share)
-    )
-
-
-def shares_of(placement: Placement) -> Shares:
-    given = dict(placement.shares)
-    return (
-        given.get(TierName.DEVICE, 0.0), given.get(TierName.HOST, 0.0),
-        given.get(TierName.NVME, 0.0),
-    )  # fmt: skip
-
-
 class PlacementSearch:
     """Of one model, one configuration and one machine."""
 
@@ -96,7 +90,7 @@ class PlacementSearch:
     # ---------------------------------------------------------------- splits
     def _coarsest_step(self) -> float:
         for parts in (20, 10, 5, 4):
-            numbers = [len(_compositions(parts, len(t))) for t in self._room.tiers.values()]
+            numbers = [len(compositions(parts, len(t))) for t in self._room.tiers.values()]
             if np.prod(numbers or [1]) <= _MOST_COMBINATIONS:
                 return 1 / parts
         return 0.5
@@ -105,8 +99,8 @@ class PlacementSearch:
         tiers = self._room.tiers.get(state_class)
         if tiers is None:
             return [shares_of(self._fixed(state_class))]
-        rows = _compositions(round(1 / step), len(tiers))
-        return [_row(tiers, [part * step for part in row]) for row in rows]
+        rows = compositions(round(1 / step), len(tiers))
+        return [row_of(tiers, [part * step for part in row]) for row in rows]
 
     def _fixed(self, state_class: StateClass) -> Placement:
         return self._builder.explicit.get(state_class, Placement.on(TierName.HOST))
@@ -122,8 +116,8 @@ class PlacementSearch:
             moves = [
                 round(k * finer, 6) for k in range(-round(step / finer), round(step / finer) + 1)
             ]
-            shifted = {_shifted(centre, a, b, move) for a, b in _pairs(tiers) for move in moves}
-            rows.append(sorted(row for row in shifted | {centre} if row is not None))
+            moved = {shifted(centre, a, b, move) for a, b in pairs(tiers) for move in moves}
+            rows.append(sorted(row for row in moved | {centre} if row is not None))
         return _limited(rows)
 
     # ---------------------------------------------------------------- judging
@@ -284,51 +278,6 @@ class PlacementSearch:
             c: Placement.on(TierName.NVME if on_nvme[c] else TierName.HOST) for c in CLASSES
         }
         return staging_nbytes_of(placements, builder.groups, builder.sizes, builder.gpu)
-
-
-def _compositions(parts: int, tiers: int) -> list[tuple[int, ...]]:
-    """All ways to deal `parts` out to `tiers`, most to the first at first."""
-    if tiers == 1:
-        return [(parts,)]
-    return [
-        (first, *rest)
-        for first in range(parts, -1, -1)
-        for rest in _compositions(parts - first, tiers - 1)
-    ]
-
-
-def _row(tiers: Sequence[TierName], shares: Sequence[float]) -> Shares:
-    given = dict(zip(tiers, shares, strict=True))
-    device, host = (round(given.get(tier, 0.0), 6) for tier in TIERS[:2])
-    if TierName.NVME in given:
-        return device, host, max(0.0, round(1 - device - host, 6))
-    if TierName.HOST in given:
-        return device, round(1 - device, 6), 0.0
-    return 1.0, 0.0, 0.0
-
-
-def _pairs(tiers: Sequence[TierName]) -> list[tuple[int, int]]:
-    columns = [TIERS.index(tier) for tier in tiers]
-    return list(itertools.combinations(columns, 2))
-
-
-def neighbours(placement: Placement, tiers: Sequence[TierName], step: float) -> Iterator[Placement]:
-    """Placements with `step` of the class in another tier."""
-    for a, b in _pairs(tiers):
-        for move in (step, -step):
-            row = _shifted(shares_of(placement), a, b, move)
-            if row is not None:
-                yield placement_of(row)
-
-
-def _shifted(shares: Shares, a: int, b: int, move: float) -> Shares | None:
-    """`move` of the class taken from `b` to `a`; None where that is more than there is."""
-    row = list(shares)
-    row[a] = round(row[a] + move, 6)
-    row[b] = round(row[b] - move, 6)
-    if min(row) < 0 or max(row) > 1:
-        return None
-    return row[0], row[1], row[2]
 
 
 def _limited(rows: list[list[Shares]]) -> list[list[Shares]]:

@@ -17,70 +17,24 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.config_fields import AUTO_MICRO_BATCHES
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_plan import least_window
-from offload.planning.estimate import Shortfall, StepEstimate
-from offload.planning.placement_search import Found, Open, PlacementSearch, neighbours
-from offload.planning.plan import Hardware, Plan, needed_nbytes
-from offload.planning.plan_builder import Placements, PlanBuilder
+from offload.planning.candidates import Candidate as Candidate
+from offload.planning.candidates import Choice
+from offload.planning.candidates import Known as Known
+from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import CLASSES
-from offload.planning.rough_step import NOMINAL, StepWork
-from offload.planning.shortfalls import shortfalls
 from offload.planning.speeds import Speeds
-from offload.planning.step_time import estimate_step
-from offload.planning.work_time import pass_s, update_traffic
-from offload.planning.workload import Workload
 from offload.swap.measure import Bandwidth
-from offload.tiers.extent import PAGE_NBYTES, TierName
-from offload.tiers.ledger import StateClass
-from offload.tiers.placement import Placement
-from offload.tiers.units import format_bytes
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-_CANDIDATES = 8  # kinds that are laid out per choice of checkpoint and micro-batches
-_FEW_PIECES = 1_000  # of optimizer state: then also what has each class in one tier
-_CANDIDATES_LARGE = 3  # of a model with more, where each takes tens of milliseconds
-_MOVES = (0.2, 0.05)  # shares of a class that are moved to another tier
-_GAIN = 0.002  # of a step's time, for another move
-_MOST_PIECES = 600  # that a step is predicted with
-_DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
 _AS_FAST = 0.01  # of a step's time: no prediction tells less
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHECKPOINTS = (False, "selective", True)
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known of a run beside the sizes of its states."""
-
-    workload: Workload
-    speeds: Speeds
-    facts_of: Callable[[OffloadConfig], ActivationFacts]  # of a settled configuration
-    elsewhere_nbytes: int = 0  # RAM of interpreter and libraries
-    on_device_nbytes: int = 0  # GPU memory of context and libraries
-    any_fit: bool = False  # the first placement found that fits is enough, and no times are
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A placement laid out."""
-
-    config: OffloadConfig  # settled: checkpoint and micro_batches as they were chosen
-    plan: Plan
-    seconds: float  # of a step; of the slowest link alone where nothing is known of the work
-    step: StepEstimate | None  # None: nothing is known of the work
-    shortfalls: tuple[Shortfall, ...]
-
-    @property
-    def fits(self) -> bool:
-        return not self.shortfalls
 
 
 @dataclass(frozen=True)
@@ -111,7 +65,7 @@ def solve(
     candidates = [
         candidate
         for settled in _choices(config, known)
-        for candidate in _Choice(settled, model, hardware, known).candidates()
+        for candidate in Choice(settled, model, hardware, known).candidates()
     ]
     fastest = min((c.seconds for c in candidates if c.fits), default=0.0)
     best, *others = sorted(candidates, key=lambda candidate: _rank(candidate, fastest))
@@ -159,220 +113,3 @@ def _bandwidth_of(speeds: Speeds) -> Callable[[], Bandwidth] | None:
         return None
     found = Bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
     return lambda: found
-
-
-class _Choice:
-    """Placements under one choice of what depends on the batch."""
-
-    def __init__(
-        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, known: Known | None
-    ) -> None:
-        self._model = model
-        self._hardware = hardware
-        self._known = known
-        self._facts = known.facts_of(config) if known is not None else None
-        self._config = self._with_device_budget(config)
-        self._builder = PlanBuilder(self._config, model, hardware)
-
-    def _with_device_budget(self, config: OffloadConfig) -> OffloadConfig:
-        """Where it is open, the device tier takes what activations and libraries leave of a GPU."""
-        capacity = self._hardware.device_nbytes
-        if not capacity or config.budget.device is not None or self._known is None:
-            return config
-        beside = self._known.on_device_nbytes + self._peak_nbytes(config)
-        nbytes = max(0, int(_DEVICE_SHARE * capacity) - beside) // PAGE_NBYTES * PAGE_NBYTES
-        budget = config.budget.model_copy(update={"device": nbytes})
-        return config.model_copy(update={"budget": budget})
-
-    def candidates(self) -> list[Candidate]:
-        """Laid out, in the order of the search; at least one."""
-        count = _CANDIDATES if self._is_small else _CANDIDATES_LARGE
-        if not self._open_tiers():
-            return [self._evaluate(self._builder.explicit, None)]
-        speeds = self._known.speeds if self._known is not None else NOMINAL
-        search = PlacementSearch(self._builder, self._room(), self._work(), speeds)
-        found = search.best(count)
-        any_fit = self._known is None or self._known.any_fit
-        if not any_fit:
-            if not self._is_small:
-                return [self._evaluate(each.placements, each) for each in found]
-            kinds = [each.placements for each in found]
-            kinds += [corner for corner in self._corners() if corner not in kinds]
-            return self._refined([self._evaluate(placements, None) for placements in kinds])
-        # by the rough model the order is known: the first that fits to the byte is the best
-        laid_out = []
-        for each in found:
-            laid_out.append(self._evaluate(each.placements, each))
-            if laid_out[-1].fits and (len(laid_out) > 1 or self._known is not None):
-                break
-        return laid_out
-
-    @property
-    def _is_small(self) -> bool:
-        return self._pieces <= _FEW_PIECES
-
-    def _corners(self) -> Iterator[dict[StateClass, Placement]]:
-        """Every class whole in one tier: what somebody would try by hand."""
-        tiers = self._open_tiers()
-        for chosen in itertools.product(*tiers.values()):
-            placed = {c: Placement.on(tier) for c, tier in zip(tiers, chosen, strict=True)}
-            yield {c: placed.get(c) or self._builder.explicit[c] for c in CLASSES}
-
-    def _refined(self, candidates: list[Candidate]) -> list[Candidate]:
-        """With the best moved, class by class, as long as its predicted step gets shorter."""
-        fitting = [candidate for candidate in candidates if candidate.fits]
-        if not fitting:
-            return candidates
-        best = start = min(fitting, key=lambda candidate: candidate.seconds)
-        for step in _MOVES:
-            for state_class, tiers in self._open_tiers().items():
-                for moved in neighbours(best.plan.placements[state_class], tiers, step):
-                    tried = self._evaluate({**best.plan.placements, state_class: moved}, None)
-                    if tried.fits and tried.seconds < best.seconds * (1 - _GAIN):
-                        best = tried
-        return candidates if best is start else [*candidates, best]
-
-    def _evaluate(self, placements: Placements, found: Found | None) -> Candidate:
-        plan = self._builder.build(placements)
-        missing = (*shortfalls(plan, self._hardware), *self._beside(plan))
-        step = self._predict(plan)
-        seconds = step.seconds if step is not None else found.seconds if found is not None else 0.0
-        return Candidate(self._config, plan, seconds, step, missing)
-
-    # ---------------------------------------------------------------- what is known
-    def _predict(self, plan: Plan) -> StepEstimate | None:
-        if self._known is None or self._facts is None or self._known.any_fit:
-            return None
-        known = self._known
-        return estimate_step(
-            self._with_few_chunks(plan), self._config, self._model, self._facts, known.workload,
-            known.speeds,
-        )  # fmt: skip
-
-    def _with_few_chunks(self, plan: Plan) -> Plan:
-        """The plan with chunks taken together where there are tens of thousands: which of them are
-        in memory is gone through one by one, and hundreds tell the same."""
-        builder = self._few_chunks
-        if builder is None:
-            return plan
-        coarse = builder.build(plan.placements)
-        return replace(
-            coarse, expected=plan.expected, staging_nbytes=plan.staging_nbytes,
-            window_nbytes=plan.window_nbytes,
-        )  # fmt: skip
-
-    @cached_property
-    def _few_chunks(self) -> PlanBuilder | None:
-        together = self._pieces // _MOST_PIECES + 1
-        if together == 1:
-            return None
-        chunk = self._builder.sizes.chunk_numel * together
-        config = self._builder.config
-        optimizer = config.optimizer.model_copy(update={"chunk": chunk})
-        config = config.model_copy(update={"optimizer": optimizer})
-        return PlanBuilder(config, self._model, self._hardware)
-
-    @cached_property
-    def _pieces(self) -> int:
-        return sum(len(group.records) for group in self._builder.groups)
-
-    def _work(self) -> StepWork:
-        config, groups = self._config, self._builder.groups
-        known, facts = self._known, self._facts
-        passes = config.gradient_accumulation_steps if known is None else known.workload.passes
-        ahead = config.optimizer.in_backward is True
-        usual = sorted(group.parameters for group in groups)
-        largest = usual[len(usual) // 2] if usual else 0
-        away = config.placement.activations.tier == "nvme" and facts is not None
-        return StepWork(
-            passes=passes,
-            compute_s=self._compute_s(passes),
-            optimizer_s=self._optimizer_s(TierName.HOST),
-            optimizer_on_device_s=self._optimizer_s(TierName.DEVICE),
-            gradients_travel=passes - 1 if ahead else passes,
-            saved_nbytes=facts.saved_nbytes if away and facts is not None else 0,
-            in_flight_nbytes=self._builder.sizes.prefetch * largest,
-            gpu=self._builder.gpu,
-        )
-
-    def _compute_s(self, passes: int) -> float:
-        if self._known is None or self._facts is None:
-            return 0.0
-        precision, speeds = self._config.precision, self._known.speeds
-        both = (self._facts.forward, self._facts.backward)
-        return passes * sum(pass_s(cost, precision, speeds) for cost in both)
-
-    def _optimizer_s(self, tier: TierName) -> float:
-        """For all parameters, with their records in `tier`."""
-        if self._known is None:
-            return 0.0
-        builder, speeds = self._builder, self._known.speeds
-        traffic = update_traffic(
-            builder.sizes.record_formats[tier], builder.sizes.itemsize,
-            builder.sizes.gradient_itemsize,
-        )  # fmt: skip
-        rate = speeds.compute_bytes_per_s if tier is TierName.DEVICE else speeds.host_bytes_per_s
-        lost = 1.0 if builder.gpu else speeds.optimizer_lost_share
-        numel = sum(group.layout.numel_trainable for group in builder.groups)
-        return lost * numel * traffic / rate
-
-    # ---------------------------------------------------------------- room
-    def _open_tiers(self) -> dict[StateClass, tuple[TierName, ...]]:
-        config, builder = self._config, self._builder
-        below = [TierName.HOST]
-        if builder.budgets[TierName.NVME] > 0:
-            below.append(TierName.NVME)
-        kernels = builder.gpu and builder.hardware.kernels_missing is None
-        tiers: dict[StateClass, tuple[TierName, ...]] = {}
-        for state_class in CLASSES:
-            if state_class in builder.explicit:
-                continue
-            there = list(below)
-            if state_class is StateClass.GRADIENTS and config.sums_gradients:
-                there = [TierName.HOST]  # never an fp32 gradient file
-            first = state_class is StateClass.PARAMETERS or (kernels and self._known is not None)
-            if first and builder.budgets[TierName.DEVICE] > 0:
-                there.insert(0, TierName.DEVICE)
-            tiers[state_class] = tuple(there)
-        return tiers
-
-    def _room(self) -> Open:
-        known, facts = self._known, self._facts
-        if known is None or facts is None:
-            return Open(self._open_tiers())
-        peak = self._peak_nbytes(self._config)
-        gpu = self._builder.gpu
-        return Open(
-            self._open_tiers(),
-            known.elsewhere_nbytes + (0 if gpu else peak),
-            known.on_device_nbytes + (peak if gpu else 0),
-        )
-
-    def _peak_nbytes(self, config: OffloadConfig) -> int:
-        """Activations where the model computes."""
-        if self._facts is None:
-            return 0
-        gpu = self._hardware.device_nbytes > 0
-        away = least_window(TierName(config.placement.activations.tier), gpu) > 0
-        return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
-
-    def _beside(self, plan: Plan) -> Iterator[Shortfall]:
-        """What memory the tiers, activations and libraries need together."""
-        if self._known is None or self._facts is None:
-            return
-        room, hardware = self._room(), self._hardware
-        if plan.gpu:
-            tier, capacity, beside = TierName.DEVICE, hardware.device_nbytes, room.on_device_nbytes
-            held = plan.budgets[tier]  # taken in one piece
-        else:
-            tier, capacity, beside = TierName.HOST, hardware.host_nbytes, room.elsewhere_nbytes
-            held = needed_nbytes(plan, tier) + needed_nbytes(plan, TierName.DEVICE)
-        if held + beside <= capacity:
-            return
-        short = held + beside - capacity
-        yield Shortfall(
-            tier, held + beside, capacity, "placement.activations.checkpoint",
-            f"activations and libraries need {format_bytes(beside)} beside {format_bytes(held)} of "
-            f"states: {format_bytes(short)} more than the {format_bytes(capacity)} there are; set "
-            f"placement.activations.checkpoint: true, lower the batch or budget.{tier}",
-        )  # fmt: skip

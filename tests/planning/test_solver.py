@@ -246,16 +246,16 @@ def test_planning_needs_no_torch():
 
 
 def test_a_large_model_is_laid_out_a_few_times_only(monkeypatch):
-    from offload.planning import solver
+    from offload.planning import candidates
 
     built: list[object] = []
-    original = solver.PlanBuilder.build
+    original = candidates.PlanBuilder.build
 
     def build(self: Any, placements: Any) -> Any:
         built.append(placements)
         return original(self, placements)
 
-    monkeypatch.setattr(solver.PlanBuilder, "build", build)
+    monkeypatch.setattr(candidates.PlanBuilder, "build", build)
     large = model(blocks=80, width=16384)  # 64 B parameters, 61,440 chunks
     config = OffloadConfig.load({"budget": {"host": "60GiB", "nvme": "2TiB"}})
     machine = Hardware(0, 64 * GIB, 64 * GIB, 3000 * GIB)
