@@ -28,7 +28,7 @@ from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
-FORMAT = 3  # raised whenever what is measured, or how, changes
+FORMAT = 4  # raised whenever what is measured, or how, changes
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 Found = Mapping[str, Any]  # fields of `Speeds`
@@ -210,7 +210,7 @@ _NUMBERS = {
     ),
     "nvme": (
         "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s",
-        "io_lost_s_per_byte", "request_s",
+        "io_lost_s_per_byte", "update_disk_share", "request_s",
     ),
 }  # fmt: skip
 _TABLES = {

@@ -25,6 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from offload.bench.adam_ours import PLAIN, SPLIT_BF16, SPLIT_INT8, Variant, stepper
 from offload.bench.arrays import Arrays, Stream
+from offload.planning.plan_sizes import STAGING_BUFFERS
 from offload.planning.sample_models import measure_models
 from offload.swap.backends import open_backend
 from offload.swap.block_store import checksum_of
@@ -46,6 +47,8 @@ _BLOCK_NBYTES = 8 << 20
 _IN_FLIGHT_NBYTES = 64 << 20
 _FILE_NBYTES = 512 << 20  # per path, moved once in each direction and once in both
 _SMALL_NBYTES = 64 << 10  # requests whose own cost is seen
+_CHUNK_NUMEL, _CHUNK_NBYTES = 1 << 20, 12 << 20  # parameters of a chunk and its record
+_PIPELINE_CHUNKS = 12
 _LEAST_FREE = 4  # files are at most this part of what is free
 _SLOW_S = 0.5  # a first pass over an eighth of the file that takes longer is all there will be
 _BESIDE_S = 0.4  # how long something runs beside the product
@@ -77,6 +80,7 @@ class DiskSpeeds:
     nvme_write_bytes_per_s: float
     nvme_mixed_bytes_per_s: float
     io_lost_s_per_byte: float
+    update_disk_share: float
     request_s: float
 
 
@@ -262,10 +266,51 @@ class _Disk:
         moved = nbytes * len(self._files)
         small = min(nbytes, 64 * _SMALL_NBYTES) // _SMALL_NBYTES * len(self._files)
         per_request = small_s / small - _SMALL_NBYTES * read_s / moved
-        lost = self._lost_s_per_byte(eighth) if beside_compute else 0.0
+        mixed = 2 * moved / mixed_s
+        lost, share = 0.0, 1.0
+        if beside_compute:
+            lost = self._lost_s_per_byte(eighth)
+            share = min(1.0, self._pipeline_rate() / mixed)
         return DiskSpeeds(
-            moved / read_s, moved / write_s, 2 * moved / mixed_s, lost, max(0.0, per_request)
+            moved / read_s, moved / write_s, mixed, lost, share, max(0.0, per_request)
         )
+
+    def _pipeline_rate(self) -> float:
+        """Bytes per second of read | step | write, chunk by chunk, beside products: what an update
+        gets behind a forward. Its threads wait for each other and for a core at every turn."""
+        product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
+        count = max(1, min(_PIPELINE_CHUNKS, self._nbytes // _CHUNK_NBYTES))
+        with ExitStack() as stack:
+            runner = ParallelRunner(available_cores())
+            stack.callback(runner.close)
+            step = stepper(PLAIN, Arrays(_CHUNK_NUMEL, PLAIN.streams), runner)
+            step()
+            took_s, _, turns = _beside(product, lambda: self._pipeline(count, step))
+        return turns * 2 * count * _CHUNK_NBYTES / took_s
+
+    def _pipeline(self, count: int, step: Work) -> None:
+        """`count` chunks through as many buffers as the runtime has."""
+        file = self._files[0]
+        parts = [
+            self._buffer[i * _CHUNK_NBYTES : (i + 1) * _CHUNK_NBYTES]
+            for i in range(STAGING_BUFFERS)
+        ]
+
+        def read(chunk: int) -> Transfer[None]:
+            return self._submit("r", file, parts[chunk % len(parts)], chunk * _CHUNK_NBYTES)
+
+        reads = [read(chunk) for chunk in range(min(count, len(parts) - 1))]
+        writes: list[Transfer[None]] = []
+        for chunk in range(count):
+            reads[chunk].wait()
+            step()
+            part = parts[chunk % len(parts)]
+            writes.append(self._submit("w", file, part, chunk * _CHUNK_NBYTES))
+            if len(reads) < count:
+                if len(reads) >= len(parts):
+                    writes[len(reads) - len(parts)].wait()
+                reads.append(read(len(reads)))
+        all_of(writes).wait()
 
     def _lost_s_per_byte(self, nbytes: int) -> float:
         """What a product loses to a byte that moves beside it and is checked."""

@@ -30,4 +30,5 @@ class Speeds:
     nvme_mixed_bytes_per_s: float = 0.0  # both directions at once, together; 0: not measured
     io_lost_s_per_byte: float = 0.0  # that compute loses to each byte moved beside it
     optimizer_lost_share: float = 1.0  # that compute loses per second of the optimizer alone
+    update_disk_share: float = 1.0  # of those rates that an update gets behind a forward
     request_s: float = 0.0  # one read or write of nvme, beside its bytes

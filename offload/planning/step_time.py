@@ -12,7 +12,8 @@ equally long: what is left to do at the end of one is done in the next.
 
 Where the model computes on a CPU, compute and optimizer are one link: both use all cores. What they
 and I/O lose to each other beyond that is measured (`Speeds.optimizer_lost_share`,
-`io_lost_s_per_byte`).
+`io_lost_s_per_byte`), and so is what an update's pipeline gets of the disk while its threads wait
+for each other and for a core (`update_disk_share`).
 """
 
 from __future__ import annotations
@@ -44,12 +45,6 @@ _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`tuning`), on two cores of an AMD EPYC.
 _REQUEST_CALL_S = 150e-6
-# What an update's pipeline (read | arithmetic | write, chunk by chunk) gets of the disk where its
-# threads share the cores with a forward: 3.6 to 3.9 GB crossed in forwards of 1.3 to 1.7 s of the
-# 151 M shape in fp32 and bf16 on two cores of an AMD EPYC, beside 3.4 to 4.0 GB/s of the disk mixed
-# (0.8 of the roofline for whole steps: benchmarks/records/bench-step-151m-fp32.txt). A loop without
-# arithmetic between its reads and writes keeps nearly all: what is lost are wake-ups.
-_SHARED_PIPELINE = 0.65
 _GAP_SHARE = 0.002  # of a step: spans of one kind this close are drawn as one
 
 
@@ -204,7 +199,7 @@ class _Pipeline:
         asked_s = max(self._begun_s, self._gradient_home[group])
         if self._config.optimizer.in_backward is True:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
-        share = 1.0 if plan.gpu else _SHARED_PIPELINE
+        share = self._speeds.update_disk_share
         ready_s = self._read(asked_s, moved.read, share)
         ready_s = self._send(ready_s, moved.to_device, TO_DEVICE)
         seconds = self._update_s[group]
