@@ -88,7 +88,8 @@ class SavedElsewhere:
             nbytes = record.stop_bytes - record.start_bytes
             in_window = self._in_place and nbytes <= _LEAST_SLOT_NBYTES
             with self._live.counting(not in_window):
-                found = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+                # zeros, where there are values at all: indices have to be some
+                found = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
             record.there = weakref.ref(found)
             record.there_start_bytes = record.start_bytes
         return found

@@ -197,6 +197,7 @@ class _Counted:
         self._alive = 0  # when the neighbours began, later when those that count for all did
         self._each = 0  # what a period leaves alive
         self._in_all = 0  # alive once all periods that are skipped would have run
+        self._between = 0  # operations outside of blocks, when the neighbours began
         self._next = stretch.start
 
     def call(self, index: int, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -225,8 +226,13 @@ class _Counted:
         return output
 
     def _begin(self, role: int) -> None:
-        """A period begins."""
-        now = self._watch.live.now
+        """A period begins. CannotSkipError where anything is computed between blocks: that is run
+        for skipped ones, too, but not on what it would be given."""
+        now, between = self._watch.live.now, self._watch.rest.forward.operations
+        if role in (0, 1):
+            self._between = between
+        elif between != self._between:
+            raise CannotSkipError
         if role == 1:
             self._alive = now
         elif role == 2:

@@ -1,0 +1,101 @@
+"""A pass with values, watched as a trace is: what traces are held against."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch._dynamo  # else the first checkpoint imports it, and leaves cycles behind
+from torch import Tensor, nn
+
+from offload.config import OffloadConfig
+from offload.planning.activation_facts import ActivationFacts
+from offload.planning.activation_trace import as_the_engine
+from offload.planning.pass_watch import PassWatch
+from offload.planning.sample_run import Run, default_run
+from offload.planning.saved_elsewhere import SavedElsewhere
+from offload.planning.traced_blocks import watched_blocks
+from offload.planning.workload import Workload
+from offload.zero.discovery import discover
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def config_of(
+    precision: str = "fp32", checkpoint: Any = False, micro_batches: int = 1, **more: Any
+) -> OffloadConfig:
+    """Of a pass on the CPU."""
+    return OffloadConfig.load(
+        {
+            "device": "cpu",
+            "precision": precision,
+            "micro_batches": micro_batches,
+            "placement": {"activations": {"checkpoint": checkpoint}},
+            **more,
+        }
+    )
+
+
+def real_facts(
+    model: nn.Module, config: OffloadConfig, workload: Workload, run: Run | None = None
+) -> ActivationFacts:
+    """What really was alive and run; every block is."""
+    for param in model.parameters():
+        param.data = param.data.to(DTYPES[config.precision])
+    call = run or default_run(model)
+    here = _watched(model, config, workload, call, elsewhere=False)
+    elsewhere = _watched(model, config, workload, call, elsewhere=True)
+    return ActivationFacts(
+        here.saved_nbytes, here.peak_nbytes, elsewhere.peak_nbytes, here.peak_at,
+        here.cost(backward=False), here.cost(backward=True),
+    )  # fmt: skip
+
+
+def _watched(
+    model: nn.Module, config: OffloadConfig, workload: Workload, run: Run, *, elsewhere: bool
+) -> PassWatch:
+    units = discover(model, config.groups.blocks).units
+    watch = PassWatch()
+    away = SavedElsewhere(watch.live, in_place=True) if elsewhere else None
+    gc.collect()
+    gc.disable()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(as_the_engine(model, units, config, away))
+            stack.enter_context(watched_blocks(model, units, watch, skip=False))
+            stack.enter_context(watch)
+            loss = run(model, workload)
+            watch.end_forward(loss)
+            loss.backward()
+    finally:
+        gc.enable()
+    return watch
+
+
+def packed_nbytes(model: nn.Module, workload: Workload) -> int:
+    """Bytes of storages that autograd packs in a plain forward, each once, but for those of
+    parameters and inputs: none of our books are involved."""
+    others = {id(p.untyped_storage()): p.untyped_storage() for p in model.parameters()}
+    seen: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.setdefault(tensor.untyped_storage()._cdata, tensor.detach())
+        return tensor
+
+    inputs: list[Tensor] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+
+    hook = model.register_forward_pre_hook(before, with_kwargs=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = default_run(model)(model, workload)
+    hook.remove()
+    given = {storage._cdata for storage in others.values()}
+    given |= {tensor.untyped_storage()._cdata for tensor in inputs}
+    del loss
+    return sum(
+        tensor.untyped_storage().nbytes() for key, tensor in seen.items() if key not in given
+    )

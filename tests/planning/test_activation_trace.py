@@ -1,0 +1,292 @@
+"""Traces against real passes on the CPU: every figure is the same, to the byte."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from offload.planning.activation_trace import trace_activations
+from offload.planning.workload import Workload
+from offload.tiers.errors import UnsupportedError
+from offload.train.model import Block, LanguageModel, build_meta_model
+from tests.planning.real_pass import DTYPES, config_of, packed_nbytes, real_facts
+
+TINY = {"layers": 6, "hidden": 64, "heads": 4, "vocab": 256}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {**TINY, "tied": False},
+    "grouped heads": {**TINY, "kv_heads": 2},
+    "gpt": {**TINY, "shape": "gpt"},
+}
+WORKLOAD = Workload(4, 80)  # large enough that some of what is saved leaves, and some stays
+
+
+def _config(shape: str, **more: Any) -> Any:
+    return config_of(train={"model": SHAPES[shape]}, **more)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_trace_equals_a_real_pass(shape: str, precision: str) -> None:
+    for checkpoint, micro_batches in itertools.product((False, True, "selective"), (1, 2)):
+        config = _config(
+            shape, precision=precision, checkpoint=checkpoint, micro_batches=micro_batches
+        )
+        traced = trace_activations(build_meta_model(config), config, WORKLOAD)
+        real = real_facts(LanguageModel(config.train.model), config, WORKLOAD)
+        assert traced == real, (checkpoint, micro_batches)
+        assert traced.peak_elsewhere_nbytes < traced.peak_nbytes or checkpoint
+    print(f"{shape}, {precision}: 6 traces, largest difference 0 bytes, 0 FLOPs, 0 operations")
+
+
+def test_fp16_is_counted_as_it_runs() -> None:
+    config = _config("llama", precision="fp16")
+    traced = trace_activations(build_meta_model(config), config, WORKLOAD)
+    assert traced == real_facts(LanguageModel(config.train.model), config, WORKLOAD)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_saved_bytes_are_those_that_autograd_packs(shape: str, precision: str) -> None:
+    config = _config(shape, precision=precision)
+    traced = trace_activations(build_meta_model(config), config, WORKLOAD)
+    model = LanguageModel(config.train.model).to(DTYPES[precision])
+    assert traced.saved_nbytes == packed_nbytes(model, WORKLOAD)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_blocks_that_are_not_run_count_as_if_they_were(data: st.DataObject) -> None:
+    model = {
+        "shape": data.draw(st.sampled_from(["llama", "gpt"])),
+        "layers": data.draw(st.integers(2, 9)),
+        "hidden": 32 * data.draw(st.integers(1, 3)),
+        "heads": 2,
+        "tied": data.draw(st.booleans()),
+    }
+    config = config_of(
+        data.draw(st.sampled_from(["fp32", "bf16"])),
+        data.draw(st.sampled_from([False, True, "selective"])),
+        data.draw(st.integers(1, 2)),
+        train={"model": model},
+    )
+    workload = Workload(data.draw(st.integers(2, 5)), data.draw(st.integers(1, 200)))
+    meta = build_meta_model(config)
+    few = trace_activations(meta, config, workload)
+    assert few == trace_activations(meta, config, workload, skip=False)
+
+
+def test_of_80_blocks_four_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    own = Block.forward
+
+    def forward(self: Block, *args: Any) -> Tensor:
+        calls.append(self)
+        return own(self, *args)
+
+    monkeypatch.setattr(Block, "forward", forward)
+    size = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672}
+    config = config_of("bf16", train={"model": size})
+    facts = trace_activations(build_meta_model(config), config, Workload(1, 1024))
+    assert len(calls) == 8  # four in each of two passes
+    assert facts.peak_at in ("backward of layers.79", "backward of what follows head")
+
+
+class _Mixed(nn.Module):
+    """Every second block drops out; another one is wider."""
+
+    def __init__(self, widths: list[int], drops: list[float]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, w), nn.ReLU(), nn.Dropout(p), nn.Linear(w, 64))
+            for w, p in zip(widths, drops, strict=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _run_mixed(model: nn.Module, workload: Workload) -> Tensor:
+    loss: Tensor = model(torch.ones(workload.batch, workload.sequence, 8))
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("widths", "drops"),
+    [
+        ([96] * 12, [0.0, 0.1] * 6),
+        ([96, 96, 128] * 6, [0.1] * 18),
+        ([96] * 5 + [160] + [96] * 6, [0.0] * 12),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_blocks_that_differ_count_by_their_own(
+    widths: list[int], drops: list[float], micro_batches: int
+) -> None:
+    config, workload = config_of(micro_batches=micro_batches), Workload(4, 64)
+    with torch.device("meta"):
+        meta = _Mixed(widths, drops)
+    traced = trace_activations(meta, config, workload, run=_run_mixed)
+    assert traced == real_facts(_Mixed(widths, drops), config, workload, _run_mixed)
+
+
+class _Picture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.GELU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(inplace=True),
+        )  # fmt: skip
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x).mean((2, 3))), labels)
+
+
+def _run_picture(model: nn.Module, workload: Workload) -> Tensor:
+    labels = torch.zeros(workload.batch, dtype=torch.long)
+    loss: Tensor = model(torch.ones(workload.batch, 3, 32, 32), labels)
+    return loss
+
+
+def test_any_model_is_traced_with_a_run_of_its_own() -> None:
+    config, workload = config_of(), Workload(4, 1)
+    traced = trace_activations(_Picture(), config, workload, run=_run_picture)
+    assert traced == real_facts(_Picture(), config, workload, _run_picture)
+
+
+def test_flops_are_those_of_the_products() -> None:
+    config = _config("gpt")
+    facts = trace_activations(build_meta_model(config), config, WORKLOAD)
+    tokens, hidden, layers = WORKLOAD.tokens, TINY["hidden"], TINY["layers"]
+    weights = layers * (4 + 2 * 4) * hidden * hidden + hidden * TINY["vocab"]
+    scores = layers * 2 * tokens * WORKLOAD.sequence * hidden // 2  # the causal half
+    assert facts.forward.flops == 2 * (tokens * weights + scores)
+    assert facts.backward.flops == 2 * (2 * tokens * weights + 5 * scores // 2)
+
+
+def test_a_gpu_keeps_no_scores_and_no_steps_of_a_norm() -> None:
+    config = _config("llama", precision="bf16")
+    meta = build_meta_model(config)
+    workload = Workload(2, 1024)
+    on_cpu = trace_activations(meta, config, workload, device="cpu")
+    on_gpu = trace_activations(meta, config, workload, device="cuda")
+    scores = workload.batch * TINY["heads"] * workload.sequence**2 * 2  # of one layer
+    assert on_gpu.saved_nbytes < on_cpu.saved_nbytes < on_gpu.saved_nbytes + 6 * scores
+    per_norm = 2 * workload.tokens * TINY["hidden"]  # the normed input; the rest is small
+    norms = 2 * TINY["layers"] + 1
+    assert on_cpu.saved_nbytes - on_gpu.saved_nbytes > norms * per_norm
+
+
+def test_grouped_heads_in_fp32_have_no_fused_kernel_on_a_gpu() -> None:
+    config, workload = _config("grouped heads"), Workload(1, 512)
+    meta = build_meta_model(config)
+    saved = trace_activations(meta, config, workload, device="cuda").saved_nbytes
+    scores = TINY["layers"] * TINY["heads"] * workload.sequence**2 * 4
+    assert saved > scores
+    half = _config("grouped heads", precision="bf16")
+    assert trace_activations(meta, half, workload, device="cuda").saved_nbytes < scores
+
+
+def test_checkpoints_choose_alike_in_both_passes_on_a_gpu() -> None:
+    for checkpoint in (True, "selective"):
+        config = _config("llama", precision="bf16", checkpoint=checkpoint, micro_batches=2)
+        meta = build_meta_model(config)
+        few = trace_activations(meta, config, WORKLOAD, device="cuda")
+        assert few == trace_activations(meta, config, WORKLOAD, device="cuda", skip=False)
+
+
+def test_the_model_is_as_it_was() -> None:
+    config = _config("llama", checkpoint=True, micro_batches=2)
+    model = LanguageModel(config.train.model)
+    model.register_buffer("table", torch.arange(4.0))
+    before = {name: (id(x), x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
+    trace_activations(model, config, WORKLOAD, device="cuda")
+    after = model.state_dict(keep_vars=True)
+    assert {name: id(x) for name, x in after.items()} == {n: i for n, (i, _) in before.items()}
+    assert all(torch.equal(x, before[name][1]) for name, x in after.items())
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_the_model_is_as_it_was_after_an_error() -> None:
+    def fails(model: nn.Module, workload: Workload) -> Tensor:
+        model(torch.zeros(2, 8, dtype=torch.long))
+        raise KeyError("stopped")
+
+    config = _config("llama", micro_batches=2)
+    model = build_meta_model(config)
+    with pytest.raises(KeyError, match="stopped"):
+        trace_activations(model, config, WORKLOAD, run=fails)
+    assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_of_unknown_input_says_what_to_give() -> None:
+    with pytest.raises(UnsupportedError, match=r"forward takes x: .* give a function run\("):
+        trace_activations(_Mixed([8], [0.0]), config_of(), WORKLOAD)
+
+
+def test_code_that_depends_on_values_is_refused() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            x = self.layer(F.one_hot(input_ids, 4).float())
+            return x.sum() if x.sum() > 0 else x.mean()
+
+    with pytest.raises(UnsupportedError, match="Asks cannot be traced: its code depends on values"):
+        trace_activations(Asks(), config_of(), Workload(2, 8))
+
+
+def test_positions_may_be_asked() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Embedding(256, 8)
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+            places = torch.arange(tokens.shape[1])
+            assert bool((places[1:] - places[:-1] == 1).all())
+            return type("Output", (), {"loss": self.layer(tokens).square().mean()})
+
+    facts = trace_activations(Asks(), config_of(), Workload(2, 8))
+    assert facts.saved_nbytes == 2 * 8 * 8 * 4
+
+
+def test_a_trace_imports_no_compiler() -> None:
+    program = """
+import sys
+from offload.config import OffloadConfig
+from offload.planning.activation_trace import trace_activations
+from offload.planning.workload import Workload
+from offload.train.model import build_meta_model
+for checkpoint, micro_batches in ((False, 1), ("selective", 2)):
+    config = OffloadConfig.load({
+        "micro_batches": micro_batches, "placement": {"activations": {"checkpoint": checkpoint}}
+    })
+    trace_activations(build_meta_model(config), config, Workload(2, 64), device="cuda")
+    trace_activations(build_meta_model(config), config, Workload(2, 64), device="cpu")
+late = {"torch._dynamo", "sympy", "torch.fx.experimental.symbolic_shapes"}
+print(sorted(late & sys.modules.keys()))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
