@@ -59,7 +59,7 @@ def warm_up(config: OffloadConfig) -> None:
     """What the frameworks take: kernels compiled, math libraries and thread pools started."""
     small = OffloadConfig.load(
         config.to_dict(), ["placement.parameters=host", "placement.gradients=host",
-                           "placement.optimizer=host", "train.model.layers=1"],
+                           "placement.optimizer=host", "train.model.layers=2"],
     )  # fmt: skip
     model = build_meta_model(small)
     tokens = torch.randint(0, 256, (1, 17))
