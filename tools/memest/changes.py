@@ -17,7 +17,7 @@ from offload.tools.memest.minimal_sets import minimal_sets
 
 MOST_SHOWN = 5
 _ENOUGH = 3  # with so many ways, larger sets of changes are not looked for
-_MOST_TRIES = 30
+_MOST_TRIES, _MOST_TRIES_ENORMOUS = 30, 14
 _ENORMOUS_NUMEL = 20 * 10**9
 _LARGE_CHUNK_NUMEL = 1 << 22
 
@@ -38,11 +38,14 @@ class Judging(Protocol):
 def changes(case: Case, verdict: Verdict, judge: Judging) -> tuple[Change, ...]:
     """Minimal sets that fit, those of fewer changes first, then by time per step."""
     search = _Search(case, judge)
-    sets = minimal_sets(knobs(case, verdict), search.fits, most_tries=_MOST_TRIES, enough=_ENOUGH)
+    tries = _MOST_TRIES_ENORMOUS if _is_enormous(case) else _MOST_TRIES
+    sets = minimal_sets(knobs(case, verdict), search.fits, most_tries=tries, enough=_ENOUGH)
     found: list[tuple[int, Change]] = []
     for rungs in sets:
-        after = judge(_recomputing(search.changed[_key(rungs)]))
-        if after.fits and len(found) < MOST_SHOWN:
+        if len(found) == MOST_SHOWN:
+            break
+        after = judge(search.tried[_key(rungs)])
+        if after.fits:
             found.append((len(rungs), _change(rungs, verdict, after)))
     found.sort(key=lambda pair: (pair[0], pair[1].step_factor or float("inf")))
     return tuple(change for _, change in found)
@@ -50,19 +53,18 @@ def changes(case: Case, verdict: Verdict, judge: Judging) -> tuple[Change, ...]:
 
 @dataclass
 class _Search:
-    """Tries sets of rungs; remembers the cases that fit."""
+    """Tries sets of rungs; remembers what was tried."""
 
     case: Case
     judge: Judging
-    changed: dict[tuple[int, ...], Case] = field(default_factory=dict)
+    tried: dict[tuple[int, ...], Case] = field(default_factory=dict)
 
     def fits(self, rungs: tuple[Rung, ...]) -> bool:
         """Whether the case fits with all of them, where the configuration allows them at all."""
         changed = applied(self.case, rungs)
         if changed is None:
             return False
-        self.changed[_key(rungs)] = changed
-        tried = _with_few_chunks(_recomputing(changed))
+        tried = self.tried[_key(rungs)] = _with_few_chunks(_recomputing(changed))
         try:
             facts = self.judge.facts(tried, tried.config)
             return not hopeless(tried, facts) and self.judge.fits(tried)
@@ -89,11 +91,14 @@ def _recomputing(case: Case) -> Case:
 
 def _with_few_chunks(case: Case) -> Case:
     """Of an enormous model that leaves its chunks open, large ones: they are planned one by one."""
-    open_chunk = case.config.optimizer.chunk == "auto"
-    if not open_chunk or case.source.shape.numel // case.profile.ranks < _ENORMOUS_NUMEL:
+    if case.config.optimizer.chunk != "auto" or not _is_enormous(case):
         return case
     config = OffloadConfig.load(case.config, [f"optimizer.chunk={_LARGE_CHUNK_NUMEL}"])
     return replace(case, config=config)
+
+
+def _is_enormous(case: Case) -> bool:
+    return case.source.shape.numel // case.profile.ranks >= _ENORMOUS_NUMEL
 
 
 def _key(rungs: tuple[Rung, ...]) -> tuple[int, ...]:
