@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -133,10 +133,6 @@ class Run:
     def forget(self) -> None:
         self.measured, self.predicted, self.moved = [], [], []
 
-    @property
-    def ratios(self) -> list[float]:
-        return [p / m for p, m in zip(self.predicted, self.measured, strict=True)]
-
 
 def _bytes(turn: Turn) -> tuple[int, int]:
     return turn.read_nbytes, turn.written_nbytes
@@ -164,9 +160,12 @@ def start(case: Case, folder: Path, stack: ExitStack) -> Run:
     return Run(case, process, plan, config, shape, facts, workload)
 
 
-def measure(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[list[Run], list[Speeds]]:
-    """Every case once per round, each round beginning with another one."""
-    speeds = []
+def measure(
+    cases: Sequence[Case], folder: Path, rounds: int
+) -> Iterator[tuple[list[Run], list[Speeds]]]:
+    """Every case once per round, each round beginning with another one; gives what there is after
+    each round but the first, which does not count."""
+    speeds: list[Speeds] = []
     with ExitStack() as stack:
         runs = []
         for case in cases:
@@ -179,45 +178,55 @@ def measure(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[list[Run]
                 run.turn(speeds[-1])
                 print(
                     f"round {number + 1}: {run.case.name}: {run.predicted[-1]:.3f} s predicted, "
-                    f"{run.measured[-1]:.3f} s measured",
-                    flush=True,
-                )
+                    f"{run.measured[-1]:.3f} s measured", flush=True,
+                )  # fmt: skip
             if number < 0:
                 for run in runs:
                     run.forget()
+            else:
+                yield runs, speeds[1:]
         for run in runs:
             run.process.close()
-    return runs, speeds[1:]
 
 
-def table(runs: Sequence[Run]) -> Table:
+def table(cases: Sequence[Mapping[str, Any]]) -> Table:
+    """Of cases as a record has them."""
     view = Table(title="predicted and measured seconds per step")
     for heading in ("case", "predicted", "measured", "ratio", "range", "bound by", "bytes"):
         view.add_column(heading, justify="left" if heading == "case" else "right")
-    for run in runs:
-        ratio = statistics.median(run.ratios)
-        assert run.estimate is not None, "it had a turn"
+    for case in cases:
+        ratios = ratios_of(case)
+        ratio = statistics.median(ratios)
+        slowest = max(case["links"], key=lambda link: link["seconds"])
         view.add_row(
-            run.case.name, f"{statistics.median(run.predicted):.2f}",
-            f"{statistics.median(run.measured):.2f}",
+            case["name"], f"{statistics.median(case['predicted_s']):.2f}",
+            f"{statistics.median(case['measured_s']):.2f}",
             f"{'' if abs(ratio - 1) <= BAR else '[yellow]'}{ratio:.2f}",
-            f"{min(run.ratios):.2f} .. {max(run.ratios):.2f}", run.estimate.bottleneck,
-            _bytes_ratio(run),
+            f"{min(ratios):.2f} .. {max(ratios):.2f}", slowest["name"], _bytes_ratio(case),
         )  # fmt: skip
     return view
 
 
-def _bytes_ratio(run: Run) -> str:
+def ratios_of(case: Mapping[str, Any]) -> list[float]:
+    return [p / m for p, m in zip(case["predicted_s"], case["measured_s"], strict=True)]
+
+
+def _bytes_ratio(case: Mapping[str, Any]) -> str:
     """Predicted bytes of nvme over those moved, both directions together."""
-    moved = statistics.median(sum(each) for each in run.moved)
-    assert run.estimate is not None, "it had a turn"
-    said = sum(link.nbytes for link in run.estimate.links if link.name.startswith("nvme"))
+    moved = statistics.median(sum(each) for each in case["moved_nbytes"])
+    said = sum(link["nbytes"] for link in case["links"] if link["name"].startswith("nvme"))
     return f"{said / moved:.3f}" if moved else "-"
 
 
-def record(runs: Sequence[Run], speeds: Sequence[Speeds], rounds: int) -> Mapping[str, Any]:
+def show(cases: Sequence[Mapping[str, Any]]) -> None:
+    Console(width=120).print(table(cases))
+    near = [case for case in cases if abs(statistics.median(ratios_of(case)) - 1) <= BAR]
+    print(f"{len(near)} of {len(cases)} cases within {BAR:.0%}")
+
+
+def record(runs: Sequence[Run], speeds: Sequence[Speeds]) -> Mapping[str, Any]:
     return {
-        "cpu": machine.cpu_model(), "cores": machine.cpu_count(), "rounds": rounds,
+        "cpu": machine.cpu_model(), "cores": machine.cpu_count(), "rounds": len(speeds),
         "speeds": [asdict(each) for each in speeds],
         "cases": [
             {
@@ -238,16 +247,22 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="names, separated by ;")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+", help="records: print their table alone")
     options = parser.parse_args()
+    if options.show:
+        show([case for file in options.show for case in json.loads(file.read_text())["cases"]])
+        return
     wanted = [part.strip() for part in options.cases.split(";") if part.strip()]
     cases = [case for case in CASES if not wanted or case.name in wanted]
+    if not cases or options.rounds < 1:
+        parser.error("nothing to measure: name at least one case and one round")
+    found: Mapping[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        runs, speeds = measure(cases, Path(folder), options.rounds)
-    Console(width=120).print(table(runs))
-    far = [run for run in runs if abs(statistics.median(run.ratios) - 1) > BAR]
-    print(f"{len(runs) - len(far)} of {len(runs)} cases within {BAR:.0%}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(record(runs, speeds, options.rounds), indent=1) + "\n")
+        for runs, speeds in measure(cases, Path(folder), options.rounds):
+            found = record(runs, speeds)
+            if options.json is not None:  # anew after every round: one may be the last
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+    show(found["cases"])
 
 
 if __name__ == "__main__":
