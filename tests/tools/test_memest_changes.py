@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.tools.memest.minimal_sets import minimal_sets
@@ -44,6 +44,7 @@ def test_no_more_is_tried_than_allowed() -> None:
 gains = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(sorted), max_size=4)
 
 
+@settings(deadline=None)
 @given(gains, st.integers(1, 20))
 def test_every_set_found_works_and_is_minimal(drawn: list[list[int]], needed: int) -> None:
     ladders = [ladder("abcd"[i], *each) for i, each in enumerate(drawn)]
@@ -57,6 +58,7 @@ def test_every_set_found_works_and_is_minimal(drawn: list[list[int]], needed: in
                 assert total - rungs[index][1] + rungs[index - 1][1] < needed
 
 
+@settings(deadline=None)
 @given(gains, st.integers(1, 20))
 def test_a_set_is_found_wherever_up_to_three_changes_help(
     drawn: list[list[int]], needed: int

@@ -63,6 +63,7 @@ def text_of(case: Estimate, width: int) -> str:
 sizes = st.lists(st.integers(0, 1 << 50), min_size=1, max_size=len(MemoryClass)).filter(any)
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(0, 1 << 45))
 def test_segments_touch_and_none_is_too_thin_to_see(nbytes: list[int], capacity: int) -> None:
     (bar,) = bars(held(*nbytes, capacity=capacity).memory)
@@ -81,6 +82,7 @@ def test_widths_follow_bytes_where_all_can_be_seen() -> None:
     assert [s.stop for s in bar.segments] == pytest.approx([0.75, 1.0])
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1e10))
 def test_ticks_are_few_round_and_inside(length: float) -> None:
     marks = ticks(length)
@@ -159,6 +161,7 @@ def test_costs_in_time(value: float, text: str) -> None:
     assert wording.factor_of_time(value) == text
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e18))
 def test_words_are_short_for_every_number(value: float) -> None:
     for word in (wording.duration, wording.counted, wording.per_second, wording.share):
