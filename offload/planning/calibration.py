@@ -22,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from offload import machine
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import PathError
@@ -29,6 +31,8 @@ from offload.tiers.errors import PathError
 _log = logging.getLogger("offload")
 
 FORMAT = 4  # raised whenever what is measured, or how, changes
+_MOST_BUSY = 0.3  # of the cores, by others
+_LOOK_S = 0.2
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 Found = Mapping[str, Any]  # fields of `Speeds`
@@ -156,6 +160,13 @@ def _measure_disk(folders: Sequence[Path], gpu: bool) -> dict[str, Any]:
 def _measured(kind: str, key: Found, measure: Callable[[], dict[str, Any]]) -> Found:
     what = "speed of computing" if kind == "compute" else "speed of nvme.paths"
     _log.info("measuring this machine's %s, once; the result is kept in %s", what, _folder())
+    busy = _busy_share()
+    if busy > _MOST_BUSY:
+        _log.warning(
+            "other programs take %.0f %% of this machine's cores: its %s is measured as they leave "
+            "it, and predictions will be too slow once they are gone; measure again then (memest "
+            "calibrate)", 100 * busy, what,
+        )  # fmt: skip
     found = measure()
     try:
         _store(_file(kind, key), {"key": key, "speeds": found})
@@ -165,6 +176,11 @@ def _measured(kind: str, key: Found, measure: Callable[[], dict[str, Any]]) -> F
             "folder that can be written", what, error.strerror or error, _folder(),
         )  # fmt: skip
     return found
+
+
+def _busy_share() -> float:
+    """Of all cores, what is taken before we do anything."""
+    return psutil.cpu_percent(_LOOK_S) / 100
 
 
 # ---------------------------------------------------------------- the cache

@@ -153,6 +153,20 @@ def test_where_nothing_can_be_kept_the_measurement_is_used_and_that_is_said(
     assert "XDG_CACHE_HOME" in caplog.text
 
 
+def test_a_machine_that_others_use_is_measured_with_a_warning(
+    counted: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(calibration, "_busy_share", lambda: 0.9)
+    with caplog.at_level(logging.WARNING, logger="offload"):
+        machine_speeds([tmp_path])
+    assert "other programs take 90 % of this machine's cores" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(calibration, "_busy_share", lambda: 0.05)
+    machine_speeds([tmp_path], remeasure=True)
+    assert "other programs" not in caplog.text
+
+
 def test_nothing_is_left_beside_the_files(counted: Counted, tmp_path: Path) -> None:
     machine_speeds([tmp_path])
     assert [file.suffix for file in kept(tmp_path)] == [".json", ".json"]
