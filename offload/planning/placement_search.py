@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from offload.planning.activation_plan import least_window
 from offload.planning.plan_builder import PlanBuilder
-from offload.planning.plan_sizes import CLASSES, STAGING_BUFFERS, staging_nbytes_of
+from offload.planning.plan_sizes import CLASSES, STAGING_BUFFERS, staging_nbytes_of, with_records
 from offload.planning.rough_step import DEVICE, HOST, NVME, Floats, StepWork, rough_seconds
 from offload.planning.speeds import Speeds
 from offload.planning.splits import (
@@ -165,18 +165,34 @@ class PlacementSearch:
             return held
         pieces = [nbytes for group in groups for nbytes in group.records]
         if len(pieces) <= _FEW_PIECES:
-            return self._dealt(pieces, rows) * self._format_ratios
-        held = np.array(rows) * float(sum(pieces))
+            return self._dealt(pieces, rows, self._records_in)
+        totals = np.array([float(sum(self._records_in[tier])) for tier in TIERS])
+        held: Floats = np.array(rows) * totals
         held[np.count_nonzero(held, axis=1) > 1, HOST] += max(pieces)  # what dealing out may differ
-        return held * self._format_ratios
+        return held
 
-    def _dealt(self, pieces: Sequence[int], rows: Sequence[Shares]) -> Floats:
+    def _dealt(
+        self, pieces: Sequence[int], rows: Sequence[Shares],
+        in_tier: Mapping[TierName, Sequence[int]] | None = None,
+    ) -> Floats:  # fmt: skip
+        """`in_tier`: what each piece takes there, where that is not its size everywhere."""
         held = np.zeros((len(rows), len(TIERS)))
         for index, row in enumerate(rows):
-            tiers = placement_of(row).assign(pieces)
-            for tier, nbytes in zip(tiers, pieces, strict=True):
+            for piece, tier in enumerate(placement_of(row).assign(pieces)):
+                nbytes = pieces[piece] if in_tier is None else in_tier[tier][piece]
                 held[index, TIERS.index(tier)] += nbytes
         return held
+
+    @cached_property
+    def _records_in(self) -> dict[TierName, list[int]]:
+        """Bytes of every record in the format of each tier."""
+        groups, sizes = self._builder.groups, self._builder.sizes
+        return {
+            tier: [
+                n for g in groups for n in with_records(g, [tier] * len(g.records), sizes).records
+            ]
+            for tier in TIERS
+        }
 
     def _sums_on_host(self, held: Floats, rows: Sequence[Shares]) -> Floats:
         """Sums that several blocks share are never on nvme."""
@@ -188,15 +204,6 @@ class PlacementSearch:
         held[:, NVME] -= np.minimum(moved, held[:, NVME])
         held[:, HOST] += moved
         return held
-
-    @cached_property
-    def _format_ratios(self) -> Floats:
-        """Bytes of a record in each tier, over those where it is largest."""
-        sizes = self._builder.sizes
-        numel = sizes.chunk_numel
-        return np.array(
-            [sizes.record_formats[t].nbytes(numel) / sizes.record_nbytes(numel) for t in TIERS]
-        )
 
     def _needed(self, held: Mapping[StateClass, Floats]) -> tuple[dict[int, Floats], Floats]:
         """Bytes that each tier must hold, and by how many the machine or a budget is short."""

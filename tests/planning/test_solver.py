@@ -85,6 +85,20 @@ def test_every_choice_fits_its_budgets_to_the_byte(about: Known | None):
         assert needed_nbytes(plan, TierName.HOST) <= host * MIB
 
 
+def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
+    """A record of 4096 parameters takes 32 KiB and a little: nine pages."""
+    small = model(4, 200)
+    for states in ("fp32", "int8", {"host": "fp32", "nvme": "int8"}):
+        keys = {"optimizer": {"chunk": 4096, "states": states}}
+        on_host = OffloadConfig.load({**keys, "placement": dict.fromkeys(CLASSES, "host")})
+        needed = needed_nbytes(solve(on_host, small, hardware()).best.plan, TierName.HOST)
+        for short in (4096, 64 << 10, 256 << 10, 512 << 10):
+            budget = {"host": needed - short, "nvme": "1GiB"}
+            assert solve(
+                OffloadConfig.load({**keys, "budget": budget}), small, hardware()
+            ).best.fits
+
+
 def test_more_host_memory_never_makes_a_step_slower():
     seconds = [
         solved({"budget": {"host": f"{host}MiB", "nvme": "2GiB"}}, known()).best.seconds
