@@ -99,12 +99,13 @@ class WithoutValues(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return self.device
         inputs = list(tensors_of((args, tuple(kwargs.values()))))
-        known = self._known_result(func, inputs, args, kwargs)
         if func in _READS:
-            return self._read(func, args, known)
+            return self._read(func, args, self._known_result(func, inputs, args, kwargs))
         if func.overloadpacket is _aten.arange:  # small, and on meta it is Python
             kwargs["device"] = _CPU
-            return self._wrapped(func(*args, **kwargs), known, {})
+            made = func(*args, **kwargs)
+            return self._wrapped(made, None if made.is_floating_point() else made, {})
+        given = args, dict(kwargs)
         if "device" in kwargs or not inputs:
             kwargs["device"] = _META
         if torch.Tag.inplace_view in func.tags:
@@ -116,6 +117,9 @@ class WithoutValues(TorchDispatchMode):
         args = mapped(args, lambda x: metas[id(x)])
         kwargs = {key: mapped(value, lambda x: metas[id(x)]) for key, value in kwargs.items()}
         result = run_on_meta(func, args, kwargs, self.kernels)
+        known = None
+        if isinstance(result, torch.Tensor) and result.numel() <= _MOST_KNOWN_NUMEL:
+            known = self._known_result(func, inputs, *given)
         return self._wrapped(result, known, place)
 
     def _changed_view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -165,7 +169,7 @@ class WithoutValues(TorchDispatchMode):
         if inputs:
             if not all(map(_is_known, inputs)):
                 return None
-        elif not _makes_whole_numbers(func, args, kwargs):
+        elif not _makes_whole_numbers(func, kwargs):
             return None
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
@@ -173,9 +177,7 @@ class WithoutValues(TorchDispatchMode):
         kwargs = {key: mapped(x, lambda x: getattr(x, "known", x)) for key, x in kwargs.items()}
         if "device" in kwargs or not inputs:
             kwargs["device"] = _CPU
-        result = func(*args, **kwargs)
-        too_long = isinstance(result, torch.Tensor) and result.numel() > _MOST_KNOWN_NUMEL
-        return None if too_long else result
+        return func(*args, **kwargs)
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
@@ -202,11 +204,8 @@ def _is_known(tensor: torch.Tensor) -> bool:
     return known is not None and (whole or tensor.numel() == 1)
 
 
-def _makes_whole_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Of operations without tensors: those that make positions and masks."""
-    name, dtype = func._schema.name, kwargs.get("dtype")
-    if name == "aten::arange" and dtype is None:
-        return all(isinstance(number, int) for number in args)
-    if name in ("aten::arange", "aten::zeros", "aten::ones", "aten::full"):
-        return dtype is not None and not dtype.is_floating_point
-    return False
+def _makes_whole_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Of operations without tensors: those that make masks and lengths."""
+    dtype = kwargs.get("dtype")
+    makes = func._schema.name in ("aten::zeros", "aten::ones", "aten::full")
+    return makes and dtype is not None and not dtype.is_floating_point

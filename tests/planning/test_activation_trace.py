@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from typing import Any
@@ -33,10 +32,15 @@ def _config(shape: str, **more: Any) -> Any:
     return config_of(train={"model": SHAPES[shape]}, **more)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES)
+PASSES = ((False, 1), (False, 2), (True, 1), (True, 2), ("selective", 2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "precision"),
+    [("llama", "fp32"), ("grouped heads", "bf16"), ("gpt", "fp32"), ("gpt", "bf16")],
+)
 def test_a_trace_equals_a_real_pass(shape: str, precision: str) -> None:
-    for checkpoint, micro_batches in itertools.product((False, True, "selective"), (1, 2)):
+    for checkpoint, micro_batches in PASSES:
         config = _config(
             shape, precision=precision, checkpoint=checkpoint, micro_batches=micro_batches
         )
@@ -44,7 +48,7 @@ def test_a_trace_equals_a_real_pass(shape: str, precision: str) -> None:
         real = real_facts(LanguageModel(config.train.model), config, WORKLOAD)
         assert traced == real, (checkpoint, micro_batches)
         assert traced.peak_elsewhere_nbytes < traced.peak_nbytes or checkpoint
-    print(f"{shape}, {precision}: 6 traces, largest difference 0 bytes, 0 FLOPs, 0 operations")
+    print(f"{shape}, {precision}: {len(PASSES)} traces, largest difference 0 bytes, 0 operations")
 
 
 def test_fp16_is_counted_as_it_runs() -> None:
