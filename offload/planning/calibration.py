@@ -229,6 +229,10 @@ _NUMBERS = {
         "io_lost_s_per_byte", "update_disk_share", "request_s",
     ),
 }  # fmt: skip
+_RATES = {
+    "compute": ("compute_bytes_per_s", "host_bytes_per_s"),
+    "nvme": ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s"),
+}  # never nothing
 _TABLES = {
     "compute": ("matmul_flops_per_s", "optimizer_parameters_per_s", "compute_bytes_per_s_in"),
     "nvme": (),
@@ -245,7 +249,10 @@ def _is_valid(kind: str, found: Found) -> bool:
         if not isinstance(found[table], dict) or not found[table]:
             return False
         numbers += list(found[table].values())
-    return all(
+    if not all(
         isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < float("inf")
         for n in numbers
-    )
+    ):
+        return False
+    rates = [found[name] for name in _RATES[kind]]
+    return all([*rates, *(rate for table in tables for rate in found[table].values())])

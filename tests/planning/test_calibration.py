@@ -131,6 +131,16 @@ def test_numbers_that_are_none_are_not_believed(
     assert known_speeds([tmp_path]) is None
 
 
+def test_a_rate_of_nothing_is_not_believed(counted: Counted, tmp_path: Path) -> None:
+    machine_speeds([tmp_path])
+    for file in kept(tmp_path):
+        content = json.loads(file.read_text())
+        rate = "nvme_read_bytes_per_s"
+        content["speeds"][rate if rate in content["speeds"] else "host_bytes_per_s"] = 0
+        file.write_text(json.dumps(content))
+    assert known_speeds([tmp_path]) is None
+
+
 def test_a_file_whose_key_is_of_another_machine_is_not_believed(
     counted: Counted, tmp_path: Path
 ) -> None:
