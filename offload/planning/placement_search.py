@@ -167,9 +167,9 @@ class PlacementSearch:
         if len(pieces) <= _FEW_PIECES:
             return self._dealt(pieces, rows, self._records_in)
         totals = np.array([float(sum(self._records_in[tier])) for tier in TIERS])
-        held: Floats = np.array(rows) * totals
-        held[np.count_nonzero(held, axis=1) > 1, HOST] += max(pieces)  # what dealing out may differ
-        return held
+        whole: Floats = np.array(rows) * totals
+        whole[np.count_nonzero(whole, axis=1) > 1, HOST] += max(pieces)  # dealing out may differ
+        return whole
 
     def _dealt(
         self, pieces: Sequence[int], rows: Sequence[Shares],

@@ -118,14 +118,17 @@ def workload_of(config: OffloadConfig) -> Workload:
 
 
 def chosen_config(best: Candidate) -> OffloadConfig:
-    """The candidate's configuration with its placement, chunk and prefetch as explicit values."""
+    """The candidate's configuration with its placement, chunk and prefetch as explicit values, and
+    the budgets that it was chosen for: what is free may be less in a moment."""
     plan, config = best.plan, best.config
     splits = {
         str(state_class): TierSplit(**{str(tier): share for tier, share in placement.shares})
         for state_class, placement in plan.placements.items()
     }
     optimizer = config.optimizer.model_copy(update={"chunk": plan.chunk_numel})
+    budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
     update = {
+        "budget": config.budget.model_copy(update=budgets),
         "placement": config.placement.model_copy(update=splits),
         "prefetch": plan.prefetch,
         "optimizer": optimizer,
