@@ -101,7 +101,8 @@ class RunFolder:
         _write_whole(self.path / "config.resolved.yaml", config.resolved().to_yaml())
 
     def write_prediction(self, prediction: Prediction) -> None:
-        """Write prediction.json."""
+        """Write prediction.json; what was measured before the run went on is not of it."""
+        (self.path / MEASURED).unlink(missing_ok=True)
         _write_whole(self.path / PREDICTION, prediction.to_json())
 
     def write_measured(self, measured: Measured) -> None:

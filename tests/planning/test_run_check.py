@@ -204,3 +204,12 @@ def test_corrected_speeds_predict_what_was_measured():
     assert speeds is not None
     again = solve(config, model(), hardware(), replace(about, speeds=speeds)).best
     assert again.seconds == pytest.approx(best.seconds * 1.5, rel=0.05)
+
+
+def test_a_new_prediction_is_not_held_against_what_was_measured_before(tmp_path: Path):
+    from offload.train.run_folder import RunFolder
+
+    folder = RunFolder(tmp_path)
+    folder.write_measured(MEASURED)
+    folder.write_prediction(PREDICTION)
+    assert not (tmp_path / "measured.json").exists()
