@@ -180,14 +180,19 @@ class PlannedMemory:
     # ---------------------------------------------------------------- RAM
     @property
     def _tensors(self) -> int:
-        """Where the model computes: at the peak of one forward and backward."""
-        away = self._plan.activations is not None
-        return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
+        """Where the model computes: at the peak of one forward and backward. What finds no place
+        in the window or on the disk stays there."""
+        if self._plan.activations is None:
+            return self._facts.peak_nbytes
+        stayed = self._facts.saved_nbytes - self._parked
+        return min(self._facts.peak_nbytes, self._facts.peak_elsewhere_nbytes + stayed)
 
     @property
     def _parked(self) -> int:
         """What forward saves and another tier takes."""
-        return self._facts.saved_nbytes if self._plan.activations is not None else 0
+        activations = self._plan.activations
+        room = self._window + activations.disk_nbytes if activations is not None else 0
+        return min(self._facts.saved_nbytes, room)
 
     @property
     def nvme_is_bound(self) -> bool:
