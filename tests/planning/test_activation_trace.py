@@ -37,7 +37,7 @@ PASSES = ((False, 1), (False, 2), (True, 1), (True, 2), ("selective", 2))
 
 @pytest.mark.parametrize(
     ("shape", "precision"),
-    [("llama", "fp32"), ("grouped heads", "bf16"), ("gpt", "fp32"), ("gpt", "bf16")],
+    [("llama", "fp32"), ("grouped heads", "bf16"), ("gpt", "bf16")],
 )
 def test_a_trace_equals_a_real_pass(shape: str, precision: str) -> None:
     for checkpoint, micro_batches in PASSES:
@@ -66,7 +66,7 @@ def test_saved_bytes_are_those_that_autograd_packs(shape: str, precision: str) -
     assert traced.saved_nbytes == packed_nbytes(model, WORKLOAD)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_blocks_that_are_not_run_count_as_if_they_were(data: st.DataObject) -> None:
     model = {

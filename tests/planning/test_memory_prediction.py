@@ -23,8 +23,8 @@ from offload.train.model import build_meta_model
 from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 
 LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
-FAST = {"tiny": 6, "small": 6}
-FAST_RSS = {"small": 2}
+FAST = {"tiny": 4, "small": 3}
+FAST_RSS = {"small": 1}
 LONG = {"tiny": 10, "small": 12, "60M": 10, "151M": 6, "300M": 4}
 
 
