@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from offload.planning.durations import duration
 from offload.planning.plan import Plan, breakdown, needed_nbytes
 from offload.planning.plan_reasons import reasons
 from offload.planning.preflight import Preflight
@@ -132,14 +133,14 @@ def _needs(plan: Plan) -> RenderableType:
 
 
 def _time(step: StepEstimate) -> RenderableType:
-    table = Table(title=f"Predicted step: {seconds(step.seconds)}", title_justify="left")
+    table = Table(title=f"Predicted step: {duration(step.seconds)}", title_justify="left")
     table.add_column("link")
     for name in ("busy", "of the step", "moved"):
         table.add_column(name, justify="right", no_wrap=True)
     for link in step.links:
         mark = " (bottleneck)" if link.name == step.bottleneck else ""
         share = f"{link.seconds / step.seconds:.0%}"
-        table.add_row(link.name + mark, seconds(link.seconds), share, _cell(link.nbytes))
+        table.add_row(link.name + mark, duration(link.seconds), share, _cell(link.nbytes))
     return table
 
 
@@ -149,7 +150,7 @@ def _next_best(solution: Solution) -> str:
         return "next best: nothing else is open" if not solution.others else "next best: none fits"
     slower = other.seconds / solution.best.seconds - 1
     what = ", ".join(_differences(solution.best, other))
-    return f"next best: {what}: {seconds(other.seconds)} ({slower:+.1%})"
+    return f"next best: {what}: {duration(other.seconds)} ({slower:+.1%})"
 
 
 def _differences(best: Candidate, other: Candidate) -> Iterator[str]:
@@ -161,8 +162,3 @@ def _differences(best: Candidate, other: Candidate) -> Iterator[str]:
         yield f"checkpoint {str(checkpoint).lower()}"
     if other.config.micro_batches != best.config.micro_batches:
         yield f"micro_batches {other.config.micro_batches}"
-
-
-def seconds(value: float) -> str:
-    """`4.2 s`, `310 ms`."""
-    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from offload.config import OffloadConfig
-from offload.planning.plan_text import Planned, describe, seconds
+from offload.planning.estimate import LinkTime, StepEstimate
+from offload.planning.plan_text import Planned, _time, describe
 from offload.planning.preflight import Preflight
 from offload.planning.solver import solve
 from tests.planning.test_solver import hardware, known, model
@@ -64,6 +65,9 @@ def test_nothing_is_wider_than_the_terminal(width: int):
     assert max(map(len, said(TIGHT, width).splitlines())) <= width
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0312, "31.2 ms"), (4.234, "4.23 s")])
-def test_seconds_have_three_digits(value: float, text: str):
-    assert seconds(value) == text
+@pytest.mark.parametrize(("value", "text"), [(0.0312, "31.2 ms"), (2990.0, "49 min 50 s")])
+def test_times_are_worded_for_people(value: float, text: str):
+    step = StepEstimate(value, (LinkTime("compute", value),), "compute", 64)
+    out = StringIO()
+    Console(width=100, file=out).print(_time(step))
+    assert out.getvalue().count(text) == 2
