@@ -177,3 +177,13 @@ def test_nothing_here_imports_torch() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_disk_beside_a_gpu_that_is_elsewhere_is_assumed_as_fast_as_a_usual_one() -> None:
+    profile = read_profile(gpu="RTX 4090", ram="64GiB")
+    speeds, named = profile.speeds(), read_profile(gpu="RTX 4090", ram="64GiB", nvme="Gen4 SSD")
+    assert profile.nvme_nbytes > 0
+    assert speeds is not None
+    assert speeds.nvme_read_bytes_per_s == named.speeds().nvme_read_bytes_per_s  # type: ignore[union-attr]
+    assert any("assumed to be that of a Gen4 SSD" in note for note in profile.notes)
+    assert read_profile(gpu="none", ram="64GiB").ssds == ()

@@ -152,6 +152,8 @@ def read_profile(
         profile = _with_ram(profile, read_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
     if nvme is not None:
         profile = _with_nvme(profile, nvme)
+    elif not profile.here and profile.nvme_nbytes and not profile.ssds:
+        profile = _with_assumed_drive(profile, profile.nvme_nbytes)
     count = read_count(gpus, "--gpus", 0 if profile.gpu_nbytes == 0 else 1)
     if count is not None:
         profile = _with_gpus(profile, count)
@@ -291,6 +293,14 @@ def _with_nvme(profile: HardwareProfile, text: str) -> HardwareProfile:
         nbytes = read_size(name, "--nvme", _LEAST_DISK, _MOST_DISK) * several
     if not nbytes:
         return replace(profile, nvme_nbytes=0, ssds=())
+    return _with_assumed_drive(profile, nbytes)
+
+
+def _with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    """A disk of which only the size is known: as fast, and for its size as durable, as a usual one.
+
+    This machine's speeds do not say: they hold where it computes, and were not asked for.
+    """
     drive = replace(
         GEN4, nbytes=nbytes, endurance_nbytes=int(GEN4.endurance_nbytes * nbytes / GEN4.nbytes)
     )
