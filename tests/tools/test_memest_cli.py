@@ -203,6 +203,11 @@ def test_deepspeed_s_figures_for_seven_billion(capsys: Any) -> None:
     assert "156.46 GiB RAM per node |  13.04 GiB per GPU" in text
 
 
+def test_deepspeed_takes_the_sizes_that_other_commands_take(capsys: Any) -> None:
+    assert run("deepspeed", "--params", "7e9", "--layers", "32", "--hidden", "4096") == 0
+    assert capsys.readouterr().out.startswith("7,000,000,000 parameters, the largest layer")
+
+
 def test_lists_of_parts_and_of_headlines_have_their_sources(capsys: Any) -> None:
     assert run("profiles") == 0
     assert "data sheet" in capsys.readouterr().out

@@ -253,6 +253,13 @@ def history() -> None:
 def deepspeed(
     source: Source = None,
     params: Params = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    mlp: Mlp = None,
+    vocab: Vocab = None,
+    tied: Tied = False,
     largest_layer: Annotated[
         str | None, typer.Option(metavar="NUMBER", help="Parameters of the largest module.")
     ] = None,
@@ -263,7 +270,10 @@ def deepspeed(
     nodes: Nodes = None,
 ) -> None:
     """What DeepSpeed's own estimator says, figure for figure."""
-    asked = _asked(source=source, params=params, gpus=gpus, nodes=nodes)
+    asked = _asked(
+        source=source, params=params, layers=layers, hidden=hidden, heads=heads,
+        kv_heads=kv_heads, mlp=mlp, vocab=vocab, tied=tied, gpus=gpus, nodes=nodes,
+    )  # fmt: skip
     from offload.tools.memest.run_systems import run_deepspeed
 
     raise typer.Exit(run_deepspeed(asked, stage, largest_layer))
