@@ -9,9 +9,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from offload import __version__
 from offload.tools.memest.cli import main
@@ -145,7 +148,6 @@ def test_ranks_share_the_states_and_add_up_their_tokens(capsys: Any) -> None:
 
 
 def test_weights_without_code_are_counted_without_activations(tmp_path: Path, capsys: Any) -> None:
-    import torch
     from safetensors.torch import save_file
 
     path = tmp_path / "m.safetensors"
@@ -155,6 +157,33 @@ def test_weights_without_code_are_counted_without_activations(tmp_path: Path, ca
     assert value["model"]["parameters"] == 64 * 64 + 8 * 64
     assert value["step"] is None
     assert any("activations are not counted" in note for note in value["notes"])
+
+
+class AsksForValues(nn.Module):
+    """Its code depends on values, which a trace has none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 8))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> SimpleNamespace:
+        loss = self.weight[tokens].sum()
+        return SimpleNamespace(loss=loss if float(loss) > 0 else -loss)
+
+
+def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: Any) -> None:
+    model = f"{__name__}:AsksForValues"
+    assert run(model, *MACHINE, "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["model"]["parameters"] == 64 * 8
+    assert value["memory"]["host"]["by_class"] or value["memory"]["device"]["by_class"]
+    assert value["step"] is None
+    said = "activations are not counted, and there are no times: AsksForValues cannot be traced"
+    assert any(note.startswith(said) for note in value["notes"])
+    assert run("compare", model, *MACHINE, "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert {system["step_s"] for system in value["systems"]} == {None}
+    assert any(note.startswith(said) for note in value["notes"])
 
 
 # ---------------------------------------------------------------- commands

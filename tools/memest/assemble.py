@@ -15,7 +15,7 @@ from offload.tools.memest.case import Case, Verdict
 from offload.tools.memest.changes import changes
 from offload.tools.memest.judge import Judge
 from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.source import ModelSource
+from offload.tools.memest.source import ModelSource, SourceKind
 
 
 def estimate(
@@ -68,12 +68,12 @@ def _notes(case: Case, verdict: Verdict) -> Iterator[str]:
     yield from case.source.notes
     yield from case.profile.notes
     yield from verdict.notes
-    if not case.source.has_graph:
+    if case.source.kind is SourceKind.SAFETENSORS:
         yield (
             "weights alone do not tell what forward keeps: activations are not counted, and there "
             "are no times; put the config.json beside them"
         )
-    elif case.speeds is None:
+    elif case.source.has_graph and case.speeds is None:
         yield "no times: speeds are not known; `memest calibrate` measures this machine's"
     if case.profile.ranks > 1:
         yield (

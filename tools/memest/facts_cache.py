@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _KIND = "activations"
 
 
+class UntraceableError(UnsupportedError):
+    """A model whose code cannot be followed without values: its states are known all the same."""
+
+
 def cached_facts(
     fingerprint: str, build: Callable[[], nn.Module], config: OffloadConfig, workload: Workload,
     device: str | None = None,
@@ -27,8 +31,8 @@ def cached_facts(
     """What one pass takes; without torch where that is known already.
 
     `fingerprint` names all that the model depends on; empty: nothing is kept. `device` (cpu, cuda)
-    says whose kernels are meant; by default those of `config`, or of this machine. UnsupportedError
-    where the model's code does not run on tokens.
+    says whose kernels are meant; by default those of `config`, or of this machine. UntraceableError
+    where the model's code cannot be followed, UnsupportedError where it fails for this input.
     """
     key = ""
     if fingerprint:
@@ -49,6 +53,8 @@ def _traced(
 
     try:
         return trace_activations(model, config, workload, device=device)
+    except UnsupportedError as error:
+        raise UntraceableError(str(error)) from error
     except OffloadError:
         raise
     except Exception as error:  # the model's own code: sizes that only it finds out about

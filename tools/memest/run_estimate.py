@@ -14,6 +14,7 @@ from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.assemble import estimate
 from offload.tools.memest.case import Case
+from offload.tools.memest.facts_cache import UntraceableError
 from offload.tools.memest.judge import Judge
 from offload.tools.memest.model_source import StatedSizes, read_model, read_stated
 from offload.tools.memest.options import (
@@ -65,10 +66,21 @@ def answer(question: Question, judge: Judge | None = None, *, advise: bool = Fal
     return replace(found, notes=(*question.assumed, *found.notes))
 
 
+def answered(
+    question: Question, judge: Judge | None = None, *, advise: bool = False
+) -> tuple[Question, Estimate]:
+    """The answer; of the states alone where the model's code cannot be followed, which is noted."""
+    try:
+        return question, answer(question, judge, advise=advise)
+    except UntraceableError as error:
+        source = question.case.source.without_graph(str(error))
+        question = replace(question, case=replace(question.case, source=source))
+        return question, answer(question, judge, advise=advise)
+
+
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. 0 if the model fits, 1 if not."""
-    question = read_question(asked)
-    found = answer(question, advise=asked.output.advise)
+    question, found = answered(read_question(asked), advise=asked.output.advise)
     _show(found, asked.output)
     if asked.output.write is not None:
         _write_config(found, question, asked.output.write)

@@ -24,7 +24,7 @@ from offload.tools.memest.judge import Judge
 from offload.tools.memest.largest import Largest, largest_of_all
 from offload.tools.memest.options import EstimateOptions, Format, MachineOptions
 from offload.tools.memest.picture import PLACE_TITLES
-from offload.tools.memest.run_estimate import DOES_NOT_FIT, answer, read_question, source_of
+from offload.tools.memest.run_estimate import DOES_NOT_FIT, answered, read_question, source_of
 from offload.tools.memest.run_hardware import profile_of
 from offload.tools.memest.summary import model_text, workload_text
 
@@ -36,19 +36,19 @@ _NODE_TITLES = {**PLACE_TITLES, TierName.HOST: "RAM of a node", TierName.NVME: "
 def run_compare(asked: EstimateOptions) -> int:
     """One model under every system, ours last. 0 if ours fits, 1 if not."""
     _check_format(asked)
-    question = read_question(asked)
     judge = Judge()
-    case, ours = question.case, answer(question, judge)
+    question, ours = answered(read_question(asked), judge)
+    case = question.case
     facts = judge.facts(case, ours.config)
-    rows = compare(
-        case.source.shape, facts, ours.config, case.workload, case.profile, case.speeds, ours
-    )
+    speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times
+    rows = compare(case.source.shape, facts, ours.config, case.workload, case.profile, speeds, ours)
     if asked.output.chosen is Format.JSON:
-        _print_json({"schema": "memest-compare/1", "systems": [_row_values(row) for row in rows]})
+        systems = [_row_values(row) for row in rows]
+        _print_json({"schema": "memest-compare/1", "systems": systems, "notes": list(ours.notes)})
     else:
         title = f"{ours.model}: {model_text(ours)}\n{ours.hardware}, {workload_text(ours)}"
         _print(Text(title), compare_table(rows))
-        _print_notes([note for row in rows for note in row.notes])
+        _print_notes([*ours.notes, *(note for row in rows for note in row.notes)])
     return 0 if ours.fits else DOES_NOT_FIT
 
 

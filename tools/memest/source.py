@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
@@ -51,6 +51,11 @@ class ModelSource:
     def has_graph(self) -> bool:
         """Whether the model's code is known; weights alone do not say what it keeps."""
         return self.build is not None
+
+    def without_graph(self, reason: str) -> ModelSource:
+        """The same states of a model whose code cannot be followed, for `reason`."""
+        note = f"activations are not counted, and there are no times: {reason}"
+        return replace(self, build=None, notes=(*self.notes, note))
 
     def activations(
         self, config: OffloadConfig, workload: Workload, device: str | None = None
