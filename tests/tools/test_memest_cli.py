@@ -186,6 +186,15 @@ def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: A
     assert any(note.startswith(said) for note in value["notes"])
 
 
+@pytest.mark.parametrize("ram", ["1280MiB", "2GiB"])
+def test_what_fits_with_recomputation_fits_where_that_is_left_open(ram: str, capsys: Any) -> None:
+    sizes = ["--layers", "8", "--hidden", "512", "--heads", "8", "--vocab", "1000"]
+    work = ["--batch", "8", "--sequence", "256", "--precision", "bf16", "--no-measure"]
+    asked = [*sizes, *work, "--gpu", "none", "--ram", ram, "--nvme", "64GiB", "--format", "json"]
+    recomputing = run(*asked, "--checkpoint", "true")
+    assert run(*asked) <= recomputing
+
+
 # ---------------------------------------------------------------- commands
 def test_the_command_that_is_left_out_is_estimate(capsys: Any) -> None:
     assert run("estimate", *SMALL, "--format", "json") == 0

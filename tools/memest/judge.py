@@ -37,9 +37,7 @@ class Judge:
     def __call__(self, case: Case) -> Verdict:
         """The best plan that the configuration allows, whether or not it fits."""
         share, baseline = share_of(case.source.shape, case.profile), _baseline_of(case)
-        best = self._solve(case, share, baseline).best
-        memory = self._memory(case, share, best, baseline)
-        short = (*best.shortfalls, *_physical(memory, best))
+        best, memory, short = self._best(case, share, baseline)
         config = resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu")
         step = best.step if case.speeds is not None and case.source.has_graph else None
         if step is not None:
@@ -50,10 +48,7 @@ class Judge:
     def fits(self, case: Case) -> bool:
         """Whether any plan does. Takes a fraction of the time of a verdict."""
         share, baseline = share_of(case.source.shape, case.profile), _baseline_of(case)
-        best = self._solve(case, share, baseline, any_fit=True).best
-        if not best.fits:
-            return False
-        return not any(_physical(self._memory(case, share, best, baseline), best))
+        return not self._best(case, share, baseline, any_fit=True)[2]
 
     def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
         """What one pass takes under `config`; nothing where the model's code is not known.
@@ -88,6 +83,27 @@ class Judge:
         known = self._known(case, share, baseline, any_fit=False)
         hardware = case.profile.hardware()
         return tuple(advise(Situation(case.config, share.shape, hardware, known, best)))
+
+    def _best(
+        self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool = False
+    ) -> tuple[Candidate, MemoryEstimate, tuple[Shortfall, ...]]:
+        """The first of the solver's candidates that every place holds, else the first of all.
+
+        The solver counts what a plan needs at least; holes and copies that fill a budget come on
+        top, and a slower candidate may keep fewer activations.
+        """
+        solution = self._solve(case, share, baseline, any_fit=any_fit)
+        first = None
+        for candidate in (solution.best, *solution.others):
+            if first is not None and not candidate.fits:
+                break
+            memory = self._memory(case, share, candidate, baseline)
+            short = (*candidate.shortfalls, *_physical(memory, candidate))
+            if not short:
+                return candidate, memory, short
+            first = first or (candidate, memory, short)
+        assert first is not None  # a solution has a best candidate
+        return first
 
     def _solve(
         self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool = False
