@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.tiers.extent import TierName
+
+_PARTS = 1_000_000  # a share is a whole number of these: sums stay exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +36,45 @@ class Placement:
 
         Pieces alternate rather than forming blocks: all links are then busy all the time (the
         ratio idea of ZeRO-Infinity's partial offload). Deterministic; the error against the exact
-        split is less than the largest piece per tier.
+        split is less than the largest piece per tier. Equal pieces repeat their pattern, and
+        hundreds of thousands of them (a large model's chunks) take milliseconds.
         """
-        if len(self.tiers) == 1:
-            return [self.tiers[0]] * len(sizes)
-        given = dict.fromkeys(self.tiers, 0)
-        return list(self._assign(sizes, given))
-
-    def _assign(self, sizes: Sequence[int], given: dict[TierName, int]) -> Iterator[TierName]:
-        fractions = {tier: share for tier, share in self.shares if share > 0}
-        total = 0
-        for size in sizes:
-            total += size
-            # the tier that is furthest behind what it should hold by now
-            tier = max(given, key=lambda name: fractions[name] * total - given[name])
-            given[tier] += size
-            yield tier
+        tiers = self.tiers
+        if len(tiers) == 1:
+            return [tiers[0]] * len(sizes)
+        weights = [round(share * _PARTS) for _, share in self.shares if share > 0]
+        weights[0] += _PARTS - sum(weights)
+        behind = [0] * len(tiers)  # bytes x _PARTS that a tier has less than its share
+        period = _PARTS // math.gcd(*weights)
+        assigned: list[TierName] = []
+        for size, run in itertools.groupby(sizes):
+            count = len(list(run))
+            before, dealt = tuple(behind), _deal(size, min(count, period), weights, behind)
+            repeats = 1
+            if count > period and tuple(behind) == before:  # the same over and over
+                repeats = count // period
+            assigned += [tiers[index] for index in dealt] * repeats
+            rest = count - repeats * len(dealt)
+            assigned += [tiers[index] for index in _deal(size, rest, weights, behind)]
+        return assigned
 
     def describe(self) -> str:
         """`host`, or `host 40% + nvme 60%`."""
         if len(self.tiers) == 1:
             return str(self.tiers[0])
         return " + ".join(f"{tier} {share:.0%}" for tier, share in self.shares if share > 0)
+
+
+def _deal(size: int, count: int, weights: Sequence[int], behind: list[int]) -> list[int]:
+    """Which tier each of `count` equal pieces goes to; `behind` is brought up to date."""
+    dealt = []
+    shares = [size * weight for weight in weights]
+    for _ in range(count):
+        furthest = 0
+        for index, share in enumerate(shares):
+            behind[index] += share
+            if behind[index] > behind[furthest]:
+                furthest = index
+        behind[furthest] -= size * _PARTS
+        dealt.append(furthest)
+    return dealt

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from offload.planning.plan import Plan, spare_host_nbytes
+from offload.planning.plan_sizes import record_kinds
 from offload.swap.trace import Trace
 from offload.tiers.arena import Arena
 from offload.tiers.extent import TierName
@@ -87,7 +88,7 @@ def find_copies(plan: Plan, model: ModelShape, run: Run, room_nbytes: int) -> Co
 
 
 def _count(plan: Plan, run: Run) -> int:
-    records = sum(tier is TierName.NVME for tiers in plan.records for tier in tiers)
+    records = sum(tiers.count(TierName.NVME) for tiers in plan.records)
     gradients = 0 if run.sums else plan.gradients.count(TierName.NVME)
     return plan.parameters.count(TierName.NVME) + gradients + records
 
@@ -100,8 +101,9 @@ def _nvme_totals(plan: Plan, run: Run) -> dict[StateClass, int]:
             totals[StateClass.PARAMETERS] += group.parameters
         if plan.gradients[index] is TierName.NVME and not run.sums:
             totals[StateClass.GRADIENTS] += group.gradients
-        pairs = zip(group.records, plan.records[index], strict=True)
-        totals[StateClass.OPTIMIZER] += sum(n for n, tier in pairs if tier is TierName.NVME)
+        for kind in record_kinds(group, plan.records[index], plan.chunk_numel):
+            if kind.tier is TierName.NVME:
+                totals[StateClass.OPTIMIZER] += kind.nbytes * kind.count
     return totals
 
 

@@ -89,6 +89,11 @@ class StepEstimate:
         return sum(link.nbytes for link in self.links if link.name == "nvme write")
 
 
+# How bad a missing byte is, by place: what more of it costs, roughly, as a GPU, as RAM and as SSD.
+# Of plans that do not fit, that is the best which is short of what is the easiest to get.
+SHORT_WEIGHTS = {TierName.DEVICE: 1000, TierName.HOST: 50, TierName.NVME: 1}
+
+
 @dataclass(frozen=True)
 class Shortfall:
     """A place that cannot hold what it would have to."""

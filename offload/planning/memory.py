@@ -16,7 +16,6 @@ candidate is the loading of the largest group, whose first values are there in f
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from offload.planning.baseline import Baseline
 from offload.planning.copies import Run, find_copies
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.plan import Plan, needed_nbytes
-from offload.planning.plan_sizes import ITEMSIZE
+from offload.planning.plan_sizes import ITEMSIZE, record_kinds
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import round_up
@@ -129,13 +128,12 @@ class PlannedMemory:
             whole[home] += group.gradients
             # gaps between parameters are spread over the chunks
             share = trainable / max(1, group.layout.numel_trainable)
-            chunks = group.layout.chunks(plan.chunk_numel)
-            kinds = Counter(zip(plan.records[index], map(len, chunks), group.records, strict=True))
-            for (home, numel, nbytes), count in kinds.items():
-                master, states = _record_split(plan.record_formats[home], int(numel * share))
-                exact[home][MemoryClass.MASTER] += master * count
-                exact[home][MemoryClass.OPTIMIZER] += states * count
-                whole[home] += nbytes * count
+            for kind in record_kinds(group, plan.records[index], plan.chunk_numel):
+                kept = plan.record_formats[kind.tier]
+                master, states = _record_split(kept, int(kind.numel * share))
+                exact[kind.tier][MemoryClass.MASTER] += master * kind.count
+                exact[kind.tier][MemoryClass.OPTIMIZER] += states * kind.count
+                whole[kind.tier] += kind.nbytes * kind.count
         return {
             tier: _Homes(exact[tier], whole[tier] - sum(exact[tier].values())) for tier in TierName
         }

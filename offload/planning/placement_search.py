@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.planning.activation_plan import least_window
+from offload.planning.estimate import SHORT_WEIGHTS
 from offload.planning.plan_builder import PlanBuilder
-from offload.planning.plan_sizes import CLASSES, STAGING_BUFFERS, staging_nbytes_of, with_records
+from offload.planning.plan_sizes import CLASSES, STAGING_BUFFERS, records_in, staging_nbytes_of
 from offload.planning.rough_step import DEVICE, HOST, NVME, Floats, StepWork, rough_seconds
 from offload.planning.speeds import Speeds
 from offload.planning.splits import (
@@ -55,11 +56,11 @@ class Open:
 
 @dataclass(frozen=True)
 class Found:
-    """A placement, how long its step takes roughly, and by how many bytes it does not fit."""
+    """A placement, how long its step takes roughly, and by how much it does not fit."""
 
     shares: tuple[Shares, ...]  # one row per class, in the order of CLASSES
     seconds: float
-    short_nbytes: int
+    short: int  # missing bytes, weighed
 
     @property
     def placements(self) -> dict[StateClass, Placement]:
@@ -163,12 +164,11 @@ class PlacementSearch:
             if state_class is StateClass.GRADIENTS:
                 held = self._sums_on_host(held, rows)
             return held
-        pieces = [nbytes for group in groups for nbytes in group.records]
-        if len(pieces) <= _FEW_PIECES:
-            return self._dealt(pieces, rows, self._records_in)
-        totals = np.array([float(sum(self._records_in[tier])) for tier in TIERS])
-        whole: Floats = np.array(rows) * totals
-        whole[np.count_nonzero(whole, axis=1) > 1, HOST] += max(pieces)  # dealing out may differ
+        if len(self._record_sizes) <= _FEW_PIECES:
+            return self._dealt(self._record_sizes, rows, self._records_in)
+        whole: Floats = np.array(rows) * self._records_total
+        # dealing out may differ
+        whole[np.count_nonzero(whole, axis=1) > 1, HOST] += self._largest_record
         return whole
 
     def _dealt(
@@ -188,11 +188,20 @@ class PlacementSearch:
         """Bytes of every record in the format of each tier."""
         groups, sizes = self._builder.groups, self._builder.sizes
         return {
-            tier: [
-                n for g in groups for n in with_records(g, [tier] * len(g.records), sizes).records
-            ]
+            tier: [nbytes for group in groups for nbytes in records_in(group, tier, sizes)]
             for tier in TIERS
         }
+
+    @cached_property
+    def _records_total(self) -> Floats:
+        groups, sizes = self._builder.groups, self._builder.sizes
+        totals = [sum(sum(records_in(g, tier, sizes)) for g in groups) for tier in TIERS]
+        return np.array(totals, dtype=np.float64)
+
+    @cached_property
+    def _record_sizes(self) -> list[int]:
+        """In the tier where they are largest."""
+        return [nbytes for group in self._builder.groups for nbytes in group.records]
 
     def _sums_on_host(self, held: Floats, rows: Sequence[Shares]) -> Floats:
         """Sums that several blocks share are never on nvme."""
@@ -206,7 +215,7 @@ class PlacementSearch:
         return held
 
     def _needed(self, held: Mapping[StateClass, Floats]) -> tuple[dict[int, Floats], Floats]:
-        """Bytes that each tier must hold, and by how many the machine or a budget is short."""
+        """Bytes that each tier must hold, and what the machine or a budget lacks, weighed."""
         builder = self._builder
         home = sum(held.values())
         assert not isinstance(home, int), "three classes"
@@ -237,15 +246,21 @@ class PlacementSearch:
             HOST: budgets[TierName.HOST],
             NVME: min(budgets[TierName.NVME], hardware.nvme_free_nbytes),
         }
-        short = sum(np.maximum(0, needed[column] - limit) for column, limit in limits.items())
+        weights = {column: SHORT_WEIGHTS[tier] for column, tier in enumerate(TIERS)}
+        if not self._builder.gpu:
+            weights[DEVICE] = weights[HOST]
+        short = sum(
+            weights[column] * np.maximum(0, needed[column] - limit)
+            for column, limit in limits.items()
+        )
         memory = needed[HOST] + (0 if self._builder.gpu else needed[DEVICE])
         room = hardware.host_nbytes - self._room.elsewhere_nbytes
-        result: Floats = np.maximum(short, np.maximum(0, memory - room))
+        result: Floats = np.maximum(short, weights[HOST] * np.maximum(0, memory - room))
         return result
 
     @cached_property
     def _largest_record(self) -> int:
-        return max((max(g.records, default=0) for g in self._builder.groups), default=0)
+        return max((group.largest_record for group in self._builder.groups), default=0)
 
     @cached_property
     def _slack(self) -> int:
@@ -324,4 +339,4 @@ def _merged(lists: Sequence[Sequence[Found]], count: int) -> list[Found]:
 def _rank(found: Found) -> tuple[int, float, int, float, tuple[Shares, ...]]:
     split = sum(sum(share > 0 for share in row) for row in found.shares)
     depth = sum(row[HOST] + 2 * row[NVME] for row in found.shares)
-    return found.short_nbytes, float(f"{found.seconds:.3g}"), split, depth, found.shares
+    return found.short, float(f"{found.seconds:.3g}"), split, depth, found.shares

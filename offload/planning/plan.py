@@ -96,7 +96,7 @@ def host_window(plan: Plan) -> int:
     on_nvme = {c for c in CLASSES if TierName.NVME in plan.placements[c].tiers}
     if StateClass.PARAMETERS in on_nvme or StateClass.GRADIENTS in on_nvme:
         return plan.window_nbytes
-    return max((max(g.records, default=0) for g in plan.groups), default=0)
+    return max((group.largest_record for group in plan.groups), default=0)
 
 
 def spare_host_nbytes(plan: Plan) -> int:

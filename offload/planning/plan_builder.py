@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config_fields import Percent, TierSplit
@@ -21,6 +21,7 @@ from offload.planning.plan_sizes import (
     GroupBytes,
     largest_unit,
     measure,
+    record_kinds,
     sizes_of,
     staging_nbytes_of,
     sums_nbytes_of,
@@ -56,26 +57,24 @@ class PlanBuilder:
         self.unit_nbytes = largest_unit(model, self.groups)
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
+        self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
 
     def build(self, placements: Placements) -> Plan:
         """The plan with every class where `placements` has it, whether or not that fits."""
         parameters = placements[StateClass.PARAMETERS].assign([g.parameters for g in self.groups])
         gradients = self._assign_gradients(placements[StateClass.GRADIENTS])
-        records = self._assign_records(placements[StateClass.OPTIMIZER])
-        groups = tuple(
-            with_records(group, tiers, self.sizes)
-            for group, tiers in zip(self.groups, records, strict=True)
-        )
+        dealt = self._deal_records(placements[StateClass.OPTIMIZER])
+        groups = dealt.groups
         staging = staging_nbytes_of(placements, groups, self.sizes, self.gpu)
         plan = Plan(
             budgets=dict(self.budgets), placements=dict(placements), groups=groups,
-            parameters=tuple(parameters), gradients=tuple(gradients), records=tuple(records),
+            parameters=tuple(parameters), gradients=tuple(gradients), records=dealt.tiers,
             record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
         )  # fmt: skip
-        plan = replace(plan, expected=_expected(plan))
+        plan = replace(plan, expected=_expected(plan, dealt))
         device = plan_device(
             placements, groups, self.sizes, self.hardware, self.budgets[TierName.DEVICE]
         )
@@ -89,7 +88,23 @@ class PlanBuilder:
             for group, tier in zip(self.groups, assigned, strict=True)
         ]
 
-    def _assign_records(self, placement: Placement) -> list[tuple[TierName, ...]]:
+    def _deal_records(self, placement: Placement) -> _DealtRecords:
+        """Dealt out once per placement: a large model has hundreds of thousands of records, and
+        plans that are compared often differ in other classes only."""
+        if placement not in self._dealt:
+            tiers = self._assign_records(placement)
+            groups = tuple(
+                with_records(group, each, self.sizes)
+                for group, each in zip(self.groups, tiers, strict=True)
+            )
+            nbytes: dict[TierName, int] = defaultdict(int)
+            for group, each in zip(groups, tiers, strict=True):
+                for kind in record_kinds(group, each, self.sizes.chunk_numel):
+                    nbytes[kind.tier] += kind.nbytes * kind.count
+            self._dealt[placement] = _DealtRecords(tiers, groups, nbytes)
+        return self._dealt[placement]
+
+    def _assign_records(self, placement: Placement) -> tuple[tuple[TierName, ...], ...]:
         """Of all groups in one row, so that every tier's share holds from one to the next, too."""
         flat = placement.assign([nbytes for group in self.groups for nbytes in group.records])
         records, start = [], 0
@@ -97,17 +112,26 @@ class PlanBuilder:
             stop = start + len(group.records)
             records.append(tuple(flat[start:stop]))
             start = stop
-        return records
+        return tuple(records)
 
 
-def _expected(plan: Plan) -> dict[TierName, dict[StateClass, int]]:
+@dataclass(frozen=True)
+class _DealtRecords:
+    """The optimizer's records in their tiers."""
+
+    tiers: tuple[tuple[TierName, ...], ...]  # per group and chunk
+    groups: tuple[GroupBytes, ...]  # with the bytes that records have there
+    nbytes: Mapping[TierName, int]
+
+
+def _expected(plan: Plan, dealt: _DealtRecords) -> dict[TierName, dict[StateClass, int]]:
     expected: dict[TierName, dict[StateClass, int]] = {tier: defaultdict(int) for tier in TierName}
-    rows = zip(plan.groups, plan.parameters, plan.gradients, plan.records, strict=True)
-    for group, parameter, gradient, chunks in rows:
+    rows = zip(plan.groups, plan.parameters, plan.gradients, strict=True)
+    for group, parameter, gradient in rows:
         expected[parameter][StateClass.PARAMETERS] += group.parameters
         expected[gradient][StateClass.GRADIENTS] += group.gradients
-        for tier, nbytes in zip(chunks, group.records, strict=True):
-            expected[tier][StateClass.OPTIMIZER] += nbytes
+    for tier, nbytes in dealt.nbytes.items():
+        expected[tier][StateClass.OPTIMIZER] += nbytes
     staging = plan.staging_nbytes * plan.staging_buffers
     computing = TierName.DEVICE if plan.gpu else TierName.HOST
     expected[TierName.HOST][StateClass.STAGING] += staging

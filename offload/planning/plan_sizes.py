@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -36,9 +36,13 @@ class GroupBytes:
     records: tuple[int, ...]
     summed: bool = False  # gradients are fp32 sums of 16-bit ones: never on nvme
 
-    @property
+    @cached_property
     def optimizer(self) -> int:
         return sum(self.records)
+
+    @cached_property
+    def largest_record(self) -> int:
+        return max(self.records, default=0)
 
 
 @dataclass(frozen=True)
@@ -113,14 +117,43 @@ def _record_nbytes(kept: RecordFormat, numel: int) -> int:
 
 def with_records(group: GroupBytes, tiers: Sequence[TierName], sizes: Sizes) -> GroupBytes:
     """The group with the bytes that its records have in the tiers they were given."""
-    held = {
-        tier: _by_chunk(group.layout, sizes.chunk_numel, partial(_record_nbytes, kept))
-        for tier, kept in sizes.record_formats.items()
-        if tier in tiers
-    }
-    if len(held) == 1:
-        return replace(group, records=next(iter(held.values())))
+    if not tiers:
+        return group
+    held = {tier: records_in(group, tier, sizes) for tier in TierName if tier in tiers}
+    first = next(iter(held.values()))
+    if all(records[0] == first[0] and records[-1] == first[-1] for records in held.values()):
+        return replace(group, records=first)
     return replace(group, records=tuple(held[t][index] for index, t in enumerate(tiers)))
+
+
+def records_in(group: GroupBytes, tier: TierName, sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of the group's records if all were in `tier`."""
+    nbytes_of = partial(_record_nbytes, sizes.record_formats[tier])
+    return _by_chunk(group.layout, sizes.chunk_numel, nbytes_of)
+
+
+@dataclass(frozen=True)
+class RecordKind:
+    """Records of one group that are alike."""
+
+    tier: TierName
+    numel: int
+    nbytes: int
+    count: int
+
+
+def record_kinds(
+    group: GroupBytes, tiers: Sequence[TierName], chunk_numel: int
+) -> Iterator[RecordKind]:
+    """The records by tier, and the last one, which may be shorter; `tiers` has one per record."""
+    if not tiers:
+        return
+    last = group.layout.numel_trainable - (len(tiers) - 1) * chunk_numel
+    for tier in TierName:
+        count = tiers.count(tier) - (tiers[-1] is tier)
+        if count:
+            yield RecordKind(tier, chunk_numel, group.records[tiers.index(tier)], count)
+    yield RecordKind(tiers[-1], last, group.records[-1], 1)
 
 
 def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
@@ -131,7 +164,7 @@ def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
     """
     root = [groups[index].parameters for u in model.units if not u.name for index in u.groups]
-    other = max((max(group.gradients, *group.records, 0) for group in groups), default=0)
+    other = max((max(group.gradients, group.largest_record) for group in groups), default=0)
     window = 0
     for unit in model.units:
         pieces = [groups[index].parameters for index in unit.groups]

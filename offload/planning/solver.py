@@ -23,6 +23,7 @@ from offload.config_fields import AUTO_MICRO_BATCHES
 from offload.planning.candidates import Candidate as Candidate
 from offload.planning.candidates import Choice
 from offload.planning.candidates import Known as Known
+from offload.planning.estimate import SHORT_WEIGHTS
 from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import CLASSES
 from offload.planning.speeds import Speeds
@@ -75,7 +76,9 @@ def solve(
 def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, float]:
     """What fits first, then by time; of what is as fast the plainest, and that which moves least.
     `sorted` keeps the order of equals, which is that of the search."""
-    short = sum(s.needed_nbytes - s.capacity_nbytes for s in candidate.shortfalls)
+    short = sum(
+        SHORT_WEIGHTS[s.tier] * (s.needed_nbytes - s.capacity_nbytes) for s in candidate.shortfalls
+    )
     slower = candidate.seconds / fastest - 1 if fastest else 0.0
     parts = sum(len(placement.tiers) for placement in candidate.plan.placements.values())
     busy = candidate.seconds

@@ -287,15 +287,13 @@ def _disk_overlap(speeds: Speeds) -> float:
 
 def _drawn(spans: list[Span], begun_s: float, seconds: float) -> tuple[Span, ...]:
     """Spans of one step counted from its start, those of one kind that nearly touch as one."""
-    last: dict[str, Span] = {}
     drawn: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.link, span.start_s)):
         moved = Span(span.link, span.label, span.start_s - begun_s, span.stop_s - begun_s)
-        before = last.get(span.link)
+        before = drawn[-1] if drawn and drawn[-1].link == span.link else None
         near = before is not None and moved.start_s - before.stop_s <= _GAP_SHARE * seconds
         if before is not None and near and before.label == moved.label:
-            moved = Span(span.link, span.label, before.start_s, moved.stop_s)
-            drawn.remove(before)
-        drawn.append(moved)
-        last[span.link] = moved
+            drawn[-1] = Span(span.link, span.label, before.start_s, moved.stop_s)
+        else:
+            drawn.append(moved)
     return tuple(sorted(drawn, key=lambda span: (span.start_s, span.link)))

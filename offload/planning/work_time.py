@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
 from offload.planning.plan import Plan
-from offload.planning.plan_sizes import ITEMSIZE
+from offload.planning.plan_sizes import ITEMSIZE, record_kinds
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.zero.records import RecordFormat
@@ -41,15 +41,11 @@ def _matmul_rate(precision: str, speeds: Speeds) -> float:
 
 def update_s(plan: Plan, group: int, precision: str, speeds: Speeds) -> float:
     """The optimizer's arithmetic on one group, wherever its records are, nothing else running."""
-    numels: dict[TierName, int] = {}
-    left = plan.groups[group].layout.numel_trainable
-    for tier in plan.records[group]:
-        numels[tier] = numels.get(tier, 0) + min(plan.chunk_numel, left)
-        left -= min(plan.chunk_numel, left)
+    kinds = record_kinds(plan.groups[group], plan.records[group], plan.chunk_numel)
     summed = plan.groups[group].summed
     return sum(
-        numel * _parameter_s(plan, tier, precision, speeds, summed=summed)
-        for tier, numel in numels.items()
+        kind.count * kind.numel * _parameter_s(plan, kind.tier, precision, speeds, summed=summed)
+        for kind in kinds
     )
 
 
