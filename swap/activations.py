@@ -32,16 +32,13 @@ from offload.swap.activation_record import (
     bytes_of,
 )
 from offload.swap.activation_returns import ActivationReturns, CopiesInFlight
+from offload.swap.activation_rules import LEAST_NBYTES, TRIM_NBYTES, WHOLE
 from offload.swap.activation_window import ActivationWindow
 from offload.swap.block_store import BlockStore
 from offload.swap.device_state import Links
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload")
-
-LEAST_NBYTES = 128 << 10  # moving less costs more time than the memory is worth
-WHOLE = 4  # a storage travels whole unless it is more than so many times what is saved of it
-TRIM_NBYTES = 256 << 20  # of freed memory that may lie about: giving it back costs page faults
 
 
 @dataclass(slots=True)

@@ -19,6 +19,16 @@ class PassCost:
 
 
 @dataclass(frozen=True, slots=True)
+class HeapFacts:
+    """Of the bytes that `ActivationFacts` counts, those in storages of less than 32 MiB: on a CPU
+    the C library's heap, which keeps what is freed."""
+
+    saved_nbytes: int = 0
+    peak_nbytes: int = 0
+    peak_elsewhere_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ActivationFacts:
     """One forward and backward pass at a batch and a sequence length. Parameters, gradients of
     parameters that are at home, and the inputs are not counted."""
@@ -29,3 +39,4 @@ class ActivationFacts:
     peak_at: str  # where: `forward of layers.3`, `backward of head`
     forward: PassCost
     backward: PassCost  # recomputation included
+    heap: HeapFacts = HeapFacts()

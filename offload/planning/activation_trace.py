@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts
+from offload.planning.activation_facts import ActivationFacts, HeapFacts
 from offload.planning.compiler_free import without_compiler
 from offload.planning.cuda_choices import choosing_for_cuda
 from offload.planning.pass_watch import PassWatch
@@ -81,13 +81,19 @@ def _trace(
         for elsewhere in (False, True)
     ]
     here, elsewhere = found
+    return facts_of(here, elsewhere)
+
+
+def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
+    """What the same pass takes where saved tensors stay, and where they leave."""
     return ActivationFacts(
-        saved_nbytes=here.saved_nbytes,
-        peak_nbytes=here.peak_nbytes,
-        peak_elsewhere_nbytes=elsewhere.peak_nbytes,
+        saved_nbytes=here.saved.nbytes,
+        peak_nbytes=here.peak.nbytes,
+        peak_elsewhere_nbytes=elsewhere.peak.nbytes,
         peak_at=here.peak_at,
         forward=here.cost(backward=False),
         backward=here.cost(backward=True),
+        heap=HeapFacts(here.saved.heap_nbytes, here.peak.heap_nbytes, elsewhere.peak.heap_nbytes),
     )
 
 

@@ -1,31 +1,25 @@
 """What a process takes before it has a model: interpreter, libraries, compiled kernels, contexts.
 
 Measured once per machine in a process of its own, which trains a model of a few thousand parameters
-(`baseline_probe`), and kept:
-
-    $XDG_CACHE_HOME/offload/baseline/<digest>.json    (or ~/.cache/offload/baseline)
-
-by precision and by the versions of Python, torch and numba. A file that is damaged or of another
-version counts as not there; where the folder cannot be written the measurement is used and not
-kept. Nothing here needs torch: who only asks gets what is known, or a documented default.
+(`baseline_probe`), and kept in the user's cache (`disk_cache`) by precision and by the versions of
+Python, torch and numba; where that cannot be written the measurement is used and not kept. Nothing
+here needs torch: who only asks gets what is known, or a documented default.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import subprocess
 import sys
-import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from offload import machine
+from offload.planning.disk_cache import key_of, load, save, whole
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
@@ -44,6 +38,7 @@ GPU_RAM_NBYTES = 1536 << 20
 GPU_CONTEXT_NBYTES = 768 << 20
 
 
+_KIND = "baseline"
 _NAMES = ("ram_nbytes", "symbols_nbytes", "compiler_nbytes")
 Measured = tuple[int, int, int]  # in this order
 
@@ -64,6 +59,11 @@ class Baseline:
     def note(self) -> str:
         """Where the figures are from, as a sentence."""
         ram = format_bytes(self.ram_nbytes)
+        if self.gpu_nbytes:
+            return (
+                f"Python, PyTorch with CUDA and kernels are assumed to take {ram} of RAM, context "
+                f"and libraries {format_bytes(self.gpu_nbytes)} of GPU memory; neither is measured"
+            )
         if self.measured:
             text = f"Python, PyTorch and kernels take {ram} of RAM, as measured on this machine"
         else:
@@ -71,17 +71,12 @@ class Baseline:
                 f"Python, PyTorch and kernels take {ram} of RAM: a default, measured on another "
                 "machine (2 cores, torch 2.13)"
             )
-        if self.gpu_nbytes:
-            text += (
-                f"; {format_bytes(self.gpu_nbytes)} of GPU memory for the CUDA context and its "
-                "libraries are assumed, not measured"
-            )
         return text
 
 
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
     """What was measured before in `precision`, or the default; at once, without torch."""
-    found = _load(_key(precision))
+    found = _kept(_key(precision))
     default = (
         _DEFAULT_RAM_NBYTES[precision], _DEFAULT_SYMBOLS_NBYTES, _DEFAULT_COMPILER_NBYTES
     )  # fmt: skip
@@ -91,10 +86,11 @@ def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
 def machine_baseline(precision: str, *, gpu: bool = False, remeasure: bool = False) -> Baseline:
     """As `known_baseline`; what was never measured is measured, which takes some seconds."""
     key = _key(precision)
-    found = None if remeasure else _load(key)
+    found = None if remeasure else _kept(key)
     if found is None:
         found = measure_baseline(precision)
-        _store(key, found)
+        with suppress(OSError):
+            save(_KIND, key_of(key), {"key": key, **dict(zip(_NAMES, found, strict=True))})
     return _baseline(found, gpu, measured=True)
 
 
@@ -145,32 +141,12 @@ def _version(name: str) -> str:
         return "none"
 
 
-def _file(key: dict[str, Any]) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(root).expanduser() / "offload" / "baseline" / f"{digest}.json"
+def _kept(key: Mapping[str, Any]) -> Measured | None:
+    return load(_KIND, key_of(key), _decoded)
 
 
-def _load(key: dict[str, Any]) -> Measured | None:
-    try:
-        content = json.loads(_file(key).read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(content, dict) or content.get("key") != key:
-        return None
-    found = [content.get(name) for name in _NAMES]
-    ram, symbols, compiler = (n if isinstance(n, int) and n >= 0 else None for n in found)
-    if not ram or symbols is None or compiler is None:
-        return None
+def _decoded(values: Any) -> Measured:
+    ram, symbols, compiler = (whole(values[name]) for name in _NAMES)
+    if not ram:
+        raise ValueError("no process takes nothing")
     return ram, symbols, compiler
-
-
-def _store(key: dict[str, Any], found: Measured) -> None:
-    """Written beside its name and renamed; not kept where that cannot be done."""
-    file = _file(key)
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with os.fdopen(descriptor, "w") as text:
-            json.dump({"key": key, **dict(zip(_NAMES, found, strict=True))}, text)
-        Path(name).replace(file)

@@ -10,11 +10,9 @@ folder cannot be written the measurement is used and not kept, and that is said.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,12 +23,14 @@ from typing import Any
 import psutil
 
 from offload import machine
+from offload.planning.disk_cache import cache_folder, forget, key_of, load, save
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
 FORMAT = 4  # raised whenever what is measured, or how, changes
+_KIND = "speeds"
 _MOST_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -76,8 +76,7 @@ def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
 def forget_speeds(nvme_paths: Sequence[StrPath] = ()) -> None:
     """Let the next `machine_speeds` measure again."""
     for kind, key in (("compute", _compute_key()), ("nvme", _disk_key(_folders(nvme_paths)))):
-        with suppress(OSError):
-            _file(kind, key).unlink(missing_ok=True)
+        forget(*_file(kind, key))
 
 
 def _speeds(compute: Found, disk: Found) -> Speeds:
@@ -159,7 +158,8 @@ def _measure_disk(folders: Sequence[Path], gpu: bool) -> dict[str, Any]:
 
 def _measured(kind: str, key: Found, measure: Callable[[], dict[str, Any]]) -> Found:
     what = "speed of computing" if kind == "compute" else "speed of nvme.paths"
-    _log.info("measuring this machine's %s, once; the result is kept in %s", what, _folder())
+    where = cache_folder() / _KIND
+    _log.info("measuring this machine's %s, once; the result is kept in %s", what, where)
     busy = _busy_share()
     if busy > _MOST_BUSY:
         _log.warning(
@@ -169,11 +169,11 @@ def _measured(kind: str, key: Found, measure: Callable[[], dict[str, Any]]) -> F
         )  # fmt: skip
     found = measure()
     try:
-        _store(_file(kind, key), {"key": key, "speeds": found})
+        save(*_file(kind, key), {"key": key, "speeds": found})
     except OSError as error:
         _log.warning(
             "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
-            "folder that can be written", what, error.strerror or error, _folder(),
+            "folder that can be written", what, error.strerror or error, where,
         )  # fmt: skip
     return found
 
@@ -184,39 +184,21 @@ def _busy_share() -> float:
 
 
 # ---------------------------------------------------------------- the cache
-def _folder() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME")
-    base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
-    return base / "offload" / "speeds"
-
-
-def _file(kind: str, key: Found) -> Path:
-    text = json.dumps(key, sort_keys=True)
-    return _folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def _store(file: Path, value: Found) -> None:
-    """Replace `file` as a whole: a reader sees the old content or the new."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
-    try:
-        beside.write_text(json.dumps(value, indent=1) + "\n")
-        beside.replace(file)
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+def _file(kind: str, key: Found) -> tuple[str, str]:
+    """Folder and name in the cache."""
+    return _KIND, f"{kind}-{key_of(key)}"
 
 
 def _load(kind: str, key: Found) -> Found | None:
     """What was measured for `key`; None where nothing valid is kept."""
-    try:
-        value = json.loads(_file(kind, key).read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(value, dict) or value.get("key") != json.loads(json.dumps(key)):
-        return None
-    found = value.get("speeds")
-    return found if isinstance(found, dict) and _is_valid(kind, found) else None
+
+    def decode(values: Any) -> Found:
+        found = values["speeds"]
+        if values["key"] != json.loads(json.dumps(key)) or not _is_valid(kind, found):
+            raise ValueError("of another machine, or damaged")
+        return dict(found)
+
+    return load(*_file(kind, key), decode)
 
 
 _NUMBERS = {
@@ -239,7 +221,9 @@ _TABLES = {
 }
 
 
-def _is_valid(kind: str, found: Found) -> bool:
+def _is_valid(kind: str, found: Any) -> bool:
+    if not isinstance(found, dict):
+        return False
     tables = _TABLES[kind]
     names = {*_NUMBERS[kind], *tables, *(("gpu",) if kind == "compute" else ())}
     if set(found) != names:

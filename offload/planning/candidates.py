@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_plan import least_window
 from offload.planning.estimate import Shortfall, StepEstimate
+from offload.planning.heap_holes import heap_holes_nbytes
 from offload.planning.placement_search import Found, Open, PlacementSearch
 from offload.planning.plan import Hardware, Plan, needed_nbytes
-from offload.planning.plan_builder import Placements, PlanBuilder
+from offload.planning.plan_builder import Placements, PlanBuilder, resolve_budgets
 from offload.planning.plan_sizes import CLASSES
 from offload.planning.rough_step import NOMINAL, StepWork
 from offload.planning.shortfalls import shortfalls
@@ -77,18 +78,26 @@ class Choice:
         self._hardware = hardware
         self._known = known
         self._facts = known.facts_of(config) if known is not None else None
-        self._config = self._with_device_budget(config)
+        self._config = self._with_open_budgets(config)
         self._builder = PlanBuilder(self._config, model, hardware)
 
-    def _with_device_budget(self, config: OffloadConfig) -> OffloadConfig:
-        """Where it is open, the device tier takes what activations and libraries leave of a GPU."""
-        capacity = self._hardware.device_nbytes
-        if not capacity or config.budget.device is not None or self._known is None:
+    def _with_open_budgets(self, config: OffloadConfig) -> OffloadConfig:
+        """Where it is open, the device tier takes what activations and libraries leave of a GPU; on
+        a CPU the host tier no more than they leave of RAM."""
+        known, hardware = self._known, self._hardware
+        if known is None:
             return config
-        beside = self._known.on_device_nbytes + self._peak_nbytes(config)
-        nbytes = max(0, int(_DEVICE_SHARE * capacity) - beside) // PAGE_NBYTES * PAGE_NBYTES
-        budget = config.budget.model_copy(update={"device": nbytes})
-        return config.model_copy(update={"budget": budget})
+        activations = self._peak_nbytes(config)
+        if hardware.device_nbytes:
+            left = int(_DEVICE_SHARE * hardware.device_nbytes)
+            return _within(config, TierName.DEVICE, left - known.on_device_nbytes - activations)
+        left = hardware.host_nbytes - known.elsewhere_nbytes
+        if self._facts is not None:
+            away = config.placement.activations.tier == "nvme"
+            left -= activations + heap_holes_nbytes(self._facts, leaves=away)
+        if left >= resolve_budgets(config, hardware, 0)[TierName.HOST]:
+            return config
+        return _within(config, TierName.HOST, left)
 
     def candidates(self) -> list[Candidate]:
         """Laid out, in the order of the search; at least one."""
@@ -282,3 +291,12 @@ class Choice:
             f"states: {format_bytes(short)} more than the {format_bytes(capacity)} there are; set "
             f"placement.activations.checkpoint: true, lower the batch or budget.{tier}",
         )  # fmt: skip
+
+
+def _within(config: OffloadConfig, tier: TierName, nbytes: int) -> OffloadConfig:
+    """With a budget of `nbytes` for a tier that was left open, in whole pages."""
+    if getattr(config.budget, tier) is not None:
+        return config
+    pages = max(0, nbytes) // PAGE_NBYTES * PAGE_NBYTES
+    budget = config.budget.model_copy(update={str(tier): pages})
+    return config.model_copy(update={"budget": budget})

@@ -5,10 +5,36 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+
+# From this size on glibc takes every block from the system by itself (DEFAULT_MMAP_THRESHOLD_MAX).
+HEAP_LIMIT_NBYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Bytes of storages."""
+
+    nbytes: int = 0
+    heap_nbytes: int = 0  # of those below `HEAP_LIMIT_NBYTES`
+
+    @classmethod
+    def of(cls, nbytes: int) -> Alive:
+        """One storage."""
+        return cls(nbytes, nbytes if nbytes < HEAP_LIMIT_NBYTES else 0)
+
+    def __add__(self, other: Alive) -> Alive:
+        return Alive(self.nbytes + other.nbytes, self.heap_nbytes + other.heap_nbytes)
+
+    def __sub__(self, other: Alive) -> Alive:
+        return Alive(self.nbytes - other.nbytes, self.heap_nbytes - other.heap_nbytes)
+
+    def __mul__(self, times: int) -> Alive:
+        return Alive(self.nbytes * times, self.heap_nbytes * times)
 
 
 class LiveBytes:
@@ -19,7 +45,7 @@ class LiveBytes:
 
     def __init__(self, grown: Callable[[], None]) -> None:
         """`grown` is called whenever there are more bytes than before."""
-        self.now = 0
+        self.now = Alive()
         self._grown = grown
         self._counts = True
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -34,7 +60,7 @@ class LiveBytes:
             if key not in self._alive:
                 is_old = any(other.untyped_storage()._cdata == key for other in given)
                 self._add(storage, storage.nbytes() if self._counts and not is_old else 0)
-        if self.now > before:
+        if self.now.nbytes > before.nbytes:
             self._grown()
 
     @contextmanager
@@ -52,7 +78,7 @@ class LiveBytes:
 
     def forget(self) -> None:
         """Start from nothing: what lives now counts nothing."""
-        self.now = 0
+        self.now = Alive()
         for key in self._nbytes:
             self._nbytes[key] = 0
 
@@ -60,8 +86,8 @@ class LiveBytes:
         key = storage._cdata
         self._alive[key] = weakref.ref(storage, partial(self._died, key))
         self._nbytes[key] = nbytes
-        self.now += nbytes
+        self.now += Alive.of(nbytes)
 
     def _died(self, key: int, _: Any) -> None:
         del self._alive[key]
-        self.now -= self._nbytes.pop(key)
+        self.now -= Alive.of(self._nbytes.pop(key))

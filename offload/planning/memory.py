@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from offload.planning.baseline import Baseline
 from offload.planning.copies import Run, find_copies
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
+from offload.planning.heap_holes import heap_holes_nbytes
 from offload.planning.plan import Plan, needed_nbytes
 from offload.planning.plan_sizes import ITEMSIZE, record_kinds
 from offload.tiers.extent import PAGE_NBYTES, TierName
@@ -36,16 +37,13 @@ if TYPE_CHECKING:
     from offload.planning.workload import Workload
     from offload.zero.model_shape import ModelShape
 
-# Freed tensors of less than 32 MiB leave holes in the C library's heap that others do not fit in.
-# With a fixed threshold (MALLOC_MMAP_THRESHOLD_=131072) there are none, and the peak is what is
-# predicted without them to 1 %; as glibc is, they came to 0.41 .. 0.50 of the tensors' peak.
-HEAP_HOLES = 0.43
 _FILE_GROWTH_NBYTES = 256 << 20  # as `swap/block_store.py` lengthens a file
 _CLASS_OF = {
     StateClass.PARAMETERS: MemoryClass.PARAMETERS,
     StateClass.GRADIENTS: MemoryClass.GRADIENTS,
     StateClass.OPTIMIZER: MemoryClass.OPTIMIZER,
 }
+_MOST_LATE = 3  # groups whose update within backward is still to come
 ByClass = dict[MemoryClass, int]
 
 
@@ -186,6 +184,13 @@ class PlannedMemory:
         return min(self._facts.peak_nbytes, self._facts.peak_elsewhere_nbytes + stayed)
 
     @property
+    def _heap_holes(self) -> int:
+        """Of the C library, where the model computes on a CPU."""
+        if self._plan.gpu:
+            return 0
+        return heap_holes_nbytes(self._facts, leaves=self._plan.activations is not None)
+
+    @property
     def _parked(self) -> int:
         """What forward saves and another tier takes."""
         activations = self._plan.activations
@@ -200,14 +205,15 @@ class PlannedMemory:
 
     @property
     def host_slack_nbytes(self) -> int:
-        """What the host ledger's peak may be off by the moment: the gradients of one group, where
-        an update within backward gives them back and there is room for more."""
+        """What the host ledger's peak may be off by the moment: gradients that an update within
+        backward has not given back yet, as far as there is room. One group's on a quiet machine;
+        on a busy one it falls behind by more."""
         if not self._run.in_backward:
             return 0
         pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
-        largest = max((g.gradients for g, tier in pairs if tier is TierName.NVME), default=0)
+        gradients = sorted(group.gradients for group, tier in pairs if tier is TierName.NVME)
         left = self._plan.budgets[TierName.HOST] - self._beside - self._copies.nbytes
-        return min(largest, max(0, left)) if largest else 0
+        return min(sum(gradients[-_MOST_LATE:]), max(0, left))
 
     @property
     def _activations_on_disk(self) -> int:
@@ -233,7 +239,7 @@ class PlannedMemory:
             MemoryClass.ACTIVATIONS: min(self._window, self._parked) + tensors,
             MemoryClass.FRAMEWORK: self._framework,
         }
-        steps[MemoryClass.FRAGMENTATION] += int(tensors * HEAP_HOLES)
+        steps[MemoryClass.FRAGMENTATION] += self._heap_holes
         loading = {
             **states,
             MemoryClass.GRADIENTS: 0,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.planning.activation_facts import PassCost
-from offload.planning.live_bytes import LiveBytes
+from offload.planning.live_bytes import Alive, LiveBytes
 from offload.planning.op_costs import flops, is_kernel, scratch_nbytes, touched_nbytes
 from offload.planning.valueless import tensors_of
 
@@ -40,7 +40,7 @@ class _Mark:
     node: int  # sequence number of the first
     where: str
     part: Part
-    more_nbytes: int  # alive as well, on account of blocks that are not run
+    more: Alive  # on account of blocks that are not run
 
 
 class PassWatch(TorchDispatchMode):
@@ -50,8 +50,8 @@ class PassWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = LiveBytes(self._grown)
-        self.saved_nbytes = 0
-        self.peak_nbytes = 0
+        self.saved = Alive()
+        self.peak = Alive()  # each of the two at its own peak
         self.peak_at = "forward"
         self.rest = Part()  # what no other part has
         self._parts = [self.rest]
@@ -59,7 +59,7 @@ class PassWatch(TorchDispatchMode):
         self._is_kernel: dict[Any, bool] = {}
         self._backward = False
         self._last_node = 0
-        self._now = _Mark(0, "the model", self.rest, 0)
+        self._now = _Mark(0, "the model", self.rest, Alive())
         self._marks = [self._now]
 
     @classmethod
@@ -80,7 +80,7 @@ class PassWatch(TorchDispatchMode):
         self.live.made(results, given)
         scratch = scratch_nbytes(func, args) if self._backward else 0
         if scratch:
-            self._grown(scratch)
+            self._grown(Alive.of(scratch))
         self._count(func, args, given, results, result)
         return result
 
@@ -104,43 +104,45 @@ class PassWatch(TorchDispatchMode):
             place = bisect.bisect_right(self._marks, number, key=lambda mark: mark.node)
             self._now = self._marks[max(place, 1) - 1]
 
-    def _grown(self, scratch: int = 0) -> None:
-        nbytes = self.live.now + self._now.more_nbytes + scratch
-        if nbytes > self.peak_nbytes:
-            self.peak_nbytes = nbytes
+    def _grown(self, scratch: Alive = Alive()) -> None:  # noqa: B008 (immutable)
+        now = self.live.now + self._now.more + scratch
+        if now.nbytes > self.peak.nbytes:
             self.peak_at = f"{'backward' if self._backward else 'forward'} of {self._now.where}"
+        self.peak = Alive(
+            max(self.peak.nbytes, now.nbytes), max(self.peak.heap_nbytes, now.heap_nbytes)
+        )
 
     # ---------------------------------------------------------------- where the forward is
     def begin(self) -> None:
         """The model is called: what was made before is its input."""
         self.live.forget()
-        self.peak_nbytes = 0
-        self._mark("the model", self.rest, 0)
+        self.peak = Alive()
+        self._mark("the model", self.rest, Alive())
 
     def enter(self, where: str, part: Part | None = None) -> None:
         if not self._backward:
-            self._mark(where, part or self.rest, self._now.more_nbytes)
+            self._mark(where, part or self.rest, self._now.more)
 
     def leave(self, where: str) -> None:
         if not self._backward:
-            self._mark(f"what follows {where}", self.rest, self._now.more_nbytes)
+            self._mark(f"what follows {where}", self.rest, self._now.more)
 
     @property
-    def more_nbytes(self) -> int:
-        """Bytes that blocks which are not run would have left alive by now."""
-        return self._now.more_nbytes
+    def more(self) -> Alive:
+        """What blocks that are not run would have left alive by now."""
+        return self._now.more
 
-    def add_more(self, nbytes: int) -> None:
-        self._mark(self._now.where, self._now.part, self._now.more_nbytes + nbytes)
+    def add_more(self, more: Alive) -> None:
+        self._mark(self._now.where, self._now.part, self._now.more + more)
 
     def end_forward(self, loss: Tensor) -> None:
-        own = self.live.nbytes_of(loss)
-        self.saved_nbytes = self.live.now + self._now.more_nbytes - own
+        own = Alive.of(self.live.nbytes_of(loss))
+        self.saved = self.live.now + self._now.more - own
         self._last_node = _next_node()
         self._backward = True
 
-    def _mark(self, where: str, part: Part, more_nbytes: int) -> None:
-        self._now = _Mark(_next_node(), where, part, more_nbytes)
+    def _mark(self, where: str, part: Part, more: Alive) -> None:
+        self._now = _Mark(_next_node(), where, part, more)
         self._marks.append(self._now)
 
     # ---------------------------------------------------------------- what it cost

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.planning.activation_plan import LEAST_WINDOW_NBYTES
 from offload.planning.live_bytes import LiveBytes
-from offload.swap.activations import LEAST_NBYTES, WHOLE
+from offload.swap.activation_rules import LEAST_NBYTES, WHOLE
 
 _LEAST_SLOT_NBYTES = LEAST_WINDOW_NBYTES // 4
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from offload.planning.live_bytes import Alive
 from offload.planning.pass_watch import PassWatch
 from offload.zero.discovery import Unit
 
@@ -194,9 +195,9 @@ class _Counted:
         for one, other in zip(self._neighbours, self._for_all, strict=True):
             watch.expect_alike(one, other)
         self._understudies = [Understudy() for _ in range(stretch.period)]
-        self._alive = 0  # when the neighbours began, later when those that count for all did
-        self._each = 0  # what a period leaves alive
-        self._in_all = 0  # alive once all periods that are skipped would have run
+        self._alive = Alive()  # when the neighbours began, later when those that count for all did
+        self._each = Alive()  # what a period leaves alive
+        self._in_all: Alive | None = None  # alive once all periods that are skipped would have run
         self._between = 0  # operations outside of blocks, when the neighbours began
         self._next = stretch.start
 
@@ -237,13 +238,13 @@ class _Counted:
             self._alive = now
         elif role == 2:
             self._each, self._alive = now - self._alive, now
-            self._watch.add_more(self._stretch.skipped * self._each)
+            self._watch.add_more(self._each * self._stretch.skipped)
         elif role in (-1, 3):
-            if not self._in_all:
+            if self._in_all is None:
                 if now - self._alive != self._each:
                     raise CannotSkipError
-                self._in_all = now + self._watch.more_nbytes
-            self._watch.add_more(self._in_all - now - self._watch.more_nbytes)
+                self._in_all = now + self._watch.more
+            self._watch.add_more(self._in_all - now - self._watch.more)
 
 
 class Understudy:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import as_the_engine
+from offload.planning.activation_trace import as_the_engine, facts_of
 from offload.planning.pass_watch import PassWatch
 from offload.planning.sample_run import Run, default_run
 from offload.planning.saved_elsewhere import SavedElsewhere
@@ -47,10 +47,7 @@ def real_facts(
     call = run or default_run(model)
     here = _watched(model, config, workload, call, elsewhere=False)
     elsewhere = _watched(model, config, workload, call, elsewhere=True)
-    return ActivationFacts(
-        here.saved_nbytes, here.peak_nbytes, elsewhere.peak_nbytes, here.peak_at,
-        here.cost(backward=False), here.cost(backward=True),
-    )  # fmt: skip
+    return facts_of(here, elsewhere)
 
 
 def _watched(

@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_cache(
 def test_a_gpu_adds_what_is_assumed_and_says_so() -> None:
     found = known_baseline("bf16", gpu=True)
     assert found.gpu_nbytes > 0
-    assert "assumed, not measured" in found.note
+    assert "neither is measured" in found.note
 
 
 def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,10 @@ LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
 FAST = {"tiny": 4, "small": 3}
 FAST_RSS = {"small": 1}
 LONG = {"tiny": 10, "small": 12, "60M": 10, "151M": 6, "300M": 4}
+# The constants of `heap_holes` were fitted to the RAM of those above; these they have not seen.
+HELD_OUT = {"small": 4, "60M": 4, "151M": 3, "300M": 1}
+LONG_CASES = [(size, seed) for size, count in LONG.items() for seed in range(count)]
+LONG_CASES += [(size, 100 + seed) for size, count in HELD_OUT.items() for seed in range(count)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def long_rows() -> list[Row]:
     return []
 
 
-@pytest.mark.parametrize(("size", "seed"), [(s, n) for s, c in LONG.items() for n in range(c)])
+@pytest.mark.parametrize(("size", "seed"), LONG_CASES)
 def test_drawn_cases_up_to_300_million_parameters(
     size: str, seed: int, folder: Path, long: bool, long_rows: list[Row]
 ) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from offload.config import OffloadConfig
+from offload.planning.disk_cache import cache_folder
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
 from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.disk_cache import cache_folder
 from offload.tools.memest.model_source import SourceKind, StatedSizes, read_model, read_stated
 from offload.tools.memest.skeleton_cache import load_shape, save_shape
 from offload.tools.memest.stated_sizes import parse_count

@@ -9,10 +9,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, PassCost
+from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCost
+from offload.planning.disk_cache import load, text, whole
 from offload.planning.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.tools.memest.disk_cache import key_of, load, save, text, whole
+from offload.tools.memest.answer_cache import keep, key_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,11 +39,18 @@ def cached_facts(
     if fingerprint:
         key = key_of(_parts(fingerprint, config, workload, device))
         found = load(_KIND, key, _decoded)
+        if isinstance(found, str):
+            raise UntraceableError(found)
         if found is not None:
             return found
-    facts = _traced(build(), config, workload, device)
+    try:
+        facts = _traced(build(), config, workload, device)
+    except UntraceableError as error:
+        if key:
+            keep(_KIND, key, {"untraceable": str(error)})
+        raise
     if key:
-        save(_KIND, key, asdict(facts))
+        keep(_KIND, key, asdict(facts))
     return facts
 
 
@@ -86,7 +94,10 @@ def _parts(
     }
 
 
-def _decoded(values: Any) -> ActivationFacts:
+def _decoded(values: Any) -> ActivationFacts | str:
+    """Facts, or why there are none."""
+    if "untraceable" in values:
+        return text(values["untraceable"])
     return ActivationFacts(
         saved_nbytes=whole(values["saved_nbytes"]),
         peak_nbytes=whole(values["peak_nbytes"]),
@@ -94,7 +105,13 @@ def _decoded(values: Any) -> ActivationFacts:
         peak_at=text(values["peak_at"]),
         forward=_cost(values["forward"]),
         backward=_cost(values["backward"]),
+        heap=_heap(values["heap"]),
     )
+
+
+def _heap(values: Any) -> HeapFacts:
+    names = ("saved_nbytes", "peak_nbytes", "peak_elsewhere_nbytes")
+    return HeapFacts(*(whole(values[name]) for name in names))
 
 
 def _cost(values: Any) -> PassCost:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, PassCost
+from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCost
 from offload.planning.baseline import Baseline, known_baseline
 from offload.planning.estimate import (
     Change,
@@ -145,6 +145,11 @@ def scaled(facts: ActivationFacts, factor: float) -> ActivationFacts:
         facts.peak_at,
         _scaled_cost(facts.forward, factor),
         _scaled_cost(facts.backward, factor),
+        HeapFacts(
+            int(facts.heap.saved_nbytes * factor),
+            int(facts.heap.peak_nbytes * factor),
+            int(facts.heap.peak_elsewhere_nbytes * factor),
+        ),
     )
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError
+from offload.tools.memest.answer_cache import key_of
 from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.disk_cache import key_of
 from offload.tools.memest.factory import build_named, is_named
 from offload.tools.memest.hugging_face import (
     ModelConfiguration,

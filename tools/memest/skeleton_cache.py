@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.tools.memest.disk_cache import flag, load, save, text, whole
+from offload.planning.disk_cache import flag, load, text, whole
+from offload.tools.memest.answer_cache import keep
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
@@ -18,7 +19,7 @@ def load_shape(key: str) -> ModelShape | None:
 
 def save_shape(key: str, shape: ModelShape) -> None:
     """Keep a shape under `key`."""
-    save(_KIND, key, _encoded(shape))
+    keep(_KIND, key, _encoded(shape))
 
 
 def _encoded(shape: ModelShape) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError, OffloadError
-from offload.tools.memest.disk_cache import key_of
+from offload.tools.memest.answer_cache import key_of
 from offload.tools.memest.hugging_face import ModelConfiguration, unknown_architecture
 from offload.tools.memest.skeleton_cache import load_shape, save_shape
 from offload.zero.model_shape import ModelShape

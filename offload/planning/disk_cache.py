@@ -1,19 +1,18 @@
-"""Answers that took seconds to find, kept on disk as JSON.
+"""What took seconds to find, kept on disk as JSON.
 
-    $XDG_CACHE_HOME/offload/<kind>/<sha256 of all that the answer depends on>.json
+    $XDG_CACHE_HOME/offload/<kind>/<sha256 of all that it depends on>.json    (or ~/.cache/offload)
 
-A file that cannot be read, or is damaged, is as good as none; one that cannot be written is not.
+A file that cannot be read, or is damaged, is as good as none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,25 +21,25 @@ _MOST_NBYTES = 64 << 20
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/offload`, or `~/.cache/offload`."""
+    """`$XDG_CACHE_HOME/offload`, or `~/.cache/offload`; not absolute where there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
     return root / "offload"
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """A name for everything that an answer depends on: `parts`, and the code that finds it."""
-    text = json.dumps({"code": _code(), **parts}, sort_keys=True, default=str)
+    """A name for everything that an answer depends on."""
+    text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load(kind: str, key: str, decode: Callable[[Any], _T]) -> _T | None:
-    """The answer kept under `key`; None if there is none that can be read.
+    """What is kept under `key`; None if there is nothing that can be read.
 
     `decode` raises ValueError, KeyError or TypeError for values that it did not expect.
     """
-    path = _path(kind, key)
     try:
+        path = _path(kind, key)
         if path.stat().st_size > _MOST_NBYTES:
             return None
         return decode(json.loads(path.read_bytes()))
@@ -49,18 +48,24 @@ def load(kind: str, key: str, decode: Callable[[Any], _T]) -> _T | None:
 
 
 def save(kind: str, key: str, values: Any) -> None:
-    """Keep an answer under `key`, whole or not at all."""
+    """Keep `values` under `key`: a reader sees all of them or those before. OSError where that
+    cannot be done (a full disk, a read-only home); the next answer is as slow then."""
     path = _path(kind, key)
-    with contextlib.suppress(OSError):  # a full disk or a read-only home: the next answer is slow
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            try:
-                json.dump(values, file, separators=(",", ":"))
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        try:
+            json.dump(values, file, separators=(",", ":"))
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def forget(kind: str, key: str) -> None:
+    """Let the next `load` find nothing."""
+    with suppress(OSError):
+        _path(kind, key).unlink(missing_ok=True)
 
 
 def text(value: Any) -> str:
@@ -85,15 +90,7 @@ def whole(value: Any, limit: int = 1 << 62) -> int:
 
 
 def _path(kind: str, key: str) -> Path:
-    return cache_folder() / kind / f"{key}.json"
-
-
-@cache
-def _code() -> str:
-    """A digest of the sources that find shapes and facts: another version, other answers."""
-    root = Path(__file__).parents[2]  # the package: its folders, and links to them
-    digest = hashlib.sha256()
-    for folder in ("zero", "planning", "train", "tools/memest"):
-        for path in sorted((root / folder).glob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    folder = cache_folder()
+    if not folder.is_absolute():
+        raise FileNotFoundError(f"{folder}: there is no home folder; set XDG_CACHE_HOME")
+    return folder / kind / f"{key}.json"

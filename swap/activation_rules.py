@@ -1,0 +1,5 @@
+"""When a saved activation travels, in numbers that planning needs, too (no torch here)."""
+
+LEAST_NBYTES = 128 << 10  # moving less costs more time than the memory is worth
+WHOLE = 4  # a storage travels whole unless it is more than so many times what is saved of it
+TRIM_NBYTES = 256 << 20  # of freed memory that may lie about: giving it back costs page faults
