@@ -2,9 +2,9 @@
 
 PyTorch asks glibc for aligned blocks. glibc cannot use the hole that such a block leaves for
 another one of the same size, so a pass that frees and makes tensors all the time spreads over more
-of the heap than is ever alive. Blocks of 32 MiB and more come from the system one by one, unless a hole is
-large enough for them; with MALLOC_MMAP_THRESHOLD_=131072 in the environment all do, there are no
-holes, and steps take 5 to 20 % longer for the page faults.
+of the heap than is ever alive. Blocks of 32 MiB and more come from the system one by one, unless a
+hole is large enough for them. With MALLOC_MMAP_THRESHOLD_=131072 in the environment all do: then
+there are no holes, and steps take 5 to 20 % longer for the page faults.
 
 How large the holes get depends on the order of sizes and is not derived: the four numbers were
 fitted to the peak RSS of runs of 0.7 M to 300 M parameters (`tests/planning/memory_cases.py`,
