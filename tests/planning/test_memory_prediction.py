@@ -53,7 +53,7 @@ class Row:
         )
         rss = "" if self.rss is None else f"  RSS {self.measured['rss'] / 2**20:6.0f} MiB "
         rss += "" if self.rss is None else f"{self.rss:+6.1%}"
-        return f"{self.case.name:9}{tiers}{rss}  {' '.join(self.case.keys)}"
+        return f"{self.case.name:10}{tiers}{rss}  {' '.join(self.case.keys)}"
 
 
 @pytest.fixture(scope="module")
