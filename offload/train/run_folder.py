@@ -180,12 +180,19 @@ def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
 
 
 def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig:
-    """`now` with the micro-batches of the run before, where they were left open and chosen then:
-    another number would round differently."""
-    chosen = before.get("micro_batches")
-    if now.micro_batches != AUTO_MICRO_BATCHES or not isinstance(chosen, int):
-        return now
-    return now.model_copy(update={"micro_batches": chosen})
+    """`now` with what the run before chose where it was left open, as far as bits depend on it:
+    micro-batches, and where states are kept differently per tier, which of them are where."""
+    kept: list[str] = []
+    if now.micro_batches == AUTO_MICRO_BATCHES:
+        kept.append("micro_batches")
+    if not now.optimizer.states.uniform:
+        if now.placement.optimizer is None:
+            kept.append("placement.optimizer")
+        if now.optimizer.chunk == "auto":
+            kept.append("optimizer.chunk")
+    values = {key: _at(before, key) for key in kept}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items() if value]
+    return OffloadConfig.load(now, overrides)
 
 
 def default_path(name: str, parent: Path = Path("runs")) -> Path:

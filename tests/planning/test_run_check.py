@@ -153,6 +153,21 @@ def test_a_resumed_run_keeps_the_micro_batches_that_were_chosen():
     assert with_choices_of(OffloadConfig.load({"micro_batches": 2}), before).micro_batches == 2
 
 
+def test_a_resumed_run_keeps_which_states_are_where_if_tiers_keep_them_differently():
+    states = {"host": "fp32", "nvme": "int8"}
+    split = {"host": "10%", "nvme": "90%"}
+    optimizer = {"states": states, "chunk": 65536}
+    before = OffloadConfig.load({"placement": {"optimizer": split}, "optimizer": optimizer})
+    left_open = OffloadConfig.load({"optimizer": {"states": states}})
+    kept = with_choices_of(left_open, before.to_dict())
+    assert kept.placement == before.placement
+    assert kept.optimizer.chunk == 65536
+    named = OffloadConfig.load({"placement": {"optimizer": "nvme"}, "optimizer": optimizer})
+    assert with_choices_of(named, before.to_dict()) == named
+    alike = OffloadConfig.load({"optimizer": {"states": "int8"}})
+    assert with_choices_of(alike, before.to_dict()) == alike
+
+
 # ---------------------------------------------------------------- advice
 def situation(host: str, machine: int = 64 * GIB, **keys: Any) -> Situation:
     config = OffloadConfig.load({"budget": {"host": host, "nvme": "2GiB"}, **keys})
