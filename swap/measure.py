@@ -42,7 +42,10 @@ def measure_bandwidth(
 
 def _measure(file: SwapFile, backend: IOBackend, nbytes: int) -> Bandwidth:
     file.reserve(nbytes)
-    buffer = memoryview(mmap.mmap(-1, nbytes))
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)  # as the tiers' memory is: some disks are twice as fast
+    buffer = memoryview(region)
     # Noise, so that no device compresses it; it also faults the pages in.
     noise = os.urandom(1 << 20)
     for start in range(0, nbytes, len(noise)):

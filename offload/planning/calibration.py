@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from offload import machine
-from offload.planning.disk_cache import cache_folder, forget, key_of, load, save
+from offload.planning.disk_cache import cache_folder, key_of, load, save
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import PathError
 
@@ -71,12 +71,6 @@ def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
         return None
     found, there = _load("compute", _compute_key()), _load("nvme", _disk_key(folders))
     return None if found is None or there is None else _speeds(found, there)
-
-
-def forget_speeds(nvme_paths: Sequence[StrPath] = ()) -> None:
-    """Let the next `machine_speeds` measure again."""
-    for kind, key in (("compute", _compute_key()), ("nvme", _disk_key(_folders(nvme_paths)))):
-        forget(*_file(kind, key))
 
 
 def _speeds(compute: Found, disk: Found) -> Speeds:

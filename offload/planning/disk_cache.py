@@ -12,7 +12,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,12 +59,6 @@ def save(kind: str, key: str, values: Any) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
-
-
-def forget(kind: str, key: str) -> None:
-    """Let the next `load` find nothing."""
-    with suppress(OSError):
-        _path(kind, key).unlink(missing_ok=True)
 
 
 def text(value: Any) -> str:

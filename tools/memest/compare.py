@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.activation_facts import ActivationFacts
+from offload.planning.durations import duration
 from offload.planning.estimate import Estimate, MemoryClass, PlaceEstimate
 from offload.planning.plan_sizes import ITEMSIZE
 from offload.planning.speeds import Speeds
@@ -134,7 +135,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield f"{'system':<20}{heads}{'step':>12}  fits"
     for row in rows:
         cells = "".join(f"{_used(row.places.get(tier)):>24}" for tier in tiers)
-        step = f"{row.step_s:.2f} s" if row.step_s is not None else "-"
+        step = duration(row.step_s) if row.step_s is not None else "-"
         yield f"{row.system:<20}{cells}{step:>12}  {'yes' if row.fits else row.short}"
     for note in dict.fromkeys(note for row in rows for note in row.notes):
         yield f"({note})"
