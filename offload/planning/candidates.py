@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 _CANDIDATES = 8  # kinds that are laid out per choice of checkpoint and micro-batches
 _FEW_PIECES = 1_000  # of optimizer state: then also what has each class in one tier
 _CANDIDATES_LARGE = 3  # of a model with more, where each takes tens of milliseconds
-_MOVES = (0.2, 0.05)  # shares of a class that are moved to another tier
+_STARTS = 3  # fitting kinds that are refined: which of them ends up best is not known before
+_MOVES = (0.4, 0.2, 0.05)  # shares of a class that are moved to another tier
 _GAIN = 0.002  # of a step's time, for another move
+AS_FAST = 0.01  # of a step's time: no prediction tells less
 _MOST_PIECES = 600  # that a step is predicted with
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
 
@@ -62,10 +64,20 @@ class Candidate:
     seconds: float  # of a step; of the slowest link alone where nothing is known of the work
     step: StepEstimate | None  # None: nothing is known of the work
     shortfalls: tuple[Shortfall, ...]
+    beyond_free_nbytes: int  # RAM that it needs with activations and libraries, and others have now
+    choice: Choice = field(repr=False, compare=False)
 
     @property
     def fits(self) -> bool:
         return not self.shortfalls
+
+    def elsewhere(self, state_class: StateClass) -> Iterator[Candidate]:
+        """The same plan but for one class, which is whole in another tier that is open to it."""
+        here = self.plan.placements
+        for tier in self.choice.open_tiers.get(state_class, ()):
+            moved = Placement.on(tier)
+            if moved != here[state_class]:
+                yield self.choice.evaluate({**here, state_class: moved})
 
 
 class Choice:
@@ -78,6 +90,7 @@ class Choice:
         self._hardware = hardware
         self._known = known
         self._facts = known.facts_of(config) if known is not None else None
+        self._config = config
         self._config = self._with_open_budgets(config)
         self._builder = PlanBuilder(self._config, model, hardware)
 
@@ -91,10 +104,9 @@ class Choice:
         if hardware.device_nbytes:
             left = int(_DEVICE_SHARE * hardware.device_nbytes)
             return _within(config, TierName.DEVICE, left - known.on_device_nbytes - activations)
-        left = hardware.host_nbytes - known.elsewhere_nbytes
-        if self._facts is not None:
-            away = config.placement.activations.tier == "nvme"
-            left -= activations + heap_holes_nbytes(self._facts, leaves=away)
+        # libraries are loaded already where it is this process that will train
+        left = min(hardware.host_nbytes - known.elsewhere_nbytes, hardware.host_free_nbytes)
+        left -= self._passing_nbytes
         if left >= resolve_budgets(config, hardware, 0)[TierName.HOST]:
             return config
         return _within(config, TierName.HOST, left)
@@ -102,22 +114,22 @@ class Choice:
     def candidates(self) -> list[Candidate]:
         """Laid out, in the order of the search; at least one."""
         count = _CANDIDATES if self._is_small else _CANDIDATES_LARGE
-        if not self._open_tiers():
-            return [self._evaluate(self._builder.explicit, None)]
+        if not self.open_tiers:
+            return [self.evaluate(self._builder.explicit)]
         speeds = self._known.speeds if self._known is not None else NOMINAL
         search = PlacementSearch(self._builder, self._room(), self._work(), speeds)
         found = search.best(count)
         any_fit = self._known is None or self._known.any_fit
         if not any_fit:
             if not self._is_small:
-                return [self._evaluate(each.placements, each) for each in found]
+                return [self.evaluate(each.placements, each) for each in found]
             kinds = [each.placements for each in found]
             kinds += [corner for corner in self._corners() if corner not in kinds]
-            return self._refined([self._evaluate(placements, None) for placements in kinds])
+            return self._refined([self.evaluate(placements) for placements in kinds])
         # by the rough model the order is known: the first that fits to the byte is the best
         laid_out = []
         for each in found:
-            laid_out.append(self._evaluate(each.placements, each))
+            laid_out.append(self.evaluate(each.placements, each))
             if laid_out[-1].fits and (len(laid_out) > 1 or self._known is not None):
                 break
         return laid_out
@@ -128,31 +140,56 @@ class Choice:
 
     def _corners(self) -> Iterator[dict[StateClass, Placement]]:
         """Every class whole in one tier: what somebody would try by hand."""
-        tiers = self._open_tiers()
+        tiers = self.open_tiers
         for chosen in itertools.product(*tiers.values()):
             placed = {c: Placement.on(tier) for c, tier in zip(tiers, chosen, strict=True)}
             yield {c: placed.get(c) or self._builder.explicit[c] for c in CLASSES}
 
     def _refined(self, candidates: list[Candidate]) -> list[Candidate]:
-        """With the best moved, class by class, as long as its predicted step gets shorter."""
+        """With the best ones moved, class by class, as long as predicted steps get shorter."""
         fitting = [candidate for candidate in candidates if candidate.fits]
-        if not fitting:
-            return candidates
-        best = start = min(fitting, key=lambda candidate: candidate.seconds)
-        for step in _MOVES:
-            for state_class, tiers in self._open_tiers().items():
-                for moved in neighbours(best.plan.placements[state_class], tiers, step):
-                    tried = self._evaluate({**best.plan.placements, state_class: moved}, None)
-                    if tried.fits and tried.seconds < best.seconds * (1 - _GAIN):
-                        best = tried
-        return candidates if best is start else [*candidates, best]
+        starts = sorted(fitting, key=lambda candidate: candidate.seconds)[:_STARTS]
+        found = [self._plainer(self._moved(start)) for start in starts]
+        return [*candidates, *(each for each in found if each not in candidates)]
 
-    def _evaluate(self, placements: Placements, found: Found | None) -> Candidate:
+    def _moved(self, best: Candidate) -> Candidate:
+        for step in _MOVES:
+            before = None
+            while before is not best:
+                before = best
+                for state_class, tiers in self.open_tiers.items():
+                    for moved in neighbours(best.plan.placements[state_class], tiers, step):
+                        tried = self.evaluate({**best.plan.placements, state_class: moved})
+                        if tried.fits and tried.seconds < best.seconds * (1 - _GAIN):
+                            best = tried
+        return best
+
+    def _plainer(self, best: Candidate) -> Candidate:
+        """Without splits that bring next to nothing."""
+        for state_class in self.open_tiers:
+            placement = best.plan.placements[state_class]
+            if len(placement.tiers) > 1:
+                largest = max(placement.shares, key=lambda share: share[1])[0]
+                whole = {**best.plan.placements, state_class: Placement.on(largest)}
+                tried = self.evaluate(whole)
+                if tried.fits and tried.seconds <= best.seconds * (1 + AS_FAST):
+                    best = tried
+        return best
+
+    def evaluate(self, placements: Placements, found: Found | None = None) -> Candidate:
+        """Laid out and timed; by the search's rough time where no step can be predicted."""
         plan = self._builder.build(placements)
         missing = (*shortfalls(plan, self._hardware), *self._beside(plan))
         step = self._predict(plan)
         seconds = step.seconds if step is not None else found.seconds if found is not None else 0.0
-        return Candidate(self._config, plan, seconds, step, missing)
+        beyond = self._beyond_free_nbytes(plan)
+        return Candidate(self._config, plan, seconds, step, missing, beyond, self)
+
+    def _beyond_free_nbytes(self, plan: Plan) -> int:
+        if self._known is None or plan.gpu:
+            return 0
+        held = needed_nbytes(plan, TierName.HOST) + needed_nbytes(plan, TierName.DEVICE)
+        return max(0, held + self._passing_nbytes - self._hardware.host_free_nbytes)
 
     # ---------------------------------------------------------------- what is known
     def _predict(self, plan: Plan) -> StepEstimate | None:
@@ -232,7 +269,9 @@ class Choice:
         return lost * numel * traffic / rate
 
     # ---------------------------------------------------------------- room
-    def _open_tiers(self) -> dict[StateClass, tuple[TierName, ...]]:
+    @cached_property
+    def open_tiers(self) -> dict[StateClass, tuple[TierName, ...]]:
+        """Where classes may go that the configuration does not name."""
         config, builder = self._config, self._builder
         below = [TierName.HOST]
         if builder.budgets[TierName.NVME] > 0:
@@ -254,14 +293,22 @@ class Choice:
     def _room(self) -> Open:
         known, facts = self._known, self._facts
         if known is None or facts is None:
-            return Open(self._open_tiers())
+            return Open(self.open_tiers)
         peak = self._peak_nbytes(self._config)
         gpu = self._builder.gpu
         return Open(
-            self._open_tiers(),
+            self.open_tiers,
             known.elsewhere_nbytes + (0 if gpu else peak),
             known.on_device_nbytes + (peak if gpu else 0),
         )
+
+    @property
+    def _passing_nbytes(self) -> int:
+        """RAM of a pass on a CPU: tensors, and the holes between them."""
+        if self._facts is None:
+            return 0
+        away = self._config.placement.activations.tier == "nvme"
+        return self._peak_nbytes(self._config) + heap_holes_nbytes(self._facts, leaves=away)
 
     def _peak_nbytes(self, config: OffloadConfig) -> int:
         """Activations where the model computes."""

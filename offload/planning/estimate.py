@@ -91,7 +91,14 @@ class StepEstimate:
 
 # How bad a missing byte is, by place: what more of it costs, roughly, as a GPU, as RAM and as SSD.
 # Of plans that do not fit, that is the best which is short of what is the easiest to get.
-SHORT_WEIGHTS = {TierName.DEVICE: 1000, TierName.HOST: 50, TierName.NVME: 1}
+_SHORT_WEIGHTS = {TierName.DEVICE: 1000, TierName.HOST: 50, TierName.NVME: 1}
+
+
+def short_weights(*, gpu: bool) -> Mapping[TierName, int]:
+    """By tier; without a GPU the device's memory is RAM."""
+    if gpu:
+        return _SHORT_WEIGHTS
+    return {**_SHORT_WEIGHTS, TierName.DEVICE: _SHORT_WEIGHTS[TierName.HOST]}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.planning.activation_plan import least_window
-from offload.planning.estimate import SHORT_WEIGHTS
+from offload.planning.estimate import short_weights
 from offload.planning.plan_builder import PlanBuilder
 from offload.planning.plan_sizes import CLASSES, STAGING_BUFFERS, records_in, staging_nbytes_of
 from offload.planning.rough_step import DEVICE, HOST, NVME, Floats, StepWork, rough_seconds
@@ -168,7 +168,8 @@ class PlacementSearch:
             return self._dealt(self._record_sizes, rows, self._records_in)
         whole: Floats = np.array(rows) * self._records_total
         # dealing out may differ
-        whole[np.count_nonzero(whole, axis=1) > 1, HOST] += self._largest_record
+        split_here = (np.count_nonzero(whole, axis=1) > 1) & (whole[:, HOST] > 0)
+        whole[split_here, HOST] += self._largest_record
         return whole
 
     def _dealt(
@@ -246,9 +247,8 @@ class PlacementSearch:
             HOST: budgets[TierName.HOST],
             NVME: min(budgets[TierName.NVME], hardware.nvme_free_nbytes),
         }
-        weights = {column: SHORT_WEIGHTS[tier] for column, tier in enumerate(TIERS)}
-        if not self._builder.gpu:
-            weights[DEVICE] = weights[HOST]
+        of_tier = short_weights(gpu=self._builder.gpu)
+        weights = {column: of_tier[tier] for column, tier in enumerate(TIERS)}
         short = sum(
             weights[column] * np.maximum(0, needed[column] - limit)
             for column, limit in limits.items()

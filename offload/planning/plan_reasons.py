@@ -58,11 +58,6 @@ def _missing(plan: Plan, state_class: StateClass, tier: TierName, above: TierNam
 
 
 def _cheapest_elsewhere(solution: Solution, state_class: StateClass) -> Candidate | None:
-    """The best other candidate that fits and has this class elsewhere, all else being equal."""
-    best = solution.best
-    here = best.plan.placements[state_class].tiers
-    others = [
-        other for other in solution.others
-        if other.fits and other.plan.placements[state_class].tiers != here
-    ]  # fmt: skip
+    """The fastest plan that fits and has this class, and nothing else, in another tier."""
+    others = [other for other in solution.best.elsewhere(state_class) if other.fits]
     return min(others, key=lambda other: other.seconds, default=None)

@@ -20,20 +20,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config_fields import AUTO_MICRO_BATCHES
+from offload.planning.candidates import AS_FAST, Choice
 from offload.planning.candidates import Candidate as Candidate
-from offload.planning.candidates import Choice
 from offload.planning.candidates import Known as Known
-from offload.planning.estimate import SHORT_WEIGHTS
+from offload.planning.estimate import short_weights
 from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import CLASSES
 from offload.planning.speeds import Speeds
+from offload.planning.splits import shares_of
 from offload.swap.measure import Bandwidth
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-_AS_FAST = 0.01  # of a step's time: no prediction tells less
+_DIFFERENT = 0.05  # of a class in another tier: less makes no other plan
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHECKPOINTS = (False, "selective", True)
 
@@ -48,8 +49,9 @@ class Solution:
 
     @property
     def next_best(self) -> Candidate | None:
-        """The fastest other one that fits."""
-        return next((other for other in self.others if other.fits), None)
+        """The fastest other one that fits and is not nearly the same."""
+        others = (other for other in self.others if other.fits)
+        return next((other for other in others if _differ(self.best, other)), None)
 
 
 def solve(
@@ -73,18 +75,33 @@ def solve(
     return Solution(best, tuple(others), tuple(_open_keys(config)))
 
 
-def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, float]:
-    """What fits first, then by time; of what is as fast the plainest, and that which moves least.
-    `sorted` keeps the order of equals, which is that of the search."""
+def _differ(one: Candidate, other: Candidate) -> bool:
+    """Whether somebody would call them two plans."""
+    if (
+        one.config.placement.activations.checkpoint != other.config.placement.activations.checkpoint
+        or one.config.micro_batches != other.config.micro_batches
+    ):
+        return True
+    pairs = ((one.plan.placements[c], other.plan.placements[c]) for c in CLASSES)
+    shares = (zip(shares_of(a), shares_of(b), strict=True) for a, b in pairs)
+    return any(abs(a - b) >= _DIFFERENT for each in shares for a, b in each)
+
+
+def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, int, float]:
+    """What fits first, that which others leave room for now before it, then by time; of what is as
+    fast the plainest, and that which moves least. `sorted` keeps the order of equals, which is that
+    of the search."""
+    weights = short_weights(gpu=candidate.plan.gpu)
     short = sum(
-        SHORT_WEIGHTS[s.tier] * (s.needed_nbytes - s.capacity_nbytes) for s in candidate.shortfalls
+        weights[s.tier] * (s.needed_nbytes - s.capacity_nbytes) for s in candidate.shortfalls
     )
     slower = candidate.seconds / fastest - 1 if fastest else 0.0
     parts = sum(len(placement.tiers) for placement in candidate.plan.placements.values())
     busy = candidate.seconds
     if candidate.step is not None:
         busy = sum(link.seconds for link in candidate.step.links)
-    return short, math.ceil(max(0.0, slower) / _AS_FAST), parts, float(f"{busy:.4g}")
+    beyond = candidate.beyond_free_nbytes
+    return short, beyond, math.ceil(max(0.0, slower) / AS_FAST), parts, float(f"{busy:.4g}")
 
 
 def _open_keys(config: OffloadConfig) -> Iterator[str]:
