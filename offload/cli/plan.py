@@ -43,7 +43,10 @@ def _plan(config: OffloadConfig) -> Planned:
     found = forecast(config, model, workload_of(config))
     solution = solve(config, shape, hardware) if found is None else found.solution
     check_plan(solution.best.plan, hardware)
-    looked = preflight(solution.best.plan, config.nvme, nvme_paths(config.nvme))
+    looked = preflight(
+        solution.best.plan, config.nvme, nvme_paths(config.nvme),
+        passing_nbytes=solution.best.passing_nbytes, disk_nbytes=hardware.nvme_free_nbytes,
+    )  # fmt: skip
     looked.refuse()
     timed = found is not None and found.speeds is not None
     return Planned(config, solution, device.type, looked, timed)

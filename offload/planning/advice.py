@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from offload.config import OffloadConfig
 from offload.planning.estimate import Change, StepEstimate
-from offload.planning.plan import Hardware
+from offload.planning.plan import Hardware, needed_nbytes
 from offload.planning.solver import Candidate, Known, solve
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
-from offload.tiers.units import format_bytes
+from offload.tiers.units import format_bytes, round_up
 from offload.zero.model_shape import ModelShape
 
 MATTERS = 0.05  # of a step's time: less is not worth a line
-_SHARES = (0.5, 1.0)  # of the memory that is not used yet
+_SHARES = (0.25, 0.5, 1.0)  # of the memory that could be used
 _CORRECTION = (1 / 3, 3.0)  # beyond, it is not the speeds that are wrong
 
 
@@ -54,15 +54,20 @@ def advise(situation: Situation) -> list[Change]:
 
 def _changes(situation: Situation) -> Iterator[tuple[dict[str, str], str]]:
     config, plan = situation.config, situation.now.plan
-    free = situation.hardware.host_free_nbytes - plan.budgets[TierName.HOST]
+    budget = plan.budgets[TierName.HOST]
+    free = int(0.9 * (situation.hardware.host_free_nbytes - budget))
+    # all that is on disk, in RAM: more would stay empty
+    useful = needed_nbytes(plan, TierName.HOST) + plan.total(TierName.NVME) - budget
     for share in _SHARES:
-        more = int(free * 0.9 * share) >> 20 << 20
-        if more >= 64 << 20:
-            nbytes = plan.budgets[TierName.HOST] + more
-            yield {"budget.host": str(nbytes)}, f"raise budget.host by {_short(more)}"
+        more = round_up(int(share * min(free, useful)), 1 << 20)
+        if more > 0:
+            yield {"budget.host": str(budget + more)}, f"raise budget.host by {_short(more)}"
+    # of states that tiers keep differently, another place is another result
+    movable = [name for name in ("parameters", "gradients", "optimizer")
+               if name != "optimizer" or config.optimizer.states.uniform]  # fmt: skip
     named = {
         f"placement.{name}": "auto"
-        for name in ("parameters", "gradients", "optimizer")
+        for name in movable
         if getattr(config.placement, name) is not None
     }
     if named:

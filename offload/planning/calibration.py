@@ -4,8 +4,9 @@
         compute-<digest>.json              by CPU, cores, torch version, GPUs
         nvme-<digest>.json                 by that and the file systems of the configured folders
 
-A file that is damaged, of another machine or of another version counts as not there. Where the
-folder cannot be written the measurement is used and not kept, and that is said.
+A file that is damaged, of another machine or of another version counts as not there. What was
+measured beside other programs is measured again as soon as they are gone. Where the folder cannot
+be written the measurement is used and not kept, and that is said.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import psutil
 
 from offload import machine
-from offload.planning.disk_cache import cache_folder, key_of, load, save
+from offload.planning.disk_cache import cache_folder, flag, key_of, load, save
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import PathError
 
@@ -47,10 +48,10 @@ def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = Fals
     """
     folders = _folders(nvme_paths)
     compute, disk = _compute_key(), _disk_key(folders)
-    found = None if remeasure else _load("compute", compute)
+    found = None if remeasure else _settled("compute", compute)
     if found is None:
         found = _measured("compute", compute, _measure_compute)
-    there = None if remeasure else _load("nvme", disk)
+    there = None if remeasure else _settled("nvme", disk)
     if there is None:
         gpu = bool(found["gpu"])
         there = _measured("nvme", disk, lambda: _measure_disk(folders, gpu))
@@ -158,12 +159,11 @@ def _measured(kind: str, key: Found, measure: Callable[[], dict[str, Any]]) -> F
     if busy > _MOST_BUSY:
         _log.warning(
             "other programs take %.0f %% of this machine's cores: its %s is measured as they leave "
-            "it, and predictions will be too slow once they are gone; measure again then (memest "
-            "calibrate)", 100 * busy, what,
+            "it, and measured again when they are gone", 100 * busy, what,
         )  # fmt: skip
     found = measure()
     try:
-        save(*_file(kind, key), {"key": key, "speeds": found})
+        save(*_file(kind, key), {"key": key, "busy": busy > _MOST_BUSY, "speeds": found})
     except OSError as error:
         _log.warning(
             "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
@@ -181,6 +181,14 @@ def _busy_share() -> float:
 def _file(kind: str, key: Found) -> tuple[str, str]:
     """Folder and name in the cache."""
     return _KIND, f"{kind}-{key_of(key)}"
+
+
+def _settled(kind: str, key: Found) -> Found | None:
+    """What was measured on a quiet machine, or is still the best there is."""
+    was_busy = load(*_file(kind, key), lambda values: flag(values["busy"]))
+    if was_busy and _busy_share() <= _MOST_BUSY:
+        return None
+    return _load(kind, key)
 
 
 def _load(kind: str, key: Found) -> Found | None:

@@ -68,6 +68,11 @@ class Candidate:
     choice: Choice = field(repr=False, compare=False)
 
     @property
+    def passing_nbytes(self) -> int:
+        """RAM of activations beside the tiers; nothing on a GPU, or where nobody knows."""
+        return 0 if self.plan.gpu else self.choice.passing_nbytes
+
+    @property
     def fits(self) -> bool:
         return not self.shortfalls
 
@@ -106,7 +111,7 @@ class Choice:
             return _within(config, TierName.DEVICE, left - known.on_device_nbytes - activations)
         # libraries are loaded already where it is this process that will train
         left = min(hardware.host_nbytes - known.elsewhere_nbytes, hardware.host_free_nbytes)
-        left -= self._passing_nbytes
+        left -= self.passing_nbytes
         if left >= resolve_budgets(config, hardware, 0)[TierName.HOST]:
             return config
         return _within(config, TierName.HOST, left)
@@ -189,7 +194,7 @@ class Choice:
         if self._known is None or plan.gpu:
             return 0
         held = needed_nbytes(plan, TierName.HOST) + needed_nbytes(plan, TierName.DEVICE)
-        return max(0, held + self._passing_nbytes - self._hardware.host_free_nbytes)
+        return max(0, held + self.passing_nbytes - self._hardware.host_free_nbytes)
 
     # ---------------------------------------------------------------- what is known
     def _predict(self, plan: Plan) -> StepEstimate | None:
@@ -303,7 +308,7 @@ class Choice:
         )
 
     @property
-    def _passing_nbytes(self) -> int:
+    def passing_nbytes(self) -> int:
         """RAM of a pass on a CPU: tensors, and the holes between them."""
         if self._facts is None:
             return 0

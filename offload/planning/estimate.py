@@ -47,6 +47,9 @@ class MemoryEstimate:
     places: Mapping[TierName, PlaceEstimate]
     ledger_peaks: Mapping[TierName, int]  # what the ledger of each tier will have reached
     checkpoint_nbytes: int  # on disk, of one saved checkpoint
+    # Of these the ledger's peak depends on the moment (how far writes are behind), and what is
+    # predicted is about the most.
+    bounds: frozenset[TierName] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ class PlannedMemory:
                 TierName.NVME: sum(self._on_nvme().values()),
             },
             checkpoint_nbytes=checkpoint_nbytes(self._plan, self._config, self._model),
+            bounds=frozenset({TierName.NVME} if self.nvme_is_bound else ()),
         )
 
     # ---------------------------------------------------------------- homes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,8 +52,10 @@ def describe(planned: Planned) -> RenderableType:
     if best.step is not None and planned.timed:
         parts += [_time(best.step), _next_best(planned.solution)]
     else:
+        paths = "".join(f" {shlex.quote(str(path))}" for path in planned.config.nvme.paths)
         parts.append(
-            "no step time: this machine's speed has not been measured; `memest calibrate` does that"
+            "no step time: this machine's speed has not been measured; "
+            f"`memest calibrate{paths}` does that"
         )
     parts += [f"note: {warning}" for warning in planned.preflight.warnings]
     return Group(*parts)

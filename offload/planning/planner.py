@@ -60,6 +60,7 @@ def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> P
     plan = lay_out_plan(config, model, hardware)
     check_plan(plan, hardware)
     _tell_of_sums(plan)
+    _tell_of_formats(plan, config)
     return plan
 
 
@@ -87,6 +88,17 @@ def _tell_of_sums(plan: Plan) -> None:
             len(summed), format_bytes(sum(group.gradients for group in summed)),
             ", ".join(group.name for group in summed[:3]) + (" ..." if len(summed) > 3 else ""),
         )  # fmt: skip
+
+
+def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
+    """Say where the numbers come to depend on the machine."""
+    if config.optimizer.states.uniform or config.placement.optimizer is not None:
+        return
+    _log.warning(
+        "optimizer.states differ by tier, and placement.optimizer is open: here it is %s, in "
+        "chunks of %d; name both, or another machine keeps other states in other formats",
+        plan.placements[StateClass.OPTIMIZER].describe(), plan.chunk_numel,
+    )  # fmt: skip
 
 
 def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:

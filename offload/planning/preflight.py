@@ -40,12 +40,15 @@ class Preflight:
 
 def preflight(
     plan: Plan, nvme: NvmeConfig, paths: Sequence[str | os.PathLike[str]], *,
-    freed_nbytes: int = 0, root: Path = _ROOT,
+    freed_nbytes: int = 0, passing_nbytes: int = 0, disk_nbytes: int | None = None,
+    root: Path = _ROOT,
 ) -> Preflight:  # fmt: skip
     """Hold `plan` against the machine as it is now.
 
-    `freed_nbytes`: RAM of parameters that already exist and will move into the tiers. `root`: below
-    it lie `/proc` and `/sys`. Makes two page-sized transfers where `nvme.direct: true`.
+    `freed_nbytes`: RAM of parameters that already exist and will move into the tiers.
+    `passing_nbytes`: RAM of activations, where that is known. `disk_nbytes`: free under `paths`,
+    where that is known. `root`: below it lie `/proc` and `/sys`. Makes two page-sized transfers
+    where `nvme.direct: true`.
     """
     folders = [Path(path).expanduser().absolute() for path in paths] if plan.opens_files else []
     refusals: list[OffloadError] = []
@@ -53,7 +56,10 @@ def preflight(
     if folders:
         refusals += _kernel_requests(nvme, root)
         refusals += _direct(nvme, folders)
-    warnings = [*_file_systems(plan, folders, root), *_locked(plan), *_budget_beyond(plan, root)]
+    warnings = [
+        *_file_systems(plan, folders, root), *_locked(plan), *_budget_beyond(plan, root),
+        *activations_beyond(plan, passing_nbytes, root), *_disk_beyond(plan, disk_nbytes),
+    ]  # fmt: skip
     return Preflight(tuple(refusals), tuple(warnings))
 
 
@@ -151,4 +157,28 @@ def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
     yield (
         f"budget.host: {format_bytes(budget)}, but {format_bytes(available)} of RAM are available "
         "now; what is left of the budget is filled with copies: lower it, or close other programs"
+    )
+
+
+def activations_beyond(plan: Plan, passing: int, root: Path = _ROOT) -> Iterator[str]:
+    """A warning where `passing` bytes of activations beside the tiers are more than is free now."""
+    held = needed_nbytes(plan, TierName.HOST) + needed_nbytes(plan, TierName.DEVICE)
+    available = machine.available_memory_nbytes(root)
+    if plan.gpu or not passing or held + passing <= available:
+        return
+    yield (
+        f"RAM: states need {format_bytes(held)} and activations about {format_bytes(passing)}, "
+        f"{format_bytes(held + passing - available)} more than the {format_bytes(available)} that "
+        "are available now; set placement.activations.checkpoint: true, lower the batch, or close "
+        "other programs"
+    )
+
+
+def _disk_beyond(plan: Plan, free: int | None) -> Iterator[str]:
+    budget = plan.budgets[TierName.NVME]
+    if free is None or not plan.opens_files or budget <= free:
+        return
+    yield (
+        f"budget.nvme: {format_bytes(budget)}, but {format_bytes(free)} are free under nvme.paths; "
+        "lower it, or free space"
     )

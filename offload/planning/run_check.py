@@ -10,12 +10,14 @@ Ratios are predicted over measured: 1.10 says that the prediction was 10 % more 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.planning.disk_cache import whole
 from offload.tiers.errors import ConfigError
 
 PREDICTION, MEASURED = "prediction.json", "measured.json"
@@ -40,6 +42,7 @@ class Prediction:
     seconds: float | None  # None: the speeds of the machine are not known
     bottleneck: str | None
     links: Mapping[str, LinkPrediction]
+    bounds: tuple[str, ...] = ()  # tiers of which about the most is predicted that may come
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
@@ -48,8 +51,18 @@ class Prediction:
     def from_json(cls, text: str) -> Prediction:
         """What `to_json` wrote; ValueError, KeyError or TypeError if it is something else."""
         values = _values(text)
-        links = {name: LinkPrediction(**link) for name, link in values.pop("links").items()}
-        return cls(links=links, **values)
+        seconds, bottleneck = values["seconds"], values["bottleneck"]
+        return cls(
+            tiers=_tiers(values["tiers"]),
+            rss_nbytes=whole(values["rss_nbytes"]),
+            seconds=None if seconds is None else _positive(seconds),
+            bottleneck=None if bottleneck is None else str(bottleneck),
+            links={
+                str(name): LinkPrediction(float(link["seconds"]), whole(link["nbytes"]))
+                for name, link in _mapping(values["links"]).items()
+            },
+            bounds=tuple(str(name) for name in values.get("bounds", ())),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,14 @@ class Measured:
     @classmethod
     def from_json(cls, text: str) -> Measured:
         """What `to_json` wrote; ValueError, KeyError or TypeError if it is something else."""
-        return cls(**_values(text))
+        values = _values(text)
+        seconds = values["seconds"]
+        return cls(
+            tiers=_tiers(values["tiers"]),
+            rss_nbytes=int(_positive(values["rss_nbytes"])),
+            seconds=None if seconds is None else _positive(seconds),
+            steps=whole(values["steps"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,7 @@ class Row:
     predicted: float
     measured: float
     unit: str  # bytes or seconds
+    is_bound: bool = False  # predicted is about the most that may come
 
     @property
     def ratio(self) -> float:
@@ -91,19 +112,21 @@ class RunCheck:
 
     rows: tuple[Row, ...]
     steps: int
-    finished: bool = True  # False: tiers and RSS are of the last step, not peaks of the whole run
+    finished: bool = True  # False: tiers and RSS are of the ends of steps, not peaks
 
     @property
     def line(self) -> str:
         """`predicted / measured: host 1.00, nvme 0.99, RSS 1.03, step 0.94`."""
-        parts = [f"{row.name} {row.ratio:.2f}" for row in self.rows]
+        parts = [
+            f"{row.name} {row.ratio:.2f}{' (a bound)' if row.is_bound else ''}" for row in self.rows
+        ]
         return f"predicted / measured: {', '.join(parts) or 'nothing to compare yet'}"
 
 
 def compare(prediction: Prediction, measured: Measured, *, finished: bool = True) -> RunCheck:
     """Rows of what both sides know and is not nothing."""
     rows = [
-        Row(name, prediction.tiers.get(name, 0), held, "bytes")
+        Row(name, prediction.tiers.get(name, 0), held, "bytes", name in prediction.bounds)
         for name, held in measured.tiers.items()
         if held
     ]
@@ -131,20 +154,23 @@ def check_run(folder: Path) -> RunCheck:
 
 
 def _so_far(folder: Path) -> Measured:
-    """What metrics.jsonl says of a run that was cut short: its last step stands for the peaks."""
+    """What metrics.jsonl says of a run that was cut short: the most that any step ended with."""
     path = folder / "metrics.jsonl"
     try:
         lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
         steps = [json.loads(line) for line in lines]
-        last = steps[-1]
-        seconds = usual_step_s([float(step["seconds"]) for step in steps])
-        tiers = {str(name): int(held) for name, held in last["tiers"].items()}
-        return Measured(tiers, int(last["rss_nbytes"]), seconds, len(steps))
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ConfigError(
-            f"{folder}: no step to compare with the prediction ({_why(path, error)}); train at "
-            "least one"
-        ) from None
+        seconds = usual_step_s([_positive(step["seconds"]) for step in steps])
+        held = [_tiers(step["tiers"]) for step in steps]
+        tiers = {name: max(each.get(name, 0) for each in held) for name in held[-1]}
+        rss = max(int(_positive(step["rss_nbytes"])) for step in steps)
+        return Measured(tiers, rss, seconds, len(steps))
+    except IndexError:
+        why = "no step has ended yet"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = _why(path, error)
+    raise ConfigError(
+        f"{folder}: no step to compare with the prediction ({why}); train at least one"
+    )
 
 
 def _read(folder: Path, name: str, parse: Any) -> Any:
@@ -162,6 +188,22 @@ def _why(path: Path, error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{path.name}: {error.strerror}"
     return f"{path.name} is damaged"
+
+
+def _mapping(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ValueError(f"{values!r} has no names")
+    return values
+
+
+def _tiers(values: Any) -> dict[str, int]:
+    return {str(name): whole(nbytes) for name, nbytes in _mapping(values).items()}
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{value!r} is not a number above 0")
+    return float(value)
 
 
 def _values(text: str) -> dict[str, Any]:

@@ -58,13 +58,13 @@ class Forecast:
         best = self.solution.best
         memory = self.memory()
         tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
+        rss = memory.places[TierName.HOST].peak_nbytes
+        bounds = tuple(sorted(map(str, memory.bounds)))
         step = best.step if self.speeds is not None else None
         if step is None:
-            return Prediction(tiers, memory.places[TierName.HOST].peak_nbytes, None, None, {})
+            return Prediction(tiers, rss, None, None, {}, bounds)
         links = {link.name: LinkPrediction(link.seconds, link.nbytes) for link in step.links}
-        return Prediction(
-            tiers, memory.places[TierName.HOST].peak_nbytes, step.seconds, step.bottleneck, links
-        )
+        return Prediction(tiers, rss, step.seconds, step.bottleneck, links, bounds)
 
     def memory(self) -> MemoryEstimate:
         best = self.solution.best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from offload.config import OffloadConfig
 from offload.config_fields import TIERS
 from offload.homes import compute_device
 from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.planning.preflight import activations_beyond
 from offload.tiers.units import format_bytes
 from offload.train.display import make_display
 from offload.train.forecast import forecast, workload_of
@@ -26,13 +28,21 @@ from offload.train.metrics import StepMetrics
 from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
 from offload.train.plot import plot_available, write_plot
 from offload.train.prediction_watch import PredictionWatch
-from offload.train.run_folder import LoopState, RunFolder, check_same_run, with_choices_of
+from offload.train.run_folder import (
+    LoopState,
+    RunFolder,
+    check_same_run,
+    other_numbers,
+    with_choices_of,
+)
 from offload.train.schedule import lr_factor
 from offload.train.summary import MemoryUse, moved_line, plain_state_nbytes, summary_table
 from offload.train.text import Batcher, load_corpus
 
 if TYPE_CHECKING:
     from offload.engine import Engine
+
+_log = logging.getLogger("offload")
 
 Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
 
@@ -73,12 +83,18 @@ def run(
     if checkpoint is not None:
         check_same_run(checkpoint[1].config, config)
         config = with_choices_of(config, checkpoint[1].config)
+        for warning in other_numbers(checkpoint[1].config, config):
+            _log.warning("%s", warning)
     baseline = rss_nbytes()
     torch.manual_seed(config.seed)
     model = build_meta_model(config)
     parameters = parameter_count(model)
     _announce(console, config, parameters, batches)
     found = forecast(config, build_meta_model(config), workload_of(config))
+    if found is not None:
+        best = found.solution.best
+        for warning in activations_beyond(best.plan, best.passing_nbytes):
+            _log.warning("%s", warning)
     config = config.settled() if found is None else found.config
     with (
         noted_interrupts() as interrupts,
@@ -157,6 +173,12 @@ class Trainer:
         """All remaining steps, with the samples, files and tables around them."""
         start, steps = self._steps_done, self._train.steps
         self._folder.start_metrics(start)
+        if start < steps:
+            self._watch.begin()
+        else:
+            self._console.print(
+                f"nothing to do: {start} of {steps} steps are done; raise train.steps to go on"
+            )
         before = self._sample("before") if start == 0 else b""
         with make_display(self._console, start, steps) as display:
             for step in range(start, steps):

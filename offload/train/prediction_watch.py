@@ -40,7 +40,11 @@ class PredictionWatch:
         self._seconds: list[float] = []
         if found is not None:
             self._prediction = found.prediction()
-            folder.write_prediction(self._prediction)
+
+    def begin(self) -> None:
+        """Steps are about to be taken: write prediction.json."""
+        if self._prediction is not None:
+            self._folder.write_prediction(self._prediction)
 
     def saw(self, seconds: float, engine: Engine, *, last: bool) -> None:
         """A step has been taken."""
@@ -49,8 +53,9 @@ class PredictionWatch:
             self._say(engine.report())
 
     def ended(self, report: Report) -> None:
-        """No step comes any more: write measured.json."""
-        self._folder.write_measured(self._measured(report.tiers))
+        """No step comes any more: write measured.json, unless none was taken."""
+        if self._seconds:
+            self._folder.write_measured(self._measured(report.tiers))
 
     def _say(self, report: Report) -> None:
         measured = self._measured(report.tiers)

@@ -15,7 +15,7 @@ import base64
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -193,6 +193,20 @@ def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig
     values = {key: _at(before, key) for key in kept}
     overrides = [f"{key}={json.dumps(value)}" for key, value in values.items() if value]
     return OffloadConfig.load(now, overrides)
+
+
+def other_numbers(before: dict[str, Any], now: OffloadConfig) -> Iterator[str]:
+    """What a resumed run may change, and does, although its numbers depend on it."""
+    if now.optimizer.states.uniform:
+        return
+    current = now.to_dict()
+    for key in ("placement.optimizer", "optimizer.chunk", "optimizer.states"):
+        was, value = _at(before, key), _at(current, key)
+        if was != value:
+            yield (
+                f"{key}: {value} was {was}: optimizer.states differ by tier, so that the run goes "
+                "on with other numbers than it would have had"
+            )
 
 
 def default_path(name: str, parent: Path = Path("runs")) -> Path:

@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 from offload.errors import BudgetError, PathError, UnsupportedError
 from offload.planning.plan import Hardware, Plan
 from offload.planning.planner import lay_out_plan
-from offload.planning.preflight import Preflight, preflight
+from offload.planning.preflight import Preflight, activations_beyond, preflight
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 from tests.offload.engine_cases import HOST, NVME, TinyLM, config, seeded
@@ -154,3 +154,21 @@ def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("offload.engine.preflight", lambda *a, **k: Preflight((), ("slow disk",)))
     with caplog.at_level(logging.WARNING), offload.initialize(seeded(TinyLM), config(tmp_path)):
         assert "slow disk" in caplog.text
+
+
+def test_activations_that_find_no_room_now_are_said(tmp_path):
+    keys = {"placement": HOST, "budget": {"host": "1GiB"}}
+    root = made_up(tmp_path, available=GIB)
+    assert list(activations_beyond(plan_of(keys), 100 * MIB, root)) == []
+    (said,) = activations_beyond(plan_of(keys), GIB, root)
+    assert "128.0 MiB more than the 1.0 GiB that are available now" in said
+    assert "placement.activations.checkpoint: true" in said
+
+
+def test_a_disk_that_is_smaller_than_its_budget_is_said(tmp_path):
+    keys = {"budget": {"host": "100MiB", "nvme": "2GiB"}}
+    plan, nvme = plan_of(keys), OffloadConfig.load(keys).nvme
+    root = made_up(tmp_path, available=GIB)
+    found = preflight(plan, nvme, [tmp_path], disk_nbytes=GIB, root=root)
+    assert any("budget.nvme: 2.0 GiB, but 1.0 GiB are free" in said for said in found.warnings)
+    assert not preflight(plan, nvme, [tmp_path], disk_nbytes=4 * GIB, root=root).warnings

@@ -26,7 +26,7 @@ from offload.planning.run_check import (
 )
 from offload.planning.solver import solve
 from offload.train.loop import run
-from offload.train.run_folder import RunFolder, with_choices_of
+from offload.train.run_folder import RunFolder, other_numbers, with_choices_of
 from tests.planning.test_solver import GIB, MIB, SPEEDS, facts, hardware, known, model
 
 PREDICTION = Prediction(
@@ -62,11 +62,16 @@ def test_a_time_that_nobody_predicted_is_left_out():
     assert "step" not in compare(PREDICTION, replace(MEASURED, seconds=None)).line
 
 
+def test_of_a_tier_that_depends_on_the_moment_a_bound_is_predicted(tmp_path):
+    found = compare(replace(PREDICTION, bounds=("nvme",)), MEASURED)
+    assert "host 1.10, nvme 1.00 (a bound), RSS" in found.line
+
+
 def test_a_run_that_was_cut_short_is_checked_by_its_metrics(tmp_path):
     leave(tmp_path / "run", measured=False)
     steps = [
-        {"seconds": s, "tiers": {"host": 50, "nvme": 200}, "rss_nbytes": 300}
-        for s in (9.0, 5.0, 2.0, 2.5, 2.2)
+        {"seconds": s, "tiers": {"host": held, "nvme": 200}, "rss_nbytes": 300}
+        for s, held in zip((9.0, 5.0, 2.0, 2.5, 2.2), (40, 50, 45, 45, 30), strict=True)
     ]
     lines = [json.dumps(step) for step in steps]
     (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines) + '\n{"seconds": 3.')
@@ -74,6 +79,15 @@ def test_a_run_that_was_cut_short_is_checked_by_its_metrics(tmp_path):
     assert not found.finished
     assert found.steps == 5
     assert found.line == "predicted / measured: host 2.20, nvme 1.00, RSS 1.10, step 0.91"
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def without_a_step(run: Path) -> None:
+    (run / "measured.json").unlink()
+    (run / "metrics.jsonl").write_text("")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +98,14 @@ def test_a_run_that_was_cut_short_is_checked_by_its_metrics(tmp_path):
         (lambda run: (run / "prediction.json").write_text("[1]"), "prediction.json is damaged"),
         (lambda run: (run / "measured.json").write_text('{"format": 1}'), "measured.json is dam"),
         (lambda run: (run / "measured.json").unlink(), "no step to compare"),
+        (lambda run: change(run / "prediction.json", tiers=[]), "prediction.json is damaged"),
+        (lambda run: change(run / "prediction.json", rss_nbytes="x"), "prediction.json is dam"),
+        (lambda run: change(run / "prediction.json", links=[]), "prediction.json is damaged"),
+        (lambda run: change(run / "prediction.json", seconds="q"), "prediction.json is damaged"),
+        (lambda run: change(run / "measured.json", seconds=0.0), "measured.json is damaged"),
+        (lambda run: change(run / "measured.json", rss_nbytes=0), "measured.json is damaged"),
+        (lambda run: change(run / "measured.json", tiers={"host": "9"}), "measured.json is dam"),
+        (lambda run: without_a_step(run), "no step has ended yet"),
     ],
 )
 def test_a_folder_that_cannot_be_checked_says_why(tmp_path: Path, damage: Any, said: str):
@@ -117,7 +139,7 @@ def train(folder: Path, **keys: Any) -> tuple[OffloadConfig, str]:
             "train": {
                 "model": {"layers": 2, "hidden": 64, "heads": 2, "max_sequence": 32},
                 "text": "python", "steps": 6, "batch": 4, "sequence": 32,
-                "evaluate_batches": 0, "sample": {"length": 0},
+                "evaluate_batches": 0, "sample": {"length": 0}, **keys.get("train", {}),
             },
         }
     )  # fmt: skip
@@ -168,6 +190,30 @@ def test_a_resumed_run_keeps_which_states_are_where_if_tiers_keep_them_different
     assert with_choices_of(alike, before.to_dict()) == alike
 
 
+def test_a_resumed_run_that_keeps_states_elsewhere_says_what_that_changes():
+    states = {"host": "fp32", "nvme": "int8"}
+
+    def config(states: Any, **placement: str) -> OffloadConfig:
+        return OffloadConfig.load({"optimizer": {"states": states}, "placement": placement})
+
+    before = config(states, optimizer="nvme").to_dict()
+    (said,) = other_numbers(before, config(states, optimizer="host"))
+    assert said.startswith("placement.optimizer: host was nvme: optimizer.states differ by tier")
+    assert not list(other_numbers(before, config(states, optimizer="nvme")))
+    alike = config("int8", optimizer="nvme").to_dict()
+    assert not list(other_numbers(alike, config("int8", optimizer="host")))
+
+
+def test_going_on_with_a_run_that_has_ended_leaves_what_it_measured(tmp_path):
+    config, _ = train(tmp_path, train={"checkpoint_every": 6})
+    before = (tmp_path / "run/measured.json").read_text()
+    out = StringIO()
+    run(config, RunFolder.reopen(tmp_path / "run"), resume=True,
+        console=Console(file=out, width=200, highlight=False))  # fmt: skip
+    assert "nothing to do: 6 of 6 steps are done" in out.getvalue()
+    assert (tmp_path / "run/measured.json").read_text() == before
+
+
 # ---------------------------------------------------------------- advice
 def situation(host: str, machine: int = 64 * GIB, **keys: Any) -> Situation:
     config = OffloadConfig.load({"budget": {"host": host, "nvme": "2GiB"}, **keys})
@@ -187,6 +233,8 @@ def test_more_memory_is_advised_where_it_matters():
     assert change.text.startswith("raise budget.host by ")
     assert change.text.endswith(" % step time")
     budget = int(change.settings["budget.host"])
+    states = 16 * model().numel
+    assert budget <= 1.5 * states, "no more than there is to hold"
     better = solve(
         OffloadConfig.load({"budget": {"host": budget, "nvme": "2GiB"}}),
         model(), hardware(), known(facts(seconds=0.02)),
@@ -207,6 +255,13 @@ def test_a_named_placement_that_costs_time_is_advised_against():
     classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
     texts = [change.text for change in advise(situation("1GiB", placement=classes))]
     assert any(text.startswith("set placement.parameters: auto") for text in texts)
+
+
+def test_states_that_tiers_keep_differently_are_not_advised_to_move():
+    classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
+    optimizer = {"states": {"host": "fp32", "nvme": "int8"}}
+    for change in advise(situation("1GiB", placement=classes, optimizer=optimizer)):
+        assert "placement.optimizer" not in change.settings
 
 
 def test_corrected_speeds_predict_what_was_measured():

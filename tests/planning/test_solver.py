@@ -21,6 +21,7 @@ from offload.planning.planner import make_plan, resolved_config, shortfalls
 from offload.planning.rough_step import NOMINAL
 from offload.planning.solver import Known, Solution, solve
 from offload.planning.speeds import Speeds
+from offload.planning.splits import shares_of
 from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.zero.layout import ParamShape
@@ -285,3 +286,47 @@ def test_a_large_model_is_laid_out_a_few_times_only(monkeypatch):
     machine = Hardware(0, 64 * GIB, 64 * GIB, 3000 * GIB)
     assert solve(config, large, machine, known()).best.fits
     assert len(built) <= 6  # three placements, each once with its chunks and once with few
+
+
+def test_no_placement_by_hand_is_predicted_to_be_faster():
+    keys = {"budget": {"host": "400MiB", "nvme": "4GiB"}}
+    best = solved(keys, known(facts(seconds=0.02))).best
+    split = [{"host": f"{share}%", "nvme": f"{100 - share}%"} for share in (20, 40, 60, 80)]
+    for parameters, gradients in itertools.product(("host", "nvme"), repeat=2):
+        for optimizer in ["host", "nvme", *split]:
+            named = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+            other = solved({**keys, "placement": named}, known(facts(seconds=0.02))).best
+            if other.fits:
+                assert best.seconds <= other.seconds * 1.02, named
+
+
+def test_memory_that_others_have_now_is_left_to_them():
+    """Keeping activations is faster; where RAM is taken at the moment, they are recomputed."""
+
+    def facts_of(config: OffloadConfig) -> ActivationFacts:
+        kept = config.placement.activations.checkpoint is False
+        seconds, saved = (0.1, 8 * GIB) if kept else (0.13, GIB)
+        return facts(saved=saved, seconds=seconds)
+
+    keys = {"budget": {"host": "2GiB", "nvme": "4GiB"},
+            "placement": {"activations": {"checkpoint": "auto"}}}  # fmt: skip
+    about = replace(known(), facts_of=facts_of)
+    config = OffloadConfig.load(keys)
+    quiet = solve(config, model(), hardware(), about).best
+    assert quiet.config.placement.activations.checkpoint is False
+    taken = replace(hardware(), host_free_nbytes=8 * GIB)
+    busy = solve(config, model(), taken, about).best
+    assert busy.config.placement.activations.checkpoint is not False
+    assert busy.fits
+
+
+def test_the_next_best_plan_is_another_plan():
+    found = solved({"budget": {"host": "300MiB", "nvme": "4GiB"}}, known(facts(seconds=0.02)))
+    assert found.next_best is not None
+    best, other = found.best.plan.placements, found.next_best.plan.placements
+    apart = [
+        abs(a - b)
+        for c in best
+        for a, b in zip(shares_of(best[c]), shares_of(other[c]), strict=True)
+    ]
+    assert max(apart) >= 0.05

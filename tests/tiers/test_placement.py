@@ -29,6 +29,38 @@ def test_every_tier_is_within_one_piece_of_its_share(sizes, percent):
     assert abs(held - share * sum(sizes)) <= max(sizes)
 
 
+def one_by_one(placement: Placement, sizes: list[int]) -> list[TierName]:
+    """Each piece to the tier that is furthest behind its share, in millionths."""
+    parts = {tier: round(share * 10**6) for tier, share in placement.shares if share > 0}
+    first = next(iter(parts))
+    parts[first] += 10**6 - sum(parts.values())
+    held, total, assigned = dict.fromkeys(parts, 0), 0, []
+    for size in sizes:
+        total += size
+        tier = max(parts, key=lambda name: parts[name] * total - held[name] * 10**6)
+        held[tier] += size
+        assigned.append(tier)
+    return assigned
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 400)), min_size=1, max_size=5),
+    shares=st.tuples(st.integers(0, 100), st.integers(0, 100)).filter(lambda s: sum(s) <= 100),
+)
+@settings(deadline=None, derandomize=True)
+def test_many_equal_pieces_are_dealt_out_as_if_one_by_one(runs, shares):
+    device, host = (share / 100 for share in shares)
+    placement = Placement(((DEVICE, device), (HOST, host), (NVME, 1 - device - host)))
+    sizes = [size for size, count in runs for _ in range(count)]
+    assert placement.assign(sizes) == one_by_one(placement, sizes)
+
+
+def test_a_million_equal_pieces_are_dealt_out_by_their_pattern():
+    tiers = Placement(((HOST, 0.37), (NVME, 0.63))).assign([4096] * 10**6)
+    assert tiers.count(HOST) == 370_000
+    assert tiers[:100] == tiers[-100:]
+
+
 def test_equal_pieces_alternate_instead_of_forming_blocks():
     tiers = Placement(((HOST, 0.5), (NVME, 0.5))).assign([1] * 6)
     assert tiers == [HOST, NVME] * 3
