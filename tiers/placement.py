@@ -62,7 +62,7 @@ class Placement:
         """`host`, or `host 40% + nvme 60%`."""
         if len(self.tiers) == 1:
             return str(self.tiers[0])
-        return " + ".join(f"{tier} {share:.0%}" for tier, share in self.shares if share > 0)
+        return " + ".join(f"{tier} {100 * share:.3g}%" for tier, share in self.shares if share > 0)
 
 
 def _deal(size: int, count: int, weights: Sequence[int], behind: list[int]) -> list[int]:

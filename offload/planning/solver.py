@@ -101,7 +101,7 @@ def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, int, flo
     if candidate.step is not None:
         busy = sum(link.seconds for link in candidate.step.links)
     beyond = candidate.beyond_free_nbytes
-    return short, beyond, math.ceil(max(0.0, slower) / AS_FAST), parts, float(f"{busy:.4g}")
+    return short, beyond, math.floor(max(0.0, slower) / AS_FAST), parts, float(f"{busy:.4g}")
 
 
 def _open_keys(config: OffloadConfig) -> Iterator[str]:
