@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.baseline import Baseline
-from offload.planning.copies import Run, find_copies
+from offload.planning.copies import find_copies
+from offload.planning.copy_totals import Run
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.heap_holes import heap_holes_nbytes
 from offload.planning.plan import Plan, needed_nbytes

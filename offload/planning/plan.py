@@ -86,9 +86,15 @@ def needed_nbytes(plan: Plan, tier: TierName) -> int:
         needed += host_window(plan)
     if tier is TierName.NVME and needed:
         needed += nvme_slack(plan)
-    if tier is TierName.DEVICE and plan.gpu and set(plan.parameters) != {TierName.DEVICE}:
-        needed += plan.unit_nbytes
+    if tier is TierName.DEVICE:
+        needed += gathered_nbytes(plan)
     return needed
+
+
+def gathered_nbytes(plan: Plan) -> int:
+    """What GPU memory holds of a unit's parameters that live elsewhere, while it runs."""
+    elsewhere = plan.gpu and set(plan.parameters) != {TierName.DEVICE}
+    return plan.unit_nbytes if elsewhere else 0
 
 
 def host_window(plan: Plan) -> int:
@@ -114,9 +120,12 @@ def nvme_slack(plan: Plan) -> int:
 
 
 def breakdown(plan: Plan, tier: TierName) -> str:
+    """The terms of `needed_nbytes`: `parameters 1.9 GiB + staging 1.1 MiB`."""
     terms = [f"{name} {format_bytes(n)}" for name, n in plan.expected[tier].items() if n]
     if tier is TierName.HOST and plan.uses_nvme:
         terms.append(f"window {format_bytes(host_window(plan))}")
+    if tier is TierName.DEVICE and gathered_nbytes(plan):
+        terms.append(f"parameters of the unit that runs {format_bytes(gathered_nbytes(plan))}")
     if tier is TierName.NVME and plan.uses_nvme:
         terms.append(f"new versions {format_bytes(nvme_slack(plan))}")
     return " + ".join(terms) or "nothing"

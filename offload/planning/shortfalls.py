@@ -8,6 +8,7 @@ from offload.planning.estimate import Shortfall
 from offload.planning.plan import Hardware, Plan, breakdown, needed_nbytes
 from offload.planning.plan_sizes import CLASSES
 from offload.tiers.extent import TierName
+from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
 
 
@@ -25,7 +26,7 @@ def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
                 tier, needed, budget, f"budget.{tier}",
                 f"budget.{tier}: {format_bytes(budget)} is {format_bytes(needed - budget)} short "
                 f"of the {format_bytes(needed)} needed ({breakdown(plan, tier)}); "
-                f"{_remedy(plan, tier)}",
+                f"{_remedy(plan, tier, needed - budget)}",
             )  # fmt: skip
         elif tier is TierName.NVME:
             yield from _of_activations(plan)
@@ -60,7 +61,7 @@ def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
         yield Shortfall(
             TierName.HOST, memory, room, "budget.host",
             f"budget.host: the plan needs {format_bytes(memory)} of RAM, this process may use "
-            f"{format_bytes(room)}; move a class to nvme",
+            f"{format_bytes(room)}; {_to_disk(plan, hardware)}",
         )  # fmt: skip
     disk = needed_nbytes(plan, TierName.NVME)
     if disk > hardware.nvme_free_nbytes:
@@ -72,12 +73,23 @@ def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
         )  # fmt: skip
 
 
-def _remedy(plan: Plan, tier: TierName) -> str:
+def _to_disk(plan: Plan, hardware: Hardware) -> str:
+    if not hardware.nvme_free_nbytes:
+        return "there is no disk to move a class to"
+    if not plan.budgets[TierName.NVME]:
+        return "raise budget.nvme (0 B), and move a class to nvme"
+    return "move a class to nvme"
+
+
+def _remedy(plan: Plan, tier: TierName, short_nbytes: int) -> str:
     if tier is TierName.NVME:
         return "raise budget.nvme"
     classes = [c for c in CLASSES if plan.expected[tier].get(c)]
     below = TierName.HOST if tier is TierName.DEVICE else TierName.NVME
     if not classes:
-        return f"raise budget.{tier}, or lower optimizer.chunk"
+        smaller = plan.expected[tier].get(StateClass.STAGING, 0) > short_nbytes
+        return f"raise budget.{tier}" + (", or lower optimizer.chunk" if smaller else "")
+    if below is TierName.NVME and not plan.budgets[below]:
+        return f"raise budget.{tier} or budget.nvme (0 B)"
     largest = max(classes, key=lambda c: plan.expected[tier][c])
     return f"raise budget.{tier}, or set placement.{largest}: {below}"

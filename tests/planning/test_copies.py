@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.copies import Run, find_copies
+from offload.planning.copies import find_copies
+from offload.planning.copy_totals import Run
 from offload.planning.plan import Hardware, Plan
 from offload.planning.planner import lay_out_plan
 from offload.tiers.extent import TierName
