@@ -15,7 +15,7 @@ from offload.tiers.errors import ConfigError
 from offload.tools.memest import profiles
 from offload.tools.memest.local_gpus import LocalGpu, local_gpus, visible
 from offload.tools.memest.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
-from offload.tools.memest.profiles import MATMUL_SHARE, read_profile, this_machine
+from offload.tools.memest.profiles import MATMUL_SHARE, SYSTEM_NBYTES, read_profile, this_machine
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -54,9 +54,21 @@ def test_one_rank_gets_an_even_share_of_its_node() -> None:
     assert profile.ranks == 8
     hardware = profile.hardware()
     assert hardware.device_nbytes == 24564 << 20
-    assert hardware.host_nbytes == 16 * GIB
+    assert hardware.host_nbytes == (64 * GIB - SYSTEM_NBYTES) // 4
     assert hardware.nvme_free_nbytes == 256 * GIB
     assert "2 nodes" in profile.name
+
+
+def test_ram_that_is_described_leaves_the_system_its_part() -> None:
+    for profile in (read_profile(gpu="none", ram="8GiB"), read_profile(gpu="DGX-2")):
+        kept = profile.ram_nbytes - SYSTEM_NBYTES
+        hardware = profile.hardware()
+        assert profile.usable_ram_nbytes == kept
+        assert hardware.host_nbytes == hardware.host_free_nbytes == kept // profile.ranks_per_node
+        assert "2.0 GiB are left to the system" in profile.reserve_note
+    here = read_profile(gpu="RTX 4090")
+    assert here.usable_ram_nbytes == machine.memory_limit_nbytes()
+    assert here.reserve_note == ""
 
 
 def test_speeds_are_shared_out_and_stay_below_the_peaks() -> None:

@@ -67,6 +67,8 @@ def hardware_text(profile: HardwareProfile) -> str:
 def _notes(case: Case, verdict: Verdict) -> Iterator[str]:
     yield from case.source.notes
     yield from case.profile.notes
+    if case.profile.reserve_note:
+        yield case.profile.reserve_note
     yield from verdict.notes
     if case.source.kind is SourceKind.SAFETENSORS:
         yield (

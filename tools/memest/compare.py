@@ -89,8 +89,9 @@ def compare(
             )
         notes = (ROUGH,) if step_s is not None else ()
         rows.append(Row(system, places, tuple(too_full(places)), step_s, notes))
-    last = _planned(model, config, subject, ranks, room) if ours is None else _given(ours, ranks)
-    return [*rows, last]
+    if ours is None:
+        return [*rows, _planned(model, config, subject, ranks, room)]
+    return [*rows, _given(ours, ranks, room)]
 
 
 def _framework(ours: Estimate | None) -> Framework:
@@ -112,13 +113,13 @@ def _planned(
     return Row(System.OURS, places, full, None, _notes(ranks))
 
 
-def _given(ours: Estimate, ranks: Ranks) -> Row:
+def _given(ours: Estimate, ranks: Ranks, room: Room) -> Row:
     """Of one rank's estimate: RAM and disks of the node's ranks together."""
     places = {}
     for tier, place in ours.memory.places.items():
         times = 1 if tier is TierName.DEVICE else ranks.per_node
         by_class = {each: nbytes * times for each, nbytes in place.by_class.items()}
-        places[tier] = PlaceEstimate(place.capacity_nbytes * times, by_class)
+        places[tier] = PlaceEstimate(room.capacity(tier), by_class)
     full = tuple(dict.fromkeys(shortfall.tier for shortfall in ours.shortfalls))
     step_s = ours.step.seconds if ours.step is not None and ranks.count == 1 else None
     return Row(System.OURS, places, full, step_s, _notes(ranks))

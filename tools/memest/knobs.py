@@ -13,7 +13,7 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
-from offload.tools.memest.profiles import HardwareProfile
+from offload.tools.memest.profiles import HardwareProfile, with_ram
 
 GIB = 1 << 30
 _MEMORY_SIZES = tuple(
@@ -183,8 +183,8 @@ def _hardware(case: Case, tiers: set[TierName]) -> Iterator[Ladder]:
     ranks = profile.ranks_per_node
     if TierName.HOST in tiers:
         sizes = [n for n in _MEMORY_SIZES if n > profile.ram_nbytes]
-        yield [_bought("--ram", n, "more RAM", _with_ram) for n in sizes]
-    if TierName.DEVICE in tiers and profile.gpu_nbytes:
+        yield [_bought("--ram", n, "more RAM", with_ram) for n in sizes]
+    if TierName.DEVICE in tiers and profile.gpu_nbytes and not profile.whole:
         sizes = [n for n in _GPU_SIZES if n > profile.gpu_nbytes]
         yield [_bought("--gpu", n, "a GPU with more memory, as fast", _with_gpu) for n in sizes]
     if profile.nvme_nbytes // ranks < _DISK_SIZES[-1]:
@@ -199,11 +199,6 @@ def _bought(
     return Rung(
         {option: size}, text, lambda case: replace(case, profile=change(case.profile, nbytes))
     )
-
-
-def _with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
-    more = nbytes - profile.ram_nbytes
-    return replace(profile, ram_nbytes=nbytes, ram_free_nbytes=profile.ram_free_nbytes + more)
 
 
 def _with_gpu(profile: HardwareProfile, nbytes: int) -> HardwareProfile:

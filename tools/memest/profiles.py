@@ -69,6 +69,8 @@ class HardwareProfile:
     ssds: tuple[SsdPart, ...]  # empty: rates and endurance unknown
     network_bytes_per_s: float = 0.0  # of one node; 0: unknown
     here: bool = False  # it computes where we are: speeds can be measured
+    whole: bool = False  # a machine by name: no option gives it other GPUs
+    own_ram: bool = False  # the RAM is this machine's, as this process sees it
     notes: tuple[str, ...] = ()  # what was assumed
 
     @property
@@ -79,13 +81,29 @@ class HardwareProfile:
     def ranks(self) -> int:
         return self.ranks_per_node * self.nodes
 
+    @property
+    def usable_ram_nbytes(self) -> int:
+        """What a run may ever hold of a node: of RAM that is described, without the system's."""
+        return self.ram_nbytes if self.own_ram else self.ram_free_nbytes
+
+    @property
+    def reserve_note(self) -> str:
+        """What of the RAM is left to the system, as a sentence; empty where nothing is."""
+        kept = self.ram_nbytes - self.usable_ram_nbytes
+        if not kept:
+            return ""
+        return (
+            f"of the {format_bytes(self.ram_nbytes)} of RAM, {format_bytes(kept)} are left to the "
+            f"system: {format_bytes(self.usable_ram_nbytes)} can be filled"
+        )
+
     def hardware(self) -> Hardware:
         """What one rank's plan may use: its GPU, and an even share of the node's RAM and disk."""
         ranks = self.ranks_per_node
         read, write = self._ssd_rates()
         return Hardware(
             device_nbytes=self.gpu_free_nbytes,
-            host_nbytes=self.ram_nbytes // ranks,
+            host_nbytes=self.usable_ram_nbytes // ranks,
             host_free_nbytes=self.ram_free_nbytes // ranks,
             nvme_free_nbytes=self.nvme_nbytes // ranks,
             measure_nvme=known(read, write) if self.ssds else None,
@@ -149,7 +167,7 @@ def read_profile(
     """
     profile = _around(gpu, nvme_paths)
     if ram is not None:
-        profile = _with_ram(profile, read_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
+        profile = with_ram(profile, read_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
     if nvme is not None:
         profile = _with_nvme(profile, nvme)
     elif not profile.here and profile.nvme_nbytes and not profile.ssds:
@@ -186,6 +204,7 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
         nvme_nbytes=_free_disk(nvme_paths),
         ssds=(),
         here=True,
+        own_ram=True,
     )
 
 
@@ -256,6 +275,7 @@ def _of_machine(part: MachinePart) -> HardwareProfile:
         nvme_nbytes=int(sum(ssd.nbytes for ssd in ssds) * FILE_SYSTEM_SHARE),
         ssds=ssds,
         network_bytes_per_s=part.network_bytes_per_s,
+        whole=True,
         notes=(part.source,),
     )
 
@@ -271,9 +291,10 @@ def _of_size(text: str) -> tuple[GpuPart, str]:
     return replace(near, name=name, nbytes=nbytes, source=f"assumed as {near.name}"), note
 
 
-def _with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+def with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    """With `nbytes` of RAM in a node; what the system takes of it is left free."""
     free = max(nbytes // 2, nbytes - SYSTEM_NBYTES)
-    return replace(profile, ram_nbytes=nbytes, ram_free_nbytes=free)
+    return replace(profile, ram_nbytes=nbytes, ram_free_nbytes=free, own_ram=False)
 
 
 def _with_nvme(profile: HardwareProfile, text: str) -> HardwareProfile:

@@ -31,7 +31,8 @@ class Room:
 
 
 def room_of(profile: HardwareProfile) -> Room:
-    return Room(profile.gpu_free_nbytes, profile.ram_free_nbytes, profile.nvme_nbytes)
+    """All that the planner may use, too: every system is held to the same capacities."""
+    return Room(profile.gpu_free_nbytes, profile.usable_ram_nbytes, profile.nvme_nbytes)
 
 
 def places_of(held: Bytes, room: Room, ranks: Ranks) -> Mapping[TierName, PlaceEstimate]:
