@@ -20,6 +20,7 @@ from offload.planning.plan import Hardware
 from offload.planning.planner import resolved_config
 from offload.planning.rough_step import NOMINAL
 from offload.planning.solver import Candidate, Known, Solution, solve
+from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
@@ -98,7 +99,9 @@ class Judge:
             if first is not None and not candidate.fits:
                 break
             memory = self._memory(case, share, candidate, baseline)
-            short = (*candidate.shortfalls, *_physical(memory, candidate))
+            short = (
+                *_told_once(candidate, case.config), *_physical(memory, candidate, case.workload)
+            )  # fmt: skip
             if not short:
                 return candidate, memory, short
             first = first or (candidate, memory, short)
@@ -157,7 +160,22 @@ def _scaled_cost(cost: PassCost, factor: float) -> PassCost:
     return PassCost(int(cost.flops * factor), int(cost.touched_nbytes * factor), cost.operations)
 
 
-def _physical(memory: MemoryEstimate, best: Candidate) -> Iterator[Shortfall]:
+def _told_once(best: Candidate, asked: OffloadConfig) -> Iterator[Shortfall]:
+    """What the plan lacks. A budget that was left open is only what the machine leaves: it is
+    named where nothing else is short of that place."""
+    for index, each in enumerate(best.shortfalls):
+        budget = best.plan.budgets[each.tier]
+        opened = getattr(asked.budget, each.tier) is None
+        if each.key != f"budget.{each.tier}" or not opened or each.capacity_nbytes != budget:
+            yield each
+        elif not any(other.tier is each.tier for other in best.shortfalls[index + 1 :]):
+            yield replace(each, message=f"{each.message}{_BRIM if not budget else ''}")
+
+
+_BRIM = "; libraries and activations leave nothing for it"
+
+
+def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> Iterator[Shortfall]:
     """Places that overflow though every tier keeps its budget."""
     said = {shortfall.tier for shortfall in best.shortfalls}
     for tier, place in memory.places.items():
@@ -169,21 +187,11 @@ def _physical(memory: MemoryEstimate, best: Candidate) -> Iterator[Shortfall]:
             f"{_NAMES[tier]}: the peak of {format_bytes(place.peak_nbytes)} is "
             f"{format_bytes(place.peak_nbytes - place.capacity_nbytes)} more than the "
             f"{format_bytes(place.capacity_nbytes)} there are; most of it is {largest} "
-            f"({format_bytes(place.by_class[largest])}): {_REMEDIES[largest]}",
+            f"({format_bytes(place.by_class[largest])}): {remedy(largest, tier, best, workload)}",
         )  # fmt: skip
 
 
 _NAMES = {TierName.DEVICE: "GPU memory", TierName.HOST: "RAM", TierName.NVME: "disk"}
-_REMEDIES = {
-    MemoryClass.PARAMETERS: "set placement.parameters to a tier below",
-    MemoryClass.MASTER: "set placement.optimizer to a tier below",
-    MemoryClass.GRADIENTS: "set placement.gradients to a tier below",
-    MemoryClass.OPTIMIZER: "set placement.optimizer to a tier below",
-    MemoryClass.ACTIVATIONS: "set placement.activations.checkpoint, or a smaller batch",
-    MemoryClass.STAGING: "lower the tier's budget",
-    MemoryClass.FRAGMENTATION: "lower the tier's budget",
-    MemoryClass.FRAMEWORK: "nothing to be done about it here",
-}
 _KEYS = {
     MemoryClass.PARAMETERS: "placement.parameters",
     MemoryClass.MASTER: "placement.optimizer",
@@ -191,6 +199,25 @@ _KEYS = {
     MemoryClass.OPTIMIZER: "placement.optimizer",
     MemoryClass.ACTIVATIONS: "placement.activations.checkpoint",
 }
+
+
+def remedy(name: MemoryClass, tier: TierName, best: Candidate, workload: Workload) -> str:
+    """What could be done about the largest part of a place, of what is not done already."""
+    if name is MemoryClass.ACTIVATIONS:
+        fewer = "a smaller batch" if workload.batch > 1 else "a shorter sequence"
+        recomputed = best.config.placement.activations.checkpoint is True
+        return fewer if recomputed else f"set placement.activations.checkpoint: true, or {fewer}"
+    if name is MemoryClass.FRAMEWORK:
+        return "nothing to be done about it here"
+    if name not in _KEYS:
+        return f"lower budget.{tier}"
+    if tier is TierName.NVME:
+        return "only more disk helps"
+    if tier is TierName.DEVICE and best.plan.gpu:
+        return f"set {_KEYS[name]}: host"
+    if best.plan.budgets[TierName.NVME]:
+        return f"set {_KEYS[name]}: nvme"
+    return "only more of it helps, or disk: budget.nvme is 0 B"
 
 
 def _key_of(name: MemoryClass, tier: TierName) -> str:
