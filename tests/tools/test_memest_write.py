@@ -118,6 +118,24 @@ def test_any_model_takes_it_through_initialize(tmp_path: Path) -> None:
             engine.optimizer.step()
 
 
+def test_what_does_not_fit_says_so_in_its_first_line(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "a.yaml"
+    assert run(*TINY, *WORK, "--gpu", "none", "-o", "budget.host=1MiB", "--write", str(path)) == 1
+    headline = capsys.readouterr().out.splitlines()[0]
+    text = path.read_text()
+    assert text.splitlines()[0] == headline.replace("does not fit", "# DOES NOT FIT")
+    assert "Train with" not in text
+    OffloadConfig.load(path)
+
+
+def test_a_share_of_several_ranks_is_said_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    written(path, *TINY, *WORK, "--gpu", "RTX 4090", "--ram", "64GiB", "--gpus", "4")
+    text = path.read_text()
+    assert "# all of this is of one of 4 ranks; " in text
+    assert "Train with" not in text
+
+
 def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("mine")

@@ -36,6 +36,7 @@ from offload.tools.memest.transformers_models import (
     library_shape,
 )
 from offload.tools.memest.weight_names import tree_of_names
+from offload.tools.memest.wording import counted
 from offload.train.config import ModelConfig
 from offload.zero.module_tree import shape_of
 
@@ -54,6 +55,8 @@ def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
     `blocks`: class names of the repeated blocks, as `groups.blocks`. Nothing of a file is executed.
     ConfigError with a one-line reason, PathError where a file cannot be read.
     """
+    if not source:
+        raise ConfigError("the model's name is empty; name a file, a folder or module:function")
     if is_named(source) and not os.path.exists(source):
         return read_named(source, blocks)
     path = Path(source)
@@ -105,11 +108,16 @@ def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
     from offload.zero.discovery import discover
 
     model = build_named(source)
+    shape = discover(model, blocks).shape()
+    if not shape.numel:
+        raise ConfigError(f"{source}: the model has no parameters; nothing of it is trained")
+    none_trained = "no parameter is trained: all have requires_grad=False"
     return ModelSource(
         name=source,
         kind=SourceKind.FACTORY,
-        shape=discover(model, blocks).shape(),
+        shape=shape,
         fingerprint="",  # code may change between two calls
+        notes=() if shape.numel_trainable else (none_trained,),
         build=lambda: model,
     )
 
@@ -138,7 +146,7 @@ def read_stated(sizes: StatedSizes) -> ModelSource:
     stated = model_of(sizes)
     count = stated.shape.numel
     return ModelSource(
-        name=f"{_short(count)} parameters",
+        name=f"{counted(count)} parameters",
         kind=SourceKind.STATED,
         shape=stated.shape,
         fingerprint=_builtin_fingerprint(stated.config),
@@ -221,11 +229,3 @@ def _build_builtin(model: ModelConfig) -> nn.Module:
 
     with torch.device("meta"):
         return LanguageModel(model)
-
-
-def _short(count: int) -> str:
-    """`7.00 B`: three digits."""
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return str(count)

@@ -52,7 +52,7 @@ def _headline(estimate: Estimate) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("model", Text(f"{estimate.model}: {summary.model_text(estimate)}"))
+    table.add_row("model", Text(summary.model_text(estimate, estimate.model)))
     table.add_row("hardware", Text(estimate.hardware))
     table.add_row("work", summary.workload_text(estimate))
     table.add_row("states", summary.state_text(estimate))

@@ -223,6 +223,7 @@ def _table_text(found: Estimate) -> str:
 def _write_config(found: Estimate, question: Question, path: Path) -> None:
     from offload.tools.memest.write_config import config_yaml
 
-    text = config_yaml(found, question.case.source, question.asked, str(path))
+    case = question.case
+    text = config_yaml(found, case.source, question.asked, str(path), case.profile.ranks)
     write_file(path, text.encode(), "--write")
     print(f"wrote {path}", file=sys.stderr)

@@ -22,14 +22,17 @@ class Figure:
 
 def verdict(estimate: Estimate) -> str:
     """`fits`, or what is short of what."""
-    if estimate.fits:
-        return "fits"
+    return "fits" if estimate.fits else f"does not fit: {missing_text(estimate)}"
+
+
+def missing_text(estimate: Estimate) -> str:
+    """`RAM is 1.2 GiB short; ...` for every place that is."""
     missing: dict[TierName, int] = {}
     for each in estimate.shortfalls:
         short = max(0, each.needed_nbytes - each.capacity_nbytes)
         missing[each.tier] = max(short, missing.get(each.tier, 0))
     texts = (f"{PLACE_TITLES[t]} is {format_bytes(n)} short" for t, n in missing.items())
-    return f"does not fit: {'; '.join(texts)}"
+    return "; ".join(texts)
 
 
 def workload_text(estimate: Estimate) -> str:
@@ -41,9 +44,11 @@ def workload_text(estimate: Estimate) -> str:
     return f"batch {workload.batch:,} x {workload.sequence:,} tokens{passes}{pieces}"
 
 
-def model_text(estimate: Estimate) -> str:
-    """`6.74 B parameters`, and how many of them are trained."""
+def model_text(estimate: Estimate, name: str = "") -> str:
+    """`name: 6.74 B parameters`, and how many of them are trained; a count only once."""
     text = f"{wording.counted(estimate.numel)} parameters"
+    if name and name != text:
+        text = f"{name}: {text}"
     if estimate.numel_trainable != estimate.numel:
         text += f", {wording.counted(estimate.numel_trainable)} trained"
     return text

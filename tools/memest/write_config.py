@@ -21,7 +21,7 @@ _DEFAULTS = OffloadConfig()
 
 
 def config_yaml(
-    estimate: Estimate, source: ModelSource, asked: OffloadConfig, file_name: str
+    estimate: Estimate, source: ModelSource, asked: OffloadConfig, file_name: str, ranks: int = 1
 ) -> str:
     """The text of a file that `offload.initialize(model, file_name)` takes, and, if the model is
     one of the built-in ones, `offload train`.
@@ -29,7 +29,7 @@ def config_yaml(
     `asked`: the configuration before the machine was looked at; what neither model nor budgets
     decide stays as open as it is there.
     """
-    lines = [*_header(estimate, source, file_name), *_compute(estimate), *_budget(estimate)]
+    lines = [*_header(estimate, source, file_name, ranks), *_compute(estimate), *_budget(estimate)]
     lines += [*_nvme(asked), *_placement(estimate), *_optimizer(estimate, asked)]
     lines += _step(estimate)
     lines += _rest(asked)
@@ -37,8 +37,12 @@ def config_yaml(
     return "\n".join(lines) + "\n"
 
 
-def _header(estimate: Estimate, source: ModelSource, file_name: str) -> Iterator[str]:
-    yield f"# {_one_line(estimate.model)}: {summary.model_text(estimate)}"
+def _header(
+    estimate: Estimate, source: ModelSource, file_name: str, ranks: int
+) -> Iterator[str]:  # fmt: skip
+    if not estimate.fits:
+        yield f"# DOES NOT FIT: {summary.missing_text(estimate)}"
+    yield f"# {summary.model_text(estimate, _one_line(estimate.model))}"
     yield f"# on {_one_line(estimate.hardware)}, {summary.workload_text(estimate)}"
     if estimate.step is not None:
         time = wording.duration(estimate.step.seconds)
@@ -48,7 +52,9 @@ def _header(estimate: Estimate, source: ModelSource, file_name: str) -> Iterator
         )
     peaks = (f"{bar.title} {format_bytes(bar.peak_nbytes)}" for bar in bars(estimate.memory))
     yield f"# predicted peaks: {', '.join(peaks)}"
-    if source.train_model is not None:
+    if ranks > 1:
+        yield f"# all of this is of one of {ranks} ranks; this version trains with one rank"
+    if source.train_model is not None and estimate.fits and ranks == 1:
         yield f"# Train with `offload train {_one_line(file_name)}`, or in a loop of your own:"
     else:
         yield "# Use:"
