@@ -171,6 +171,40 @@ class AsksForValues(nn.Module):
         return SimpleNamespace(loss=loss if float(loss) > 0 else -loss)
 
 
+def prints() -> nn.Module:
+    print("building")
+    return nn.Linear(4, 4)
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(4, 4).requires_grad_(False)
+
+
+def has_nothing() -> nn.Module:
+    return nn.Identity()
+
+
+def test_what_a_function_prints_is_no_part_of_the_answer(capsys: Any) -> None:
+    assert run(f"{__name__}:prints", *MACHINE, "--format", "json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["model"]["parameters"] == 20
+    assert "building" in captured.err
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused_or_said(capsys: Any) -> None:
+    assert run(f"{__name__}:has_nothing", *MACHINE) == 2
+    assert "the model has no parameters" in capsys.readouterr().err
+    assert run(f"{__name__}:frozen", *MACHINE, "--format", "json") == 0
+    assert any("is trained" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_a_count_is_told_once(capsys: Any) -> None:
+    assert run("--params", "2e5", *WORK, *MACHINE, "--no-measure") == 0
+    text = capsys.readouterr().out
+    assert text.count("200 K parameters") == 1
+    assert "200 k" not in text
+
+
 def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: Any) -> None:
     model = f"{__name__}:AsksForValues"
     assert run(model, *MACHINE, "--format", "json") == 0
@@ -226,12 +260,48 @@ def test_compare_has_every_system_and_ours_last(capsys: Any) -> None:
     assert "ZeRO-Infinity, nvme" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "hardware",
+    [
+        ["--gpu", "none", "--ram", "1GiB", "--nvme", "2GiB"],
+        ["--gpu", "1500MiB", "--ram", "20GiB", "--nvme", "0", "--gpus", "3"],
+        ["--gpu", "none", "--no-measure"],
+    ],
+)
+def test_every_system_is_held_to_the_same_capacities(hardware: list[str], capsys: Any) -> None:
+    assert run("compare", *TINY, *WORK, *hardware, "--format", "json") in (0, 1)
+    value = json.loads(capsys.readouterr().out)
+    capacities: dict[str, set[int]] = {}
+    for row in value["systems"]:
+        for tier, place in row["places"].items():
+            capacities.setdefault(tier, set()).add(place["capacity_nbytes"])
+            assert not row["fits"] or place["peak_nbytes"] <= place["capacity_nbytes"]
+    assert all(len(found) == 1 for found in capacities.values())
+    assert any("left to the system" in note for note in value["notes"]) == ("--ram" in hardware)
+
+
+def test_a_place_that_was_left_open_is_short_once(capsys: Any) -> None:
+    wide = ["--layers", "2", "--hidden", "1024", "--vocab", "16000", *WORK]
+    hardware = ["--gpu", "800MiB", "--ram", "1GiB", "--nvme", "0"]
+    assert run(*wide, *hardware, "--format", "json") == 1
+    found = json.loads(capsys.readouterr().out)["shortfalls"]
+    assert {each["tier"] for each in found} == {"device", "host"}
+    assert not any(" short of the " in each["message"] for each in found)
+    assert run(*wide, *hardware, "-o", "budget.host=100MiB", "--format", "json") == 1
+    found = json.loads(capsys.readouterr().out)["shortfalls"]
+    assert any(each["message"].startswith("budget.host: 100.0 MiB is ") for each in found)
+
+
 def test_max_says_what_the_next_larger_model_does_not_fit_into(capsys: Any) -> None:
     assert run("max", "gpt", *MACHINE, "--json") == 0
     systems = json.loads(capsys.readouterr().out)["systems"]
     sizes = {row["system"]: row["parameters"] for row in systems}
     assert 0 < sizes["DDP"] < sizes["ZeRO-Offload"] < sizes["offload"]
     assert all(row["bound"] for row in systems)
+    assert run("max", "gpt", *MACHINE) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "are taken to need 3.0 GiB of RAM" in text
+    assert "2.0 GiB are left to the system" in text
 
 
 def test_deepspeed_s_figures_for_seven_billion(capsys: Any) -> None:
@@ -239,6 +309,7 @@ def test_deepspeed_s_figures_for_seven_billion(capsys: Any) -> None:
     text = capsys.readouterr().out
     assert "176.02 GiB RAM per node |   0.48 GiB per GPU" in text
     assert "156.46 GiB RAM per node |  13.04 GiB per GPU" in text
+    assert "1 node with 1 GPU;" in text
 
 
 def test_deepspeed_takes_the_sizes_that_other_commands_take(capsys: Any) -> None:
@@ -321,6 +392,17 @@ BAD: list[tuple[list[str], str]] = [
     (["calibrate", "missing/folder"], "missing/folder does not exist"),
     (["deepspeed", "--params", "7e9", "--largest-layer", "8e9"], "is none"),
     (["deepspeed", "--params", "7e9", "--stage", "5"], "--stage"),
+    (["deepspeed", "--params", "7e9", "--gpus", "0"], "--gpus 0: write 1 to"),
+    (["deepspeed", "--params", "7e9", "--nodes", "0"], "--nodes 0: write 1 to"),
+    (["calibrate", "absent"], "absent does not exist"),
+    (["calibrate", os.devnull], "is not a folder"),
+    (["--bathc", "3"], "no such option: --bathc"),
+    ([*TINY, "--batch", "abc"], "'--batch'"),
+    (["a.json", "b.json"], "unexpected extra argument"),
+    (["max", "llama", "gpt"], "unexpected extra argument"),
+    (["check"], "missing argument 'RUN'"),
+    ([""], "the model's name is empty"),
+    (["--layers", "2", "--hidden", "64", "--vocab", "1"], "--vocab 1: must be at least 256"),
 ]
 
 
@@ -335,8 +417,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert captured.out == ""
     assert fragment in captured.err
     assert "Traceback" not in captured.err
-    if captured.err.startswith("error:"):
-        assert len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("error:")
+    assert len(captured.err.splitlines()) == 1
     assert os.listdir(tmp_path) == []
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import typer
 import typer.core
 
-from offload.cli.errors import EXIT_BAD_INPUT, guarded
+from offload.cli.errors import EXIT_BAD_INPUT, guarded, print_error
 
 DEFAULT = "estimate"
+# typer brings its own click, or uses the one that is installed: this is whichever it is
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class MemestGroup(typer.core.TyperGroup):
@@ -25,12 +29,17 @@ class MemestGroup(typer.core.TyperGroup):
         own = {name for param in self.get_params(ctx) for name in param.opts}
         if args and args[0] not in self.commands and args[0] not in own:
             args = [DEFAULT, *args]
-        return super().parse_args(ctx, args)
+        if not args:  # answered with the help
+            return super().parse_args(ctx, args)
+        rest: list[str] = _one_line(lambda: super(MemestGroup, self).parse_args(ctx, args))
+        return rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; OffloadError and Ctrl-C become `typer.Exit`."""
         return guarded(
-            lambda: super(MemestGroup, self).invoke(ctx), debug=bool(ctx.obj), failed=EXIT_BAD_INPUT
+            lambda: _one_line(lambda: super(MemestGroup, self).invoke(ctx)),
+            debug=bool(ctx.obj),
+            failed=EXIT_BAD_INPUT,
         )
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -42,3 +51,13 @@ class MemestGroup(typer.core.TyperGroup):
         shown.commands = {n: c for n, c in self.commands.items() if n != DEFAULT}
         shown.params = [*self.commands[DEFAULT].params, *self.params]
         super(MemestGroup, shown).format_help(ctx, formatter)
+
+
+def _one_line(run: Callable[[], Any]) -> Any:
+    """`run()`; words that no command or option takes end like any other bad input."""
+    try:
+        return run()
+    except _UsageError as error:
+        said = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        print_error(f"{said[:1].lower()}{said[1:].removesuffix('.')}")
+        raise typer.Exit(EXIT_BAD_INPUT) from None

@@ -1,7 +1,8 @@
 """`module:function`: a function of the user's own that returns an nn.Module.
 
 The one kind of source whose code runs, because the user named it. It is built under
-`torch.device("meta")`: a model of any size takes no memory.
+`torch.device("meta")`: a model of any size takes no memory. What it prints goes to stderr: standard
+output is the answer's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def build_named(source: str) -> nn.Module:
     import torch
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), contextlib.redirect_stdout(sys.stderr):
             model = function()
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{source}: the function failed: {_one_line(error)}") from error
@@ -55,7 +56,7 @@ def _imported(source: str) -> Any:
     if match is None:
         raise ConfigError(f"{source!r} is not of the form module:function")
     module_name, attributes = match.groups()
-    with _current_folder_importable():
+    with _current_folder_importable(), contextlib.redirect_stdout(sys.stderr):
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:

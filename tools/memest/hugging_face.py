@@ -87,7 +87,8 @@ def read_configuration(path: Path) -> ModelConfiguration:
 def check_configuration(values: Any, where: str) -> ModelConfiguration:
     """The top level of parsed JSON. ConfigError if it describes no model."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: is no model configuration: {shown(values)}, no keys")
+        held = "a list" if isinstance(values, list) else shown(values)
+        raise ConfigError(f"{where}: is no model configuration: it holds {held}, not an object")
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         problem = "no model_type" if model_type is None else f"model_type is {shown(model_type)}"

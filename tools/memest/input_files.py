@@ -49,7 +49,7 @@ def file_nbytes(path: Path) -> int:
     if stat.S_ISDIR(status.st_mode):
         raise PathError(f"{path}: is a folder, a file was expected")
     if not stat.S_ISREG(status.st_mode):
-        raise PathError(f"{path}: is no regular file")
+        raise PathError(f"{path}: is not a regular file")
     return status.st_size
 
 

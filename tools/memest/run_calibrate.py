@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,18 +12,31 @@ from rich.table import Table
 from offload.planning.baseline import machine_baseline
 from offload.planning.calibration import machine_speeds
 from offload.planning.speeds import Speeds
+from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.wording import counted, duration
 
 
 def measure_again(paths: Sequence[Path]) -> None:
-    """Measure and print. PathError where a folder cannot be used."""
+    """Measure and print. PathError, before anything is measured, where a folder cannot be used."""
+    for path in paths:
+        _check_folder(path.expanduser())
     Console(stderr=True).print("measuring this machine; close what else is busy ...")
     table = to_table(machine_speeds(paths, remeasure=True))
     for precision in ("fp32", "bf16", "fp16"):
         baseline = machine_baseline(precision, remeasure=True)
         table.add_row(f"interpreter and libraries, {precision}", format_bytes(baseline.ram_nbytes))
     Console().print(table)
+
+
+def _check_folder(path: Path) -> None:
+    """PathError unless files can be made in it."""
+    if not path.exists():
+        raise PathError(f"{path} does not exist; name a folder on the disk to be measured")
+    if not path.is_dir():
+        raise PathError(f"{path} is not a folder; name one on the disk to be measured")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PathError(f"{path} cannot be written; name a folder for swap files")
 
 
 def to_table(speeds: Speeds) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -23,10 +23,13 @@ from offload.tools.memest.headlines import Finding, findings
 from offload.tools.memest.judge import Judge
 from offload.tools.memest.largest import Largest, largest_of_all
 from offload.tools.memest.options import EstimateOptions, Format, MachineOptions
+from offload.tools.memest.part_names import read_count
 from offload.tools.memest.picture import PLACE_TITLES
+from offload.tools.memest.profiles import HardwareProfile
 from offload.tools.memest.run_estimate import DOES_NOT_FIT, answered, read_question, source_of
 from offload.tools.memest.run_hardware import profile_of
 from offload.tools.memest.summary import model_text, workload_text
+from offload.tools.memest.systems import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
 
 Places = Mapping[TierName, PlaceEstimate]
 _NODE_TITLES = {**PLACE_TITLES, TierName.HOST: "RAM of a node", TierName.NVME: "disk of a node"}
@@ -46,7 +49,7 @@ def run_compare(asked: EstimateOptions) -> int:
         systems = [_row_values(row) for row in rows]
         _print_json({"schema": "memest-compare/1", "systems": systems, "notes": list(ours.notes)})
     else:
-        title = f"{ours.model}: {model_text(ours)}\n{ours.hardware}, {workload_text(ours)}"
+        title = f"{model_text(ours, ours.model)}\n{ours.hardware}, {workload_text(ours)}"
         _print(Text(title), compare_table(rows))
         _print_notes([*ours.notes, *(note for row in rows for note in row.notes)])
     return 0 if ours.fits else DOES_NOT_FIT
@@ -123,8 +126,20 @@ def run_max(
     else:
         title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam"
         _print(Text(title), max_table(found))
-        _print_notes([each.note for each in found if each.note])
+        _print_notes([*_taken_aside(profile), *(each.note for each in found if each.note)])
     return 0
+
+
+def _taken_aside(profile: HardwareProfile) -> Iterator[str]:
+    """What neither model nor activations may fill, of any system."""
+    ram = f"{format_bytes(HOST_FRAMEWORK_NBYTES)} of RAM per rank"
+    gpu = f" and {format_bytes(GPU_FRAMEWORK_NBYTES)} of each GPU" if profile.gpu_nbytes else ""
+    yield (
+        f"interpreter and libraries are taken to need {ram}{gpu}, of every system alike; "
+        "`memest MODEL` counts what is known of ours"
+    )
+    if profile.reserve_note:
+        yield profile.reserve_note
 
 
 def max_table(found: Sequence[Largest]) -> Table:
@@ -190,15 +205,23 @@ def run_deepspeed(asked: EstimateOptions, stage: int | None, largest_layer: str 
     numel, layer = _numel_and_layer(asked)
     if largest_layer is not None:
         layer = parse_count(largest_layer)
-    setup = Setup(asked.machine.gpus or 1, asked.machine.nodes or 1)
+    setup = Setup(
+        read_count(asked.machine.gpus, "--gpus", 1) or 1,
+        read_count(asked.machine.nodes, "--nodes", 1) or 1,
+    )
     stages = (2, 3) if stage is None else (stage,)
     found = [line for each in stages for line in lines(estimate(each, numel, layer, setup))]
     print(
-        f"{numel:,} parameters, the largest layer {layer:,}; {setup.nodes} nodes with "
-        f"{setup.gpus_per_node} GPUs; DeepSpeed 0.19.8's estimator, which counts no activations"
+        f"{numel:,} parameters, the largest layer {layer:,}; {_several(setup.nodes, 'node')} "
+        f"with {_several(setup.gpus_per_node, 'GPU')}; DeepSpeed 0.19.8's estimator, which counts "
+        "no activations"
     )
     print("\n".join(found))
     return 0
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _numel_and_layer(asked: EstimateOptions) -> tuple[int, int]:

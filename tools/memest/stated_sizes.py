@@ -20,6 +20,7 @@ _COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+]?\d{1,3})?)\s*([kKmMbBgGtT
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 MOST_PARAMS = 10**15
 _VOCAB = 32_000  # Llama 2's
+_LEAST_VOCAB = 256  # bytes are tokens
 _CONTEXT = 1 << 17  # rotary positions: costs nothing
 _ASPECT = 128  # hidden / layers where neither is stated: about that of Llama's 7 B to 70 B
 _LARGEST = {"layers": MOST_LAYERS, "vocab": 1 << 31, "context": 1 << 31}
@@ -61,6 +62,8 @@ class StatedSizes:
             value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
             most = MOST_PARAMS if name == "params" else _LARGEST.get(name, 1 << 24)
+            if name == "vocab" and value is not None and value < _LEAST_VOCAB:
+                raise ConfigError(f"{option} {shown(value)}: must be at least {_LEAST_VOCAB}")
             if value is not None and not 1 <= value <= most:
                 raise ConfigError(f"{option} {shown(value)}: must be from 1 to {most}")
         if self.params is None and (self.layers is None or self.hidden is None):
@@ -139,7 +142,7 @@ def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
     """Llama 2's, or what two fifths of a small model's parameters suffice for."""
     if sizes.params is None:
         return _VOCAB
-    return max(256, min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))
+    return max(_LEAST_VOCAB, min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))
 
 
 def _mlp_for(params: int, narrowest: ModelConfig) -> int:
