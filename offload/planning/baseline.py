@@ -16,12 +16,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload import machine
 from offload.planning.disk_cache import key_of, load, save, whole
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
 
 FORMAT = 2  # raised whenever what is measured, or how, changes
 _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
@@ -54,6 +57,12 @@ class Baseline:
     # for micro-batches; its whole compiler, these included, for checkpoints.
     symbols_nbytes: int = _DEFAULT_SYMBOLS_NBYTES
     compiler_nbytes: int = _DEFAULT_COMPILER_NBYTES
+
+    def more_nbytes(self, config: OffloadConfig) -> int:
+        """What torch imports besides, for what `config` asks of it."""
+        if config.placement.activations.checkpoint:
+            return self.compiler_nbytes
+        return self.symbols_nbytes if config.micro_batches != 1 else 0
 
     @property
     def note(self) -> str:

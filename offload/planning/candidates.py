@@ -52,6 +52,7 @@ class Known:
     facts_of: Callable[[OffloadConfig], ActivationFacts]  # of a settled configuration
     elsewhere_nbytes: int = 0  # RAM of interpreter and libraries
     on_device_nbytes: int = 0  # GPU memory of context and libraries
+    more_nbytes_of: Callable[[OffloadConfig], int] = lambda config: 0  # of libraries, by use
     any_fit: bool = False  # the first placement found that fits is enough, and no times are
 
 
@@ -110,7 +111,7 @@ class Choice:
             left = int(_DEVICE_SHARE * hardware.device_nbytes)
             return _within(config, TierName.DEVICE, left - known.on_device_nbytes - activations)
         # libraries are loaded already where it is this process that will train
-        left = min(hardware.host_nbytes - known.elsewhere_nbytes, hardware.host_free_nbytes)
+        left = min(hardware.host_nbytes - self._libraries_nbytes, hardware.host_free_nbytes)
         left -= self.passing_nbytes
         if left >= resolve_budgets(config, hardware, 0)[TierName.HOST]:
             return config
@@ -299,13 +300,18 @@ class Choice:
         known, facts = self._known, self._facts
         if known is None or facts is None:
             return Open(self.open_tiers)
-        peak = self._peak_nbytes(self._config)
         gpu = self._builder.gpu
         return Open(
             self.open_tiers,
-            known.elsewhere_nbytes + (0 if gpu else peak),
-            known.on_device_nbytes + (peak if gpu else 0),
+            self._libraries_nbytes + (0 if gpu else self.passing_nbytes),
+            known.on_device_nbytes + (self._peak_nbytes(self._config) if gpu else 0),
         )
+
+    @property
+    def _libraries_nbytes(self) -> int:
+        if self._known is None:
+            return 0
+        return self._known.elsewhere_nbytes + self._known.more_nbytes_of(self._config)
 
     @property
     def passing_nbytes(self) -> int:
@@ -337,11 +343,13 @@ class Choice:
         if held + beside <= capacity:
             return
         short = held + beside - capacity
+        recomputes = self._config.placement.activations.checkpoint is True
+        remedy = "" if recomputes else "set placement.activations.checkpoint: true, or "
         yield Shortfall(
             tier, held + beside, capacity, "placement.activations.checkpoint",
             f"activations and libraries need {format_bytes(beside)} beside {format_bytes(held)} of "
-            f"states: {format_bytes(short)} more than the {format_bytes(capacity)} there are; set "
-            f"placement.activations.checkpoint: true, lower the batch or budget.{tier}",
+            f"states: {format_bytes(short)} more than the {format_bytes(capacity)} there are; "
+            f"{remedy}lower the batch, the sequence or budget.{tier}",
         )  # fmt: skip
 
 

@@ -226,12 +226,7 @@ class PlannedMemory:
 
     @property
     def _framework(self) -> int:
-        baseline, more = self._baseline, 0
-        if self._config.placement.activations.checkpoint:
-            more = baseline.compiler_nbytes
-        elif self._config.micro_batches != 1:
-            more = baseline.symbols_nbytes
-        return baseline.ram_nbytes + more
+        return self._baseline.ram_nbytes + self._baseline.more_nbytes(self._config)
 
     def _ram(self) -> PlaceEstimate:
         states, tensors = self._states_in_ram(), 0 if self._plan.gpu else self._tensors

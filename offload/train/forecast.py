@@ -103,6 +103,7 @@ def forecast(config: OffloadConfig, model: nn.Module, workload: Workload) -> For
         known = Known(
             workload, speeds or replace(NOMINAL, gpu=device.type == "cuda"),
             _Facts(model, workload, device.type), baseline.ram_nbytes, baseline.gpu_nbytes,
+            baseline.more_nbytes,
         )  # fmt: skip
         solution = solve(config, shape, hardware, known)
     except UnsupportedError as error:

@@ -120,7 +120,8 @@ class Judge:
     def _known(self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool) -> Known:
         return Known(
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
-            baseline.ram_nbytes, baseline.gpu_nbytes + share.gathered_nbytes(case.config), any_fit,
+            baseline.ram_nbytes, baseline.gpu_nbytes + share.gathered_nbytes(case.config),
+            baseline.more_nbytes, any_fit,
         )  # fmt: skip
 
     def _memory(

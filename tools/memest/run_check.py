@@ -37,9 +37,11 @@ def check_table(found: RunCheck) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in found.rows:
         apart = row.ratio - 1
-        far = abs(apart) > _TOLERANCES.get(row.name, _TOLERANCE) and not (row.is_bound and apart > 0)
+        far = abs(apart) > _TOLERANCES.get(row.name, _TOLERANCE)
+        far = far and not (row.is_bound and apart > 0)
         table.add_row(
-            f"{row.name}, at most" if row.is_bound else row.name, _shown(row, row.predicted), _shown(row, row.measured),
+            f"{row.name}, at most" if row.is_bound else row.name,
+            _shown(row, row.predicted), _shown(row, row.measured),
             Text(f"{apart:+.1%}", style="yellow" if far else "green"),
         )  # fmt: skip
     return table
