@@ -1,7 +1,8 @@
 """The measurements behind `Speeds`: short loops over what a step is made of.
 
 Rates are of what training finds in the long run: arrays beyond every cache, files that were written
-before. Of what is repeated the fastest counts: anything slower had company.
+before. Of a loop over cores and memory alone the fastest run counts, anything slower had company;
+of what uses a disk, or two things at once, the median.
 
 What a model costs beside its products is measured on small models, forward and backward, and
 expressed in the very terms in which facts are counted: bytes that operations touch, and calls.
@@ -12,6 +13,7 @@ same with a whole model).
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +55,7 @@ _LEAST_FREE = 4  # files are at most this part of what is free
 _SLOW_S = 0.5  # a first pass over an eighth of the file that takes longer is all there will be
 _MOST_REPEAT_S = 0.6
 _BESIDE_S = 0.4  # how long something runs beside the product
-_ROUNDS = 2  # of which the better counts
+_ROUNDS = 3  # of which the median counts: a step meets the usual disk, not its best moment
 
 Work = Callable[[], object]
 
@@ -248,7 +250,8 @@ def _together(product: Work, other: Work, alone_s: float) -> _Together:
 
 def _lost_share(step: Work, alone_s: float) -> float:
     product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
-    return min(together.lost_s for together in _beside(product, step)) / max(alone_s, 1e-9)
+    lost_s = statistics.median(together.lost_s for together in _beside(product, step))
+    return lost_s / max(alone_s, 1e-9)
 
 
 # ---------------------------------------------------------------- disk
@@ -282,10 +285,10 @@ class _Disk:
         first_s = self._move("w", eighth)
         nbytes = self._nbytes if first_s < _SLOW_S else eighth
         self._move("w", nbytes)  # fresh blocks, which a run writes only once
-        write_s = self._fastest("w", nbytes)
-        read_s = self._fastest("r", nbytes)
-        mixed_s = self._fastest("rw", nbytes)
-        small_s = self._fastest("r", min(nbytes, 64 * _SMALL_NBYTES), _SMALL_NBYTES)
+        write_s = self._usual("w", nbytes)
+        read_s = self._usual("r", nbytes)
+        mixed_s = self._usual("rw", nbytes)
+        small_s = self._usual("r", min(nbytes, 64 * _SMALL_NBYTES), _SMALL_NBYTES)
         moved = nbytes * len(self._files)
         small = min(nbytes, 64 * _SMALL_NBYTES) // _SMALL_NBYTES * len(self._files)
         per_request = small_s / small - _SMALL_NBYTES * read_s / moved
@@ -309,7 +312,7 @@ class _Disk:
             step = stepper(PLAIN, Arrays(_CHUNK_NUMEL, PLAIN.streams), runner)
             step()
             rounds = _beside(product, lambda: self._pipeline(count, step))
-        turns_per_s = max(together.turns / together.took_s for together in rounds)
+        turns_per_s = statistics.median(together.turns / together.took_s for together in rounds)
         return turns_per_s * 2 * count * _CHUNK_NBYTES
 
     def _pipeline(self, count: int, step: Work) -> None:
@@ -344,14 +347,15 @@ class _Disk:
         def move() -> None:
             self._move("rw", nbytes)
 
-        return min(together.lost_s for together in _beside(product, move)) / turn
+        return statistics.median(together.lost_s for together in _beside(product, move)) / turn
 
-    def _fastest(self, how: str, nbytes: int, block_nbytes: int = _BLOCK_NBYTES) -> float:
-        """Of two moves, where they do not take long."""
+    def _usual(self, how: str, nbytes: int, block_nbytes: int = _BLOCK_NBYTES) -> float:
+        """The median of some moves, where they do not take long."""
         first_s = self._move(how, nbytes, block_nbytes)
         if first_s > _MOST_REPEAT_S:
             return first_s
-        return min(first_s, self._move(how, nbytes, block_nbytes))
+        more = [self._move(how, nbytes, block_nbytes) for _ in range(_ROUNDS - 1)]
+        return statistics.median([first_s, *more])
 
     def _move(self, how: str, nbytes: int, block_nbytes: int = _BLOCK_NBYTES) -> float:
         """Seconds to move `nbytes` of each file in the directions `how` names, r, w or rw."""
