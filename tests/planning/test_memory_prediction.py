@@ -25,7 +25,7 @@ from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 
 LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
 BEYOND = 0.05  # a predicted bound: on a busy disk some more versions are on their way
-FAST = {"tiny": 4, "small": 3}
+FAST = {"tiny": 3, "small": 1}
 FAST_RSS = {"small": 1}
 LONG = {"tiny": 10, "small": 12, "60M": 10, "151M": 6, "300M": 4}
 # The constants of `heap_holes` were fitted to the RAM of those above; these they have not seen.
