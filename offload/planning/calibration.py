@@ -65,12 +65,15 @@ def measure_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds:
 
 
 def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
-    """What `machine_speeds` would give, if it has been measured before; at once, without torch."""
+    """What `machine_speeds` would give, if it has been measured before; at once, without torch.
+
+    None also where that was beside other programs that are gone: it is time to measure again.
+    """
     try:
         folders = _folders(nvme_paths)
     except PathError:
         return None
-    found, there = _load("compute", _compute_key()), _load("nvme", _disk_key(folders))
+    found, there = _settled("compute", _compute_key()), _settled("nvme", _disk_key(folders))
     return None if found is None or there is None else _speeds(found, there)
 
 

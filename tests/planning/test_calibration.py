@@ -175,8 +175,11 @@ def test_a_machine_that_others_use_is_measured_with_a_warning(
     machine_speeds([tmp_path])  # they are still there: what is known is as good
     assert counted.compute == 1
     caplog.clear()
+    assert known_speeds([tmp_path]) is not None
     monkeypatch.setattr(calibration, "_busy_share", lambda: 0.05)
+    assert known_speeds([tmp_path]) is None  # who asks first is told to measure again
     machine_speeds([tmp_path])
+    assert known_speeds([tmp_path]) is not None
     assert counted.compute == 2
     machine_speeds([tmp_path])
     assert counted.compute == 2
