@@ -154,8 +154,14 @@ class ZeroConfig(Section):
     """Sharding over ranks."""
 
     stage: int = Field(
-        3, ge=0, le=3, description="What is sharded: 0 nothing .. 3 parameters as well."
-    )
+        3, ge=0, le=3, description="What is sharded: 0 nothing, 1 optimizer states, 2 gradients as "
+        "well, 3 parameters as well. Of no effect on one rank."
+    )  # fmt: skip
+    shard_group: int | None = Field(
+        None, ge=1, description="Neighbouring ranks that share one copy of the states; the others "
+        "have copies of their own (as HSDP, hpZ, MiCS). Absent: all ranks share one."
+    )  # fmt: skip
+    timeout_s: float = Field(600.0, gt=0, description="Longest wait for other ranks, in seconds.")
 
 
 class OffloadConfig(Section):

@@ -55,10 +55,13 @@ class DeviceHomes:
         """Parameters at home elsewhere."""
         return MirroredState(home, self.pool, self.links, self._reads, next_use)
 
-    def at_home(self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass) -> State:
+    def at_home(
+        self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
+        stride_nbytes: int | None = None,
+    ) -> State:  # fmt: skip
         """Parameters or gradients at home on the device."""
         lease = self.pool.demand(nbytes, name, state_class)
-        return DeviceHomeState(name, nbytes, piece_nbytes, lease, self._update_links)
+        return DeviceHomeState(name, nbytes, piece_nbytes, lease, self._update_links, stride_nbytes)
 
     def record(self, name: str, nbytes: int) -> State:
         """An optimizer record at home on the device."""

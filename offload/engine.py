@@ -32,7 +32,9 @@ from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 from offload.zero.loading import load_group
 from offload.zero.loss_scale import LossScale
+from offload.zero.ranks import Ranks
 from offload.zero.runtime import Runtime, RuntimeOptions
+from offload.zero.sharding import ALONE
 from offload.zero.stepper import StepRules
 from offload.zero.values import ParameterValues
 
@@ -75,9 +77,11 @@ class Engine:
         dtype = _DTYPES[config.precision]
         _check_model(model)
         discovery = discover(model, config.groups.blocks)
-        self.plan: Plan = make_plan(
-            config, discovery.shape(), this_machine(config.nvme, self.device)
-        )
+        zero = config.zero
+        self._ranks = Ranks.join(zero.stage, zero.shard_group, self.device, zero.timeout_s)
+        sharding = ALONE if self._ranks is None else self._ranks.sharding
+        hardware = this_machine(config.nvme, self.device, sharding)
+        self.plan: Plan = make_plan(config, discovery.shape(), hardware)
         self.config = resolved_config(config, self.plan, self.device.type)
         _look_ahead(self.plan, config, model)
         _say_slow(config.precision, self.device)
@@ -137,6 +141,7 @@ class Engine:
             self._run,
             staging,
             _loss_scale(config),
+            self._ranks,
         )
         self._homes.let_wait(runtime.await_progress)
         return runtime
@@ -149,7 +154,7 @@ class Engine:
         assert self._runtime is not None, "made just before"
         files = SafetensorsWeights(weights) if weights is not None else None
         for group, params in zip(self._runtime.groups, originals, strict=True):
-            values = _values(group, params, initialiser, files)
+            values = _values(group, params, initialiser, files, self._ranks)
             state = self._runtime.optimizer_states[group.index]
             load_group(state, self._runtime.own, values)
             group.adopt()
@@ -158,6 +163,9 @@ class Engine:
             initialiser.finish_buffers()
             _load_buffers(self.module, files)
             _check_buffers(self.module)
+        if self._ranks is not None:
+            for buffer in self.module.buffers():
+                buffer.copy_(self._ranks.from_first(buffer))
 
     def _make_optimizer(
         self, given: Any, translate: Mapping[int, nn.Parameter]
@@ -177,6 +185,16 @@ class Engine:
         """`loss.backward()` in every precision; scales the loss under fp16."""
         with self._open().scaled_backward() as scale:
             (loss if scale == 1.0 else loss * scale).backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of the backward passes inside add up on this rank; the first pass outside, or
+        the step, reduces their sum with the other ranks'. Of no effect on one rank.
+
+        Meanwhile a rank holds gradients whole, where `placement.gradients` puts them.
+        """
+        with self._open().no_sync():
+            yield
 
     @contextmanager
     def gathered(self, *what: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> Iterator[None]:
@@ -350,9 +368,9 @@ def _translate_groups(discovery: Discovery, new: Mapping[int, nn.Parameter]) -> 
 
 def _values(
     group: ParamGroup, originals: Mapping[tuple[str, ...], nn.Parameter],
-    initialiser: MetaInitialiser | None, files: SafetensorsWeights | None,
+    initialiser: MetaInitialiser | None, files: SafetensorsWeights | None, ranks: Ranks | None,
 ) -> Any:  # fmt: skip
-    """Where a group's initial values come from."""
+    """Where a group's initial values come from: of several ranks, the first one's model."""
     if files is not None:
         return files.get
     meta = {names[0]: param for names, param in originals.items() if param.is_meta}
@@ -360,7 +378,10 @@ def _values(
 
     def value(spec: ParamSpec) -> torch.Tensor:
         found = fresh.get(spec.name)
-        return originals[spec.names].detach() if found is None else found
+        if found is not None:
+            return found
+        given = originals[spec.names].detach()
+        return given if ranks is None else ranks.from_first(given)
 
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import tempfile
 import threading
 from collections.abc import Callable
@@ -35,10 +36,12 @@ from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.zero.collectives import Workspace
 from offload.zero.device_work import DeviceWork
-from offload.zero.layout import Layout
+from offload.zero.rank_work import SharedMemory
 from offload.zero.records import RecordFormat
 from offload.zero.runtime import NextUse
+from offload.zero.sharding import ALONE, Sharding
 
 if TYPE_CHECKING:
     from offload.config import NvmeConfig, OffloadConfig
@@ -124,24 +127,27 @@ class TieredHomes:
         return self.activations
 
     # ---------------------------------------------------------------- states
-    def parameters(self, index: int, name: str, layout: Layout, next_use: NextUse) -> State:
+    def parameters(
+        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
+    ) -> State:
         tier = self.plan.parameters[index]
-        size, piece = layout.numel * self._itemsize, self.plan.chunk_numel * self._itemsize
+        size, piece = numel * self._itemsize, self.plan.chunk_numel * self._itemsize
+        begin = None if stride is None else stride * self._itemsize
         label, kind = f"{name} parameters", StateClass.PARAMETERS
         if not self.plan.gpu:  # used where they are
-            return self._state(tier, label, size, piece, kind, next_use)
+            return self._state(tier, label, size, piece, kind, next_use, begin)
         if tier is TierName.DEVICE:
-            return self._device.at_home(label, size, piece, kind)
-        home = self._state(tier, label, size, piece, kind, next_use)
+            return self._device.at_home(label, size, piece, kind, begin)
+        home = self._state(tier, label, size, piece, kind, next_use, begin)
         return self._device.mirrored(home, next_use)
 
     def gradients(
-        self, index: int, name: str, layout: Layout, itemsize: int, next_use: NextUse
+        self, index: int, name: str, numel: int, itemsize: int, next_use: NextUse
     ) -> State:
         tier = self.plan.gradients[index]
         if itemsize > self._itemsize and tier is TierName.NVME:
             tier = TierName.HOST  # fp32 sums nobody planned for: never a file of twice the size
-        size, piece = layout.numel_trainable * itemsize, self.plan.chunk_numel * itemsize
+        size, piece = numel * itemsize, self.plan.chunk_numel * itemsize
         label, kind = f"{name} gradients", StateClass.GRADIENTS
         if self.plan.gpu and tier is TierName.DEVICE:
             return self._device.at_home(label, size, piece, kind)
@@ -159,19 +165,20 @@ class TieredHomes:
 
     def _state(
         self, tier: TierName, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
-        next_use: NextUse,
+        next_use: NextUse, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
         if tier is TierName.NVME:
             assert self.store is not None, "the plan puts something on nvme"
             return FileState(
-                name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use
-            )
+                name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use,
+                stride_nbytes,
+            )  # fmt: skip
         if tier is TierName.HOST:
             lease = self.pool.demand(nbytes, name, state_class)  # copies make room
         else:
             with self.lock:
                 lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
-        return MemoryState(name, nbytes, piece_nbytes, lease)
+        return MemoryState(name, nbytes, piece_nbytes, lease, stride_nbytes)
 
     def device_work(self) -> DeviceWork:
         """What the update and the gradients use of the device beside the model."""
@@ -188,6 +195,19 @@ class TieredHomes:
         lease = pool.demand(self.plan.sums_nbytes, "gradient sums", StateClass.STAGING)
         self._staging.append(lease)
         return lease.tensor.view(torch.float32)
+
+    def shared_memory(self) -> SharedMemory:
+        """Where the model computes, for what belongs to several ranks."""
+        planned = self.plan.shared
+        assert planned is not None, "there are several ranks"
+        pool = self._device.pool if self.plan.gpu else self.pool
+        received, summed = (
+            pool.demand(nbytes, f"gradients of other ranks, {what}", StateClass.STAGING)
+            for nbytes, what in ((planned.received_nbytes, "sent"), (planned.summed_nbytes, "sum"))
+        )
+        self._staging += (received, summed)
+        workspace = Workspace(received.tensor, summed.tensor)
+        return SharedMemory(pool, planned.gather_nbytes, workspace, self._device.links.fences)
 
     def staging(self) -> list[torch.Tensor]:
         """The update's buffers (1D uint8, host memory)."""
@@ -258,8 +278,11 @@ def nvme_paths(nvme: NvmeConfig) -> list[str]:
     return list(nvme.paths) or [str(Path(tempfile.gettempdir()))]
 
 
-def this_machine(nvme: NvmeConfig, device: torch.device) -> Hardware:
-    """What a plan may use here. PathError where a folder cannot be used."""
+def this_machine(nvme: NvmeConfig, device: torch.device, sharding: Sharding = ALONE) -> Hardware:
+    """What one rank's plan may use here: ranks on one machine share its RAM and disks alike.
+
+    PathError where a folder cannot be used.
+    """
     reports: dict[Path, int] = {}
     for path in nvme_paths(nvme):
         report = check_directory(path)
@@ -269,13 +292,23 @@ def this_machine(nvme: NvmeConfig, device: torch.device) -> Hardware:
     # Folders on one file system share what is free there.
     free = sum({path.stat().st_dev: nbytes for path, nbytes in reports.items()}.values())
     device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    hardware = read_hardware(device_nbytes, free)
+    here = ranks_here() if sharding.world_size > 1 else 1
+    hardware = read_hardware(device_nbytes, free // here)
     cuda = device.type == "cuda"
     missing = triton_launch.missing() if cuda else "the model computes on the CPU"
     return replace(
-        hardware, kernels_missing=missing,
+        hardware, kernels_missing=missing, sharding=sharding,
+        host_nbytes=hardware.host_nbytes // here,
+        host_free_nbytes=hardware.host_free_nbytes // here,
         measure_nvme=lambda: _bandwidth(tuple(sorted(reports))),
     )  # fmt: skip
+
+
+def ranks_here() -> int:
+    """Ranks that run on this machine, as `torchrun` says; else all of them."""
+    alone = not torch.distributed.is_initialized()
+    everywhere = 1 if alone else torch.distributed.get_world_size()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", everywhere))
 
 
 @functools.cache
@@ -297,4 +330,7 @@ def compute_device(config: OffloadConfig) -> torch.device:
         )
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if 0 < local < torch.cuda.device_count() and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(local)  # nobody has chosen one for this rank
     return torch.device("cuda", torch.cuda.current_device())

@@ -23,9 +23,10 @@ class DeviceHomeState(MemoryState):
     at_home_on_device = True
 
     def __init__(
-        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links
-    ) -> None:
-        super().__init__(name, nbytes, piece_nbytes, lease)
+        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
+        stride_nbytes: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, nbytes, piece_nbytes, lease, stride_nbytes)
         self._links = links
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
         self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`

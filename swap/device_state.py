@@ -55,7 +55,9 @@ class MirroredState(SlotState):
         next_use: Callable[[], float],
     ) -> None:  # fmt: skip
         """`pool` is one of device memory; `reads` are those of all its slots."""
-        super().__init__(home.name, home.nbytes, home.piece_nbytes, pool, next_use)
+        super().__init__(
+            home.name, home.nbytes, home.piece_nbytes, pool, next_use, home.stride_nbytes
+        )
         self._home = home
         self._links = links
         self._reads = reads

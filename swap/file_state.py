@@ -35,9 +35,11 @@ class FileState(SlotState):
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         store: BlockStore, pool: SlotPool, next_use: Callable[[], float],
+        stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes, pool, next_use)
-        if self.pieces > 1 and piece_nbytes % PAGE_NBYTES:
+        super().__init__(name, nbytes, piece_nbytes, pool, next_use, stride_nbytes)
+        inner = [self.span(piece).start for piece in range(self.pieces)]
+        if any(start % PAGE_NBYTES for start in inner):
             raise ValueError(f"{name}: pieces of {piece_nbytes} bytes would share pages")
         self._class = state_class
         self._store = store
@@ -239,7 +241,8 @@ class FileState(SlotState):
         return self._slot.pages(span.start, round_up(span.stop, PAGE_NBYTES))
 
     def _piece_nbytes(self, piece: int) -> int:
-        return min(self.piece_nbytes, self.nbytes - piece * self.piece_nbytes)
+        span = self.span(piece)
+        return int(span.stop - span.start)
 
     def _staged_pages(self, piece: int, staged: torch.Tensor) -> memoryview:
         span = self.span(piece)

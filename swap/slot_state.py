@@ -17,9 +17,9 @@ class SlotState(State):
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, pool: SlotPool,
-        next_use: Callable[[], float],
+        next_use: Callable[[], float], stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes)
+        super().__init__(name, nbytes, piece_nbytes, stride_nbytes)
         self._pool = pool
         self._next_use = next_use
         self._slot: Lease | None = None

@@ -36,23 +36,37 @@ class HostPiece:
 class State(abc.ABC):
     """`nbytes` bytes in pieces of `piece_nbytes` (the last one may be shorter).
 
+    With a `stride_nbytes` pieces begin anew at each multiple of it, so that each of several owners'
+    parts is made of pieces of its own.
+
     Guaranteed by callers: the update side works on a piece only between `host_piece` or
     `read_piece` and `wrote_piece` or `write_piece`, and never while the compute side writes.
     """
 
-    def __init__(self, name: str, nbytes: int, piece_nbytes: int) -> None:
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, stride_nbytes: int | None = None
+    ) -> None:
         self.name = name
         self.nbytes = nbytes
         self.piece_nbytes = piece_nbytes
-        self.pieces = max(1, -(-nbytes // piece_nbytes))
+        self.stride_nbytes = stride_nbytes or max(1, nbytes)
+        strides, rest = divmod(nbytes, self.stride_nbytes)
+        self.pieces = max(1, strides * self.pieces_per_stride + -(-rest // piece_nbytes))
+
+    @property
+    def pieces_per_stride(self) -> int:
+        return -(-self.stride_nbytes // self.piece_nbytes)
 
     def span(self, piece: int) -> slice:
         """The bytes of a piece within the buffer."""
-        start = piece * self.piece_nbytes
-        return slice(start, min(start + self.piece_nbytes, self.nbytes))
+        stride, number = divmod(piece, self.pieces_per_stride)
+        begin = stride * self.stride_nbytes
+        start = begin + number * self.piece_nbytes
+        return slice(start, min(start + self.piece_nbytes, begin + self.stride_nbytes, self.nbytes))
 
     in_place = False  # True: `tensor()` is the home itself and never moves
     at_home_on_device = False  # True: device memory is the home; the CPU's update stages it
+    is_outdated = False  # True: `tensor` has to get other ranks' parts first
 
     # compute side -------------------------------------------------------------------------
     @abc.abstractmethod
@@ -81,6 +95,12 @@ class State(abc.ABC):
 
         With `soon`, it is used up soon: it goes home only if its memory is needed before that.
         """
+
+    def outdate(self) -> None:  # noqa: B027 - what only this rank updates is never out of date
+        """An update was submitted: copies that were made of other ranks' parts are of the past."""
+
+    def overwritten(self) -> None:  # noqa: B027 - what only this rank has is as it was written
+        """Every rank has overwritten the whole buffer: each part counts as its owner wrote it."""
 
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
         """The compute side needs the buffer: counted, to tell how much was still in memory."""
@@ -162,8 +182,11 @@ class MemoryState(State):
 
     in_place = True
 
-    def __init__(self, name: str, nbytes: int, piece_nbytes: int, lease: Lease) -> None:
-        super().__init__(name, nbytes, piece_nbytes)
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease,
+        stride_nbytes: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, nbytes, piece_nbytes, stride_nbytes)
         self._lease = lease
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:

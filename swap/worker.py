@@ -94,9 +94,13 @@ class Worker:
             self.failure = error
             self._on_failure(error)
 
+    def is_this_thread(self) -> bool:
+        """Whether the caller runs within `work`."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         """Stop after the call of `work` under way; waits for the thread to end."""
         self._closing = True
         self.wake()
-        if threading.current_thread() is not self._thread:
+        if not self.is_this_thread():
             self._thread.join()

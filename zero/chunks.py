@@ -25,7 +25,7 @@ from offload.zero.records import RecordFormat
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive elements of a group that are updated with the same numbers."""
+    """Consecutive elements of a rank's part that are updated with the same numbers."""
 
     start: int
     stop: int
@@ -140,4 +140,5 @@ class Chunk:
     def noise(self, seed: int, segment: Segment, span: slice) -> Noise:
         """Depends on the seed, the group, the step and an element's place in the group alone."""
         noise = noise_of(seed, self.update.group.index, segment.step)
-        return noise.at(self.elements.start + span.start)
+        first = self.update.state.part.trainable.start
+        return noise.at(first + self.elements.start + span.start)

@@ -10,7 +10,7 @@ where the accumulator lives; how a gradient gets there is its path's secret.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,24 +27,27 @@ from offload.zero.gradient_paths import (
     HostPath,
     LeavingPath,
 )
-from offload.zero.layout import Layout, ParamSpec
+from offload.zero.layout import ParamSpec
 
-# makes the accumulator of a given format: (group's layout, bytes per element) -> State
+# makes the accumulator of a given format: bytes per element -> State
 Accumulators = Callable[[int], State]
 
 
 class GradientAccumulator:
-    """Gradients of one group's trainable parameters. For the thread that runs backward."""
+    """Gradients of one group's trainable parameters, or of this rank's part of them. For the
+    thread that runs backward."""
 
     def __init__(
-        self, name: str, layout: Layout, own: Float, accumulate: Float, make: Accumulators,
+        self, name: str, specs: Sequence[ParamSpec], own: Float, accumulate: Float,
+        make: Accumulators,
         run: Runner, used_after: int | None = None, partials: DevicePartials | None = None,
         outbox: Outbox | None = None,
     ) -> None:  # fmt: skip
-        """`used_after`: an update uses the gradients up right after that many passes. `partials`
+        """`specs` are the parameters, or parts of them, at their offsets in the accumulator.
+        `used_after`: an update uses the gradients up right after that many passes. `partials`
         and `outbox` are there where gradients come on a device that runs kernels of ours."""
         self.name = name
-        self._specs = [spec for spec in layout.params if spec.trainable]
+        self._specs = list(specs)
         self._own = own
         self._make = make
         self._used_after = used_after
@@ -71,9 +74,10 @@ class GradientAccumulator:
     def has_any(self) -> bool:
         return bool(self.passes.any())
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take in the gradient of parameter `index`; the pass ends with that of the last one."""
-        source = _flat(gradient)
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take in the gradient of parameter `index`; the pass ends with that of the last one. True:
+        it is there at once."""
+        source = flat_gradient(gradient)
         if self.passes[index] and self.format is not Float.FP32:
             self._promote()
         target = self._slice(self._specs[index])
@@ -85,6 +89,7 @@ class GradientAccumulator:
         self.passes[index] += 1
         if (self.passes == self.passes[index]).all():
             self.close()
+        return True
 
     def _slice(self, spec: ParamSpec) -> torch.Tensor:
         if self._open is None:
@@ -174,7 +179,7 @@ def total_norm(parts: list[float]) -> float:
     return math.sqrt(math.fsum(parts))
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
+def flat_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Contiguous, 1D, of a format that accumulators know."""
     gradient = gradient.detach()
     if gradient.is_sparse:

@@ -70,7 +70,7 @@ class ParamGroup:
     @torch.inference_mode(False)  # an evaluation must not turn parameters into inference tensors
     def gather(self) -> None:
         """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
-        if self.residing is GroupState.GATHERED:
+        if self.residing is GroupState.GATHERED and not self.state.is_outdated:
             if self.state.in_place:
                 self.wait_for_update()
             return
@@ -114,6 +114,11 @@ class ParamGroup:
     def withhold(self) -> None:
         """Let no parameter refer to the buffer, until gathered again or (at the end) for good."""
         self._put_placeholders()
+
+    def outdate(self) -> None:
+        """An update was submitted: what was read before it is of the past."""
+        self.version += 1
+        self.state.outdate()
 
     def changed(self) -> list[int]:
         """Parameters (by index) that somebody wrote to since the last call or `note_versions`."""

@@ -5,6 +5,12 @@
 
 Trainable parameters come first: gradients and optimizer states cover `[0, numel_trainable)` on the
 same grid of elements, so that piece `i` of each class belongs to piece `i` of the others.
+
+Several ranks split both regions evenly; each end is padded so that they can. A parameter may lie
+in several ranks' shards:
+
+    whole     ├── p0 ──┤├───────── p1 ─────────┤   ┆   ├──── frozen q0 ────┤    ┆
+    shards    ├── rank 0 ─────┤├── rank 1 ─────────┤   ├── rank 0 ─┤├── rank 1 ─┤
 """
 
 from __future__ import annotations
@@ -17,6 +23,8 @@ from offload.tiers.units import round_up
 
 # A parameter starts on a cache line, a full vector in every dtype and a block of 8-bit states.
 ALIGN_NUMEL = 256
+# A shard is whole pages of 16-bit elements: part of a file can be read and written by itself.
+SHARD_ALIGN_NUMEL = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +64,39 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The flat buffer of a group: 1D, padded."""
+    """The flat buffer of a group: 1D, padded. `ranks` own an equal shard each."""
 
     params: tuple[ParamSpec, ...]
     numel_trainable: int
     numel: int
+    ranks: int = 1
+
+    @property
+    def shard_trainable(self) -> int:
+        """Trainable elements of one rank's shard."""
+        return self.numel_trainable // self.ranks
+
+    @property
+    def shard_frozen(self) -> int:
+        return (self.numel - self.numel_trainable) // self.ranks
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard: trainable ones first, then frozen ones."""
+        return self.shard_trainable + self.shard_frozen
 
     def chunks(self, chunk_numel: int) -> list[range]:
-        """The trainable part in pieces of `chunk_numel` elements."""
-        end = self.numel_trainable
+        """One rank's trainable elements in pieces of `chunk_numel`, counted from its first."""
+        end = self.shard_trainable
         starts = range(0, end, chunk_numel)
         return [range(start, min(start + chunk_numel, end)) for start in starts]
 
 
-def lay_out(params: Sequence[ParamShape]) -> Layout:
-    """The layout of parameters, which may have any order and sizes (also 0)."""
+def lay_out(params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1) -> Layout:
+    """The layout of parameters, which may have any order and sizes (also 0), for `ranks` shards,
+    each of which can be cut evenly for `replicas`."""
+    world = ranks * replicas
+    whole = ALIGN_NUMEL if world == 1 else world * SHARD_ALIGN_NUMEL
     specs = []
     offset = 0
     numel_trainable = 0
@@ -80,6 +106,7 @@ def lay_out(params: Sequence[ParamShape]) -> Layout:
                 specs.append(ParamSpec(param.names, param.shape, offset, trainable))
                 # one without elements takes room, too: no state is empty, every update has a chunk
                 offset = round_up(offset + max(param.numel, 1), ALIGN_NUMEL)
+        offset = numel_trainable + round_up(offset - numel_trainable, whole)
         if trainable:
             numel_trainable = offset
-    return Layout(tuple(specs), numel_trainable, offset)
+    return Layout(tuple(specs), numel_trainable, offset, ranks)

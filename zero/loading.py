@@ -17,21 +17,26 @@ from offload.zero.optimizer_state import OptimizerState
 def load_group(
     state: OptimizerState, own: Float, values: Callable[[ParamSpec], torch.Tensor]
 ) -> None:
-    """Set a group's parameters (from any float dtype), with fresh optimizer states."""
+    """Set this rank's part of a group's parameters (from any float dtype), with fresh optimizer
+    states."""
     group = state.group
-    weights = array_of(group.state.host_blank(), own)
+    host = array_of(group.state.host_blank(), own)
+    weights, part = state.trained_in(host), state.part
     cached = {spec: values(spec) for spec in group.layout.params}
     for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
-        full = _assemble(elements, cached)
+        full = _assemble(_shifted(elements, part.trainable.start), cached)
         arrays = kept.arrays(record.blank(), len(elements))
         _clear(arrays)
         _store(full, weights[elements.start : elements.stop], own, arrays)
         del arrays
         record.wrote()
-    frozen = range(group.layout.numel_trainable, group.layout.numel)
-    encode(_assemble(frozen, cached), weights[frozen.start : frozen.stop], own)
-    del weights
+    encode(_assemble(part.frozen, cached), state.frozen_in(host), own)
+    del weights, host
     group.state.host_wrote()
+
+
+def _shifted(elements: range, by: int) -> range:
+    return range(elements.start + by, elements.stop + by)
 
 
 def _clear(arrays: dict[str, Array]) -> None:

@@ -7,7 +7,7 @@ whoever has no module at hand; neither torch nor the model's code is needed to w
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.zero.layout import Layout, ParamShape, lay_out
@@ -19,10 +19,12 @@ class GroupShape:
 
     name: str
     params: tuple[ParamShape, ...]
+    ranks: int = 1  # that own a shard each
+    replicas: int = 1  # of all shards
 
     @cached_property
     def layout(self) -> Layout:
-        return lay_out(self.params)
+        return lay_out(self.params, self.ranks, self.replicas)
 
     @property
     def numel(self) -> int:
@@ -45,6 +47,11 @@ class ModelShape:
 
     groups: tuple[GroupShape, ...]
     units: tuple[UnitShape, ...]
+
+    def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
+        """The same model, every group in equal shards for `ranks`, `replicas` times."""
+        groups = (replace(group, ranks=ranks, replicas=replicas) for group in self.groups)
+        return ModelShape(tuple(groups), self.units)
 
     @property
     def numel(self) -> int:

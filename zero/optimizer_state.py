@@ -2,28 +2,88 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-from offload.kernels.floats import Array
+from offload.kernels.floats import Array, Float
 from offload.swap.state import State
-from offload.zero.gradients import GradientAccumulator
+from offload.swap.transfer import Transfer
 from offload.zero.group import ParamGroup
 from offload.zero.records import RecordFormat
+from offload.zero.sharding import Part, PartOfParam
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Gradients(Protocol):
+    """One group's gradients, as far as this rank updates with them."""
+
+    name: str
+    passes: Array  # int64, per trainable parameter: > 0 where there is a gradient
+    landed: Transfer[None]  # all that was taken in is in `state`, and that is on its way home
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def format(self) -> Float: ...
+
+    @property
+    def has_any(self) -> bool: ...
+
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take in a gradient of parameter `index`. False if the update must not count on it before
+        the step."""
+        ...
+
+    def close(self) -> bool:
+        """Let what arrived go home; False if there is nothing to let go."""
+        ...
+
+    def squared_norm(self) -> list[float]:
+        """Sums of squares of what this rank updates with, exact to sum with `math.fsum`."""
+        ...
+
+    def spend(self) -> None:
+        """Give the memory back: an update has used the gradients up. Their norm is still known."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        ...
 
 
 @dataclass(slots=True)
 class OptimizerState:
-    """What is kept of one group: a record per chunk of its trainable part."""
+    """What is kept of one group: a record per chunk of its trainable part, or of this rank's part
+    of that. Chunks count elements from the first one of the part."""
 
     group: ParamGroup
-    gradients: GradientAccumulator
+    gradients: Gradients
     chunks: list[range]
     records: list[State]
     formats: list[RecordFormat]  # of the records
     steps: Array  # int64, per trainable parameter: how often it was updated
+    part: Part  # of the group that this rank updates
+    owns_shard: bool  # the group's state in host memory is this rank's part alone
+    parts: dict[int, PartOfParam] = field(init=False)  # of parameters that lie in the part
+
+    def __post_init__(self) -> None:
+        self.parts = {part.index: part for part in self.part.trained()}
 
     @property
     def in_place(self) -> bool:
         """True if nothing of this group ever moves."""
         states = (self.group.state, self.gradients.state, *self.records)
         return all(state.in_place for state in states)
+
+    def trained_in(self, host: Array) -> Array:
+        """What this rank updates, of the group's elements as they are in host memory."""
+        start = 0 if self.owns_shard else self.part.trainable.start
+        return host[start : start + len(self.part.trainable)]
+
+    def frozen_in(self, host: Array) -> Array:
+        """This rank's part of what is never updated, likewise."""
+        start = len(self.part.trainable) if self.owns_shard else self.part.frozen.start
+        return host[start : start + len(self.part.frozen)]

@@ -35,9 +35,13 @@ from offload.zero.hyper import HyperOf
 from offload.zero.layout import Layout, lay_out
 from offload.zero.loss_scale import LossScale
 from offload.zero.micro_batches import MicroBatching
-from offload.zero.optimizer_state import OptimizerState
+from offload.zero.optimizer_state import Gradients, OptimizerState
+from offload.zero.rank_work import RankWork, SharedMemory
+from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
+from offload.zero.reduction import ReducedGradients, Reductions
 from offload.zero.session import in_backward
+from offload.zero.sharding import ALONE, Part
 from offload.zero.stepper import StepOutcome, Stepper, StepRules
 from offload.zero.update import ExpectedUses, UpdateQueue
 
@@ -52,10 +56,14 @@ class Homes(Protocol):
         """Takes saved activations, where they do not stay on the device."""
         ...
 
-    def parameters(self, index: int, name: str, layout: Layout, next_use: NextUse) -> State: ...
+    def parameters(
+        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
+    ) -> State:
+        """`stride`: elements of the parts that are pieces of their own."""
+        ...
 
     def gradients(
-        self, index: int, name: str, layout: Layout, itemsize: int, next_use: NextUse
+        self, index: int, name: str, numel: int, itemsize: int, next_use: NextUse
     ) -> State: ...
 
     def record(
@@ -70,6 +78,10 @@ class Homes(Protocol):
 
     def gradient_sums(self) -> torch.Tensor:
         """fp32, 1D, where the model computes: room for the sums of `GradientSums`."""
+        ...
+
+    def shared_memory(self) -> SharedMemory:
+        """Memory where the model computes, for what belongs to several ranks."""
         ...
 
 
@@ -96,9 +108,12 @@ class Runtime:
 
     def __init__(
         self, discovery: Discovery, options: RuntimeOptions, homes: Homes, run: ParallelRunner,
-        staging: Sequence[torch.Tensor], loss_scale: LossScale | None,
+        staging: Sequence[torch.Tensor], loss_scale: LossScale | None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
+        """`ranks`: those that train together, if there are several."""
         self.options = options
+        self.ranks = ranks
+        self._sharding = ALONE if ranks is None else ranks.sharding
         self.own = FLOAT_OF[options.dtype]
         self.loss_scale = loss_scale
         self.trace = Trace()
@@ -115,9 +130,13 @@ class Runtime:
         self._backward_thread = 0  # the one that gave the last gradient
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
+        self.rank_work = (
+            RankWork(ranks, homes.shared_memory(), self.own.nbytes) if ranks is not None else None
+        )
         self._shared = discovery.shape().shared
         for plan in discovery.groups:
             self._add_group(plan.name, plan.params)
+        self.reductions = self._reduce()
         self._where = {
             id(param): (group, index)
             for group in self.groups
@@ -128,8 +147,9 @@ class Runtime:
         )  # fmt: skip
         late = self._shared if options.micro_batches > 1 else frozenset()
         self.stepper = Stepper(
-            self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale, late
-        )
+            self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale, late,
+            self.reductions,
+        )  # fmt: skip
         self._handles = HandleTable(self.use, homes.keeper)
         self._units = discovery.units
         self._hooks: UnitHooks | None = None
@@ -140,7 +160,8 @@ class Runtime:
     def _add_group(self, name: str, params: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
         options = self.options
         index = len(self.groups)
-        layout = lay_out(shapes_of(params))
+        sharding = self._sharding
+        layout = lay_out(shapes_of(params), sharding.ranks, sharding.replicas)
         by_names = dict(params)
         ordered = [by_names[spec.names] for spec in layout.params]
 
@@ -150,19 +171,12 @@ class Runtime:
         def next_update() -> float:
             return self._next_update(index)
 
-        state = self._homes.parameters(index, name, layout, next_use)
+        state = self._parameters(index, name, layout, next_use)
         group = ParamGroup(
             index, name, layout, ordered, options.dtype, state, options.device
         )  # fmt: skip
-        several = options.micro_batches > 1 and index in self._shared
-        accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
-        rules = options.step_rules
-        gradients = GradientAccumulator(
-            name, layout, self.own, accumulate,
-            lambda itemsize: self._homes.gradients(index, name, layout, itemsize, next_update),
-            self._run_blocks, rules.passes if rules.in_backward else None, self._partials,
-            self._outbox,
-        )  # fmt: skip
+        part = Part.of(layout, sharding.rank)
+        gradients = self._gradients(index, name, part, next_update)
         chunks = layout.chunks(options.chunk_numel)
         formats = [self._homes.record_format(index, chunk) for chunk in range(len(chunks))]
         records = [
@@ -172,18 +186,70 @@ class Runtime:
         trainable = sum(spec.trainable for spec in layout.params)
         self.groups.append(group)
         steps = np.zeros(trainable, dtype=np.int64)
-        kept = OptimizerState(group, gradients, chunks, records, formats, steps)
+        kept = OptimizerState(
+            group, gradients, chunks, records, formats, steps, part, sharding.parameters
+        )
         # What is at home on the device is not updated where the CPU could wait for it: the model
         # has to ask for it anew, so that its stream waits.
         states = (state, gradients.state, *records)
-        group.permanent = kept.in_place and not any(each.at_home_on_device for each in states)
+        group.permanent = (
+            kept.in_place and sharding.ranks == 1
+            and not any(each.at_home_on_device for each in states)
+        )  # fmt: skip
         self.optimizer_states.append(kept)
+
+    def _parameters(self, index: int, name: str, layout: Layout, next_use: NextUse) -> State:
+        work = self.rank_work
+        if work is None:
+            return self._homes.parameters(index, name, layout.numel, next_use)
+        numel, stride = work.parameters_home(layout)
+        home = self._homes.parameters(index, name, numel, next_use, stride)
+        return work.parameters(
+            home, layout, lambda: self.groups[index].in_use, lambda: self.groups[index].pending
+        )
+
+    def _gradients(self, index: int, name: str, part: Part, next_update: NextUse) -> Gradients:
+        options, rules = self.options, self.options.step_rules
+        several = options.micro_batches > 1 and index in self._shared
+        accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
+        specs = [each.spec for each in part.trained()]
+        own = GradientAccumulator(
+            name, specs, self.own, accumulate,
+            lambda itemsize: self._homes.gradients(
+                index, name, len(part.trainable), itemsize, next_update
+            ),
+            self._run_blocks, rules.passes if rules.in_backward else None, self._partials,
+            self._outbox,
+        )  # fmt: skip
+        if self.rank_work is None:
+            return own
+        layout = part.layout
+
+        def local() -> GradientAccumulator:
+            """Of the whole group, before other ranks' gradients come to it."""
+            return GradientAccumulator(
+                name, [spec for spec in layout.params if spec.trainable], self.own, accumulate,
+                lambda itemsize: self._homes.gradients(
+                    index, f"{name}, not reduced,", layout.numel_trainable, itemsize, next_update
+                ),
+                self._run_blocks,
+            )  # fmt: skip
+
+        return ReducedGradients(index, part, own, local, late=several)
+
+    def _reduce(self) -> Reductions | None:
+        if self.rank_work is None:
+            return None
+        found = [state.gradients for state in self.optimizer_states]
+        reduced = [each for each in found if isinstance(each, ReducedGradients)]
+        in_backward = self.options.step_rules.in_backward
+        return self.rank_work.reduce(reduced, self.options.dtype, patient=in_backward)
 
     def start(self, model: nn.Module, written: Callable[[ParamGroup, list[int]], None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime."""
         self._hooks = UnitHooks(
             model, self._units, self.groups, self._handles, self.use, written,
-            self.trace.begin_forward,
+            self._begin_forward,
         )  # fmt: skip
         if self.options.micro_batches > 1:
             self._micro_batching = MicroBatching(
@@ -196,6 +262,11 @@ class Runtime:
                     self._gradient_hooks.append(hook)
 
     # ---------------------------------------------------------------- forward and backward
+    def _begin_forward(self) -> None:
+        self.trace.begin_forward()
+        if self.reductions is not None:
+            self.reductions.finish()
+
     def use(self, group: ParamGroup) -> None:
         """`group` is needed now: note it, hurry its update, fetch what comes next."""
         self.check_usable()
@@ -206,6 +277,9 @@ class Runtime:
             self.updates.promote(group)
         else:  # it gets its place before what comes next: that may leave no hole of its size
             group.state.bring(next_use=0, priority=Priority.URGENT)
+        if self.rank_work is not None:
+            upcoming = (self.groups[index] for index in self.trace.upcoming())
+            self.rank_work.use(group, upcoming)
         if self.options.prefetch and self.trace.learnt:
             self._fetch_ahead()
 
@@ -251,8 +325,8 @@ class Runtime:
         self.stepper.check_arrival(state)
         group.wait_for_update()  # of a graph older than the last step: that step still reads
         self._backward_thread = threading.get_ident()
-        state.gradients.add(index, gradient)
-        self.stepper.arrived(state, index, more=more)
+        there = state.gradients.add(index, gradient)
+        self.stepper.arrived(state, index, more=more or not there)
 
     @contextmanager
     def _block_backward(self, indices: Sequence[int], more: bool) -> Iterator[None]:
@@ -273,11 +347,29 @@ class Runtime:
         """For a pool that is out of room: send home gradients of groups whose backward is not over
         (an expert without tokens never gets its own), or wait for the group being updated. False
         if there is nothing to wait for."""
-        if threading.get_ident() == self._backward_thread:
+        in_backward = threading.get_ident() == self._backward_thread
+        if in_backward:
             closed = [state.gradients.close() for state in self.optimizer_states]
             if any(closed):
                 return True
+        work = self.rank_work
+        if work is not None and work.await_progress(in_backward=in_backward):
+            return True
         return self.updates.await_progress()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up on this rank alone; the next one outside, or the step,
+        reduces the sum."""
+        if self.reductions is None:
+            yield
+            return
+        self.reductions.finish()
+        before, self.reductions.synchronising = self.reductions.synchronising, False
+        try:
+            yield
+        finally:
+            self.reductions.synchronising = before
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
@@ -330,6 +422,8 @@ class Runtime:
         """Stop the update thread, replace the hooks by refusals, let go of all parameters."""
         self.unusable = "the engine is closed; make a new one with offload.initialize"
         self.updates.close()
+        if self.rank_work is not None:
+            self.rank_work.close()
         if self._micro_batching is not None:
             self._micro_batching.remove()
         if self._hooks is not None:

@@ -35,6 +35,7 @@ from offload.zero.gradients import total_norm
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.loss_scale import LossScale
 from offload.zero.optimizer_state import OptimizerState
+from offload.zero.reduction import Reductions
 from offload.zero.update import UpdateQueue, merge
 
 _log = logging.getLogger("offload")
@@ -66,8 +67,10 @@ class Stepper:
     def __init__(
         self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
         trace: Trace, loss_scale: LossScale | None, late: frozenset[int] = frozenset(),
+        reductions: Reductions | None = None,
     ) -> None:  # fmt: skip
-        """Groups in `late` get an unknown number of gradients and are never updated ahead."""
+        """Groups in `late` get an unknown number of gradients and are never updated ahead.
+        `reductions` are there where other ranks have gradients, too."""
         self._states = states
         self._updates = updates
         self._rules = rules
@@ -85,6 +88,7 @@ class Stepper:
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()
         self._late = late
+        self._reductions = reductions
         self._arrived = [np.zeros_like(state.steps) for state in states]
 
     def check_arrival(self, state: OptimizerState) -> None:
@@ -129,6 +133,8 @@ class Stepper:
         self._check_numbers_ahead(hyper_of)
         self._wait_for_reading_updates()
         self.has_unstepped_gradients = False
+        if self._reductions is not None:
+            self._reductions.agree()
         for state in self._states:
             state.gradients.close()
         scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
@@ -187,6 +193,8 @@ class Stepper:
                 "call optimizer.step() after every backward, or set in_backward: false"
             )
         self.has_unstepped_gradients = False
+        if self._reductions is not None:
+            self._reductions.discard()
         for state in self._states:
             with self._lock:
                 if state.group.index in self._read_by_update:
@@ -199,6 +207,8 @@ class Stepper:
         """Forget all gradients, and that updates have begun ahead of a step: what they changed is
         about to be replaced. For settled states."""
         self.has_unstepped_gradients = False
+        if self._reductions is not None:
+            self._reductions.discard()
         having = [state for state in self._states if state.gradients.has_any]
         self._end_ahead()
         for state in having:
@@ -209,7 +219,8 @@ class Stepper:
 
     def gradient_norm(self) -> float:
         """2-norm of all gradients as accumulated (scaled under loss scaling)."""
-        return total_norm([part for s in self._states for part in s.gradients.squared_norm()])
+        parts = [part for s in self._states for part in s.gradients.squared_norm()]
+        return total_norm(parts) if self._reductions is None else self._reductions.total_norm(parts)
 
     def _wait_for_reading_updates(self) -> None:
         """A group has one update at a time, and zero_grad counts from when it was called."""
@@ -252,7 +263,11 @@ class Stepper:
         updates = [self._group_update(s, hyper_of, grad_scale, scalars) for s in states]
         with self._lock:
             self._read_by_update.update(state.group.index for state in states)
-        self._updates.submit(updates)
+        here = [update for update in updates if update.state.parts]
+        self._updates.submit(here)
+        for update in updates:  # other ranks have all of the group that is updated
+            if not update.state.parts:
+                update.done()
 
     def _group_update(
         self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float,
@@ -268,9 +283,10 @@ class Stepper:
             key = (hyper, int(state.steps[index]))
             if key not in scalars:
                 scalars[key] = hyper.scalars(key[1], grad_scale)
-            spec = group.layout.params[index]
-            segments.append(Segment(spec.offset, spec.stop, scalars[key], key[1]))
-        group.version += 1
+            if index in state.parts:
+                spec = state.parts[index].spec
+                segments.append(Segment(spec.offset, spec.stop, scalars[key], key[1]))
+        group.outdate()
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
 

@@ -19,12 +19,14 @@ from torch import nn
 from offload.kernels.convert import decode, encode, join_master, split_master
 from offload.kernels.floats import Array, Float
 from offload.swap.state import State
-from offload.tiers.errors import BudgetError, StateError, TierFullError
-from offload.zero.bits import array_of, flat_array
+from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
+from offload.zero.bits import DTYPE_OF, array_of, flat_array
+from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.records import Master, RecordFormat
+from offload.zero.reduction import ReducedGradients
 from offload.zero.runtime import Runtime
 
 
@@ -53,12 +55,17 @@ class ParameterValues:
         group, index = self._find(param)
         spec = group.layout.params[index]
         out = np.zeros(spec.numel, dtype=np.float32)
-        for chunk in self._chunks(group, spec, write=False):
+        for chunk in self._chunks(group, index, write=False):
             out[chunk.there] = (
                 self._master(chunk) if field == "master"
                 else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
             )  # fmt: skip
-        return torch.from_numpy(out).view(spec.shape)
+        return self._whole(torch.from_numpy(out)).view(spec.shape)
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        """What this rank has a part of, and zeros elsewhere."""
+        ranks = self._runtime.ranks
+        return part if ranks is None else ranks.combine(part)
 
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
         """Overwrite one of the arrays that `read` names; `master` sets the weight as well."""
@@ -70,7 +77,7 @@ class ParameterValues:
                 f"{tuple(spec.shape)}"
             )
         flat = flat_array(value.detach().to("cpu", torch.float32).contiguous())
-        for chunk in self._chunks(group, spec, write=True):
+        for chunk in self._chunks(group, index, write=True):
             if field == "master":
                 self._set_master(flat[chunk.there], chunk)
             else:
@@ -78,10 +85,17 @@ class ParameterValues:
                 chunk.record_format.write_state(chunk.arrays, field, chunk.here, values)
         if field == "master":
             if not spec.trainable:
-                weights = array_of(group.state.host_tensor(), self._own)
-                encode(flat, weights[spec.offset : spec.stop], self._own)
-                del weights
+                self._set_frozen(group, spec, flat)
             group.state.host_wrote()
+
+    def _set_frozen(self, group: ParamGroup, spec: ParamSpec, values: Array) -> None:
+        state = self._state_of(group)
+        part = state.part.frozen
+        weights = state.frozen_in(array_of(group.state.host_tensor(), self._own))
+        lo, hi = max(spec.offset, part.start), min(spec.stop, part.stop)
+        if lo < hi:
+            mine = values[lo - spec.offset : hi - spec.offset]
+            encode(mine, weights[lo - part.start : hi - part.start], self._own)
 
     def _master(self, chunk: _Chunk) -> Array:
         arrays, here = chunk.arrays, chunk.here
@@ -105,17 +119,21 @@ class ParameterValues:
         if "master" in chunk.arrays:
             chunk.arrays["master"][chunk.here] = full
 
-    def _chunks(self, group: ParamGroup, spec: ParamSpec, *, write: bool) -> Iterator[_Chunk]:
-        """The chunks of a group that `spec` lies in."""
+    def _chunks(self, group: ParamGroup, index: int, *, write: bool) -> Iterator[_Chunk]:
+        """The chunks of this rank's part of a group that a parameter lies in."""
         state = self._state_of(group)
+        if index not in state.parts:
+            return
+        part = state.parts[index]
+        spec = part.spec
         group.wait_for_update()
-        weights = array_of(group.state.host_tensor(), self._own)
+        weights = state.trained_in(array_of(group.state.host_tensor(), self._own))
         for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
             lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
             if lo >= hi:
                 continue
             here = slice(lo - elements.start, hi - elements.start)
-            there = slice(lo - spec.offset, hi - spec.offset)
+            there = slice(lo - spec.offset + part.start, hi - spec.offset + part.start)
             with _record(record, write=write) as buffer:
                 arrays = kept.arrays(buffer, len(elements))
                 yield _Chunk(arrays, kept, weights[elements.start : elements.stop], here, there)
@@ -170,9 +188,7 @@ class ParameterValues:
             try:
                 yield
             finally:
-                for group, known in zip(groups, before, strict=True):
-                    self._accept_changes(group, known)
-                    group.leave(user)
+                self._accept_changes(groups, before)
         finally:
             for group in groups:
                 group.leave(user)
@@ -189,19 +205,29 @@ class ParameterValues:
                     "gather fewer at a time, or raise the budget"
                 ) from error
 
-    def _accept_changes(self, group: ParamGroup, known: Sequence[Any]) -> None:
-        group.note_versions()
-        after = zip(_digests(group), known, strict=True)
-        changed = [index for index, (now, before) in enumerate(after) if now != before]
-        if changed:
-            self.accept(group, changed)
+    def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
+        """What any rank has written is taken over by all, from each element's owner."""
+        changed: list[int] = []
+        for group, before in zip(groups, known, strict=True):
+            group.note_versions()
+            pairs = zip(_digests(group), before, strict=True)
+            changed += [int(now != digest) for now, digest in pairs]
+        if self._runtime.ranks is not None:
+            changed = self._runtime.ranks.exchange(changed).max(axis=0).tolist()
+        start = 0
+        for group in groups:
+            stop = start + len(group.params)
+            indices = [index for index, one in enumerate(changed[start:stop]) if one]
+            if indices:
+                self.accept(group, indices)
+                group.state.overwritten()
+            start = stop
 
     def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
         """Parameters of a gathered group were written: their masters follow."""
         group.state.wrote()
         for index in indices:
-            spec = group.layout.params[index]
-            for chunk in self._chunks(group, spec, write=True):
+            for chunk in self._chunks(group, index, write=True):
                 if "low" in chunk.arrays:
                     chunk.arrays["low"][chunk.here] = 0
                 elif "master" in chunk.arrays:
@@ -215,6 +241,12 @@ class ParameterValues:
 
         What that forward has saved is not outdated by it.
         """
+        if self._runtime.ranks is not None:
+            names = ", ".join(group.layout.params[index].name for index in indices)
+            raise UnsupportedError(
+                f"a forward wrote to {names} on one of several ranks, each of which has other data "
+                "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
+            )
         version = group.version
         self.accept(group, indices)
         group.version = version
@@ -231,7 +263,31 @@ class ParameterValues:
         if not group.layout.params[index].trainable:
             return None
         group.wait_for_update()  # zero_grad counts from when it was called
-        return self._state_of(group).gradients.read(index)
+        state = self._state_of(group)
+        gradients = state.gradients
+        if isinstance(gradients, ReducedGradients):
+            return self._reduced(gradients, state, index)
+        assert isinstance(gradients, GradientAccumulator), "one or the other"
+        return gradients.read(index)
+
+    def _reduced(
+        self, gradients: ReducedGradients, state: OptimizerState, index: int
+    ) -> torch.Tensor | None:
+        """Put together from all ranks' parts; None if no rank has any of it."""
+        ranks, reductions = self._runtime.ranks, self._runtime.reductions
+        assert ranks is not None, "made with the gradients"
+        assert reductions is not None, "made with the gradients"
+        reductions.finish()
+        gradients.landed.wait()
+        mine = gradients.read(index)
+        if not ranks.exchange([int(mine is not None)]).any():
+            return None
+        spec = state.group.layout.params[index]
+        whole = torch.zeros(spec.numel, dtype=torch.float32, device=state.group.device)
+        if mine is not None:
+            start = state.parts[index].start
+            whole[start : start + mine.numel()] = mine.reshape(-1)
+        return ranks.combine(whole).to(DTYPE_OF[gradients.format]).view(spec.shape)
 
     def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
         self._runtime.check_usable()

@@ -18,9 +18,11 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.units import format_bytes
 from offload.zero.records import RecordFormat
+from offload.zero.sharding import ALONE, Sharding
 
 if TYPE_CHECKING:
     from offload.planning.device_plan import DevicePlan
+    from offload.planning.shared_plan import SharedPlan
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Hardware:
     nvme_free_nbytes: int
     measure_nvme: Measure | None = None  # bandwidth of all nvme paths together
     kernels_missing: str | None = None  # what our kernels on the device lack, as a sentence
+    sharding: Sharding = ALONE  # of the rank that the rest is for
 
 
 def read_hardware(device_nbytes: int, nvme_free_nbytes: int) -> Hardware:
@@ -65,6 +68,7 @@ class Plan:
     expected: Mapping[TierName, Mapping[StateClass, int]]  # at home, staging included
     activations: ActivationPlan | None = None  # None: they stay on the device
     device: DevicePlan | None = None  # None: no kernel of ours runs on a device
+    shared: SharedPlan | None = None  # None: this rank is alone
 
     def total(self, tier: TierName) -> int:
         return sum(self.expected[tier].values())

@@ -28,6 +28,7 @@ from offload.planning.plan_sizes import (
     window_nbytes_of,
     with_records,
 )
+from offload.planning.shared_plan import plan_shared, with_shared
 from offload.planning.tuning import Streamed, choose
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
@@ -45,18 +46,21 @@ class PlanBuilder:
 
     def __init__(self, config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
         config = config.settled()
+        sharding = hardware.sharding
+        model = model.sharded(sharding.ranks, sharding.replicas)
         self.explicit = explicit_placements(config)
         self.config = tuned(config, self.explicit, model, hardware)
         self.model = model
         self.hardware = hardware
         self.gpu = hardware.device_nbytes > 0
         self.sizes = sizes_of(self.config)
-        self.groups = measure(self.config, model)
+        self.groups = measure(self.config, model, sharding)
         self.budgets = resolve_budgets(config, hardware, _device_demand(self.explicit, self.groups))
         self.window_nbytes = window_nbytes_of(model, self.groups)
         self.unit_nbytes = largest_unit(model, self.groups)
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
+        self.shared = plan_shared(sharding, model, self.groups, self.sizes.itemsize)
         self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
 
     def build(self, placements: Placements) -> Plan:
@@ -79,7 +83,8 @@ class PlanBuilder:
             placements, groups, self.sizes, self.hardware, self.budgets[TierName.DEVICE]
         )
         activations = TierName(self.config.placement.activations.tier)
-        return _with_activations(with_device(plan, device), activations)
+        plan = with_shared(with_device(plan, device), self.shared)
+        return _with_activations(plan, activations)
 
     def _assign_gradients(self, placement: Placement) -> list[TierName]:
         assigned = placement.assign([group.gradients for group in self.groups])

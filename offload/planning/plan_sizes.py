@@ -16,6 +16,7 @@ from offload.tiers.units import round_up
 from offload.zero.layout import Layout
 from offload.zero.model_shape import ModelShape
 from offload.zero.records import Master, RecordFormat
+from offload.zero.sharding import ALONE, Sharding
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -57,15 +58,17 @@ class Sizes:
 
     def record_nbytes(self, numel: int) -> int:
         """Of a record of `numel` elements, in the tier where it is largest."""
-        return _pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
+        return pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
 
 
-def measure(config: OffloadConfig, model: ModelShape) -> tuple[GroupBytes, ...]:
-    """Bytes of every group's states."""
+def measure(
+    config: OffloadConfig, model: ModelShape, sharding: Sharding = ALONE
+) -> tuple[GroupBytes, ...]:
+    """Bytes of every group's states on one rank. `model` is cut into its shards."""
     sizes = sizes_of(config)
     shared = model.shared if config.micro_batches > 1 else frozenset[int]()
     return tuple(
-        _group_bytes(group.name, group.layout, sizes, several=index in shared)
+        _group_bytes(group.name, group.layout, sizes, sharding, several=index in shared)
         for index, group in enumerate(model.groups)
     )
 
@@ -91,14 +94,17 @@ def sizes_of(config: OffloadConfig) -> Sizes:
     )
 
 
-def _group_bytes(name: str, layout: Layout, sizes: Sizes, *, several: bool) -> GroupBytes:
+def _group_bytes(
+    name: str, layout: Layout, sizes: Sizes, sharding: Sharding, *, several: bool
+) -> GroupBytes:
     """`several`: the group gets more gradients per step than the configuration says."""
     itemsize = 4 if several else sizes.gradient_itemsize
+    here = layout.shard_numel if sharding.parameters else layout.numel
     return GroupBytes(
         name=name or "(root)",
         layout=layout,
-        parameters=_pages(layout.numel * sizes.itemsize),
-        gradients=_pages(layout.numel_trainable * itemsize),
+        parameters=pages(here * sizes.itemsize),
+        gradients=pages(layout.shard_trainable * itemsize),
         records=_by_chunk(layout, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
     )
@@ -106,13 +112,13 @@ def _group_bytes(name: str, layout: Layout, sizes: Sizes, *, several: bool) -> G
 
 def _by_chunk(layout: Layout, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
     """`nbytes_of` every chunk; all but the last have the same length."""
-    full, rest = divmod(layout.numel_trainable, chunk_numel)
+    full, rest = divmod(layout.shard_trainable, chunk_numel)
     last = (nbytes_of(rest),) if rest else ()
     return (nbytes_of(chunk_numel),) * full + last if full else last
 
 
 def _record_nbytes(kept: RecordFormat, numel: int) -> int:
-    return _pages(kept.nbytes(numel))
+    return pages(kept.nbytes(numel))
 
 
 def with_records(group: GroupBytes, tiers: Sequence[TierName], sizes: Sizes) -> GroupBytes:
@@ -148,7 +154,7 @@ def record_kinds(
     """The records by tier, and the last one, which may be shorter; `tiers` has one per record."""
     if not tiers:
         return
-    last = group.layout.numel_trainable - (len(tiers) - 1) * chunk_numel
+    last = group.layout.shard_trainable - (len(tiers) - 1) * chunk_numel
     for tier in TierName:
         count = tiers.count(tier) - (tiers[-1] is tier)
         if count:
@@ -188,7 +194,7 @@ def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     """fp32 gradients of the largest block, summed over its micro-batches."""
     blocks = [unit.groups for unit in model.units if unit.repeated]
     numels = [sum(groups[index].layout.numel_trainable for index in block) for block in blocks]
-    return _pages(max(numels, default=0) * 4)
+    return pages(max(numels, default=0) * 4)
 
 
 def staging_nbytes_of(
@@ -196,11 +202,11 @@ def staging_nbytes_of(
     gpu: bool,
 ) -> int:  # fmt: skip
     """One buffer: the largest chunk of every class that may have to be staged."""
-    longest = max((g.layout.numel for g in groups), default=0)
+    longest = max((g.layout.shard_numel for g in groups), default=0)
     numel = min(sizes.chunk_numel, longest)
     per_class = {
-        StateClass.PARAMETERS: _pages(numel * sizes.itemsize),
-        StateClass.GRADIENTS: _pages(numel * sizes.gradient_itemsize),
+        StateClass.PARAMETERS: pages(numel * sizes.itemsize),
+        StateClass.GRADIENTS: pages(numel * sizes.gradient_itemsize),
         StateClass.OPTIMIZER: sizes.record_nbytes(numel),
     }
     staged = {state_class: {TierName.NVME} for state_class in per_class}
@@ -209,12 +215,13 @@ def staging_nbytes_of(
         staged[StateClass.GRADIENTS].add(TierName.DEVICE)
         if TierName.DEVICE in placements[StateClass.GRADIENTS].tiers:
             # also sums of more passes than were planned: those on nvme come to the host instead
-            per_class[StateClass.GRADIENTS] = _pages(numel * 4)
+            per_class[StateClass.GRADIENTS] = pages(numel * 4)
     return sum(
         nbytes for state_class, nbytes in per_class.items()
         if staged[state_class].intersection(placements[state_class].tiers)
     )  # fmt: skip
 
 
-def _pages(nbytes: int) -> int:
+def pages(nbytes: int) -> int:
+    """Rounded up to whole pages, at least one."""
     return round_up(max(nbytes, 1), PAGE_NBYTES)

@@ -30,7 +30,7 @@ def make():
         return MemoryState("gradients", size, 4096, lease)
 
     def accumulator(own: Float, accumulate: Float | None = None) -> GradientAccumulator:
-        return GradientAccumulator("g", layout, own, accumulate or own, state, serial)
+        return GradientAccumulator("g", layout.params, own, accumulate or own, state, serial)
 
     return accumulator
 

@@ -1,0 +1,71 @@
+"""Memory for what belongs to several ranks, where the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.planning.plan_sizes import GroupBytes, largest_unit, pages
+from offload.tiers.extent import TierName
+from offload.tiers.ledger import StateClass
+from offload.zero.model_shape import ModelShape
+from offload.zero.sharding import Sharding
+
+if TYPE_CHECKING:
+    from offload.planning.plan import Plan
+
+BUCKETS = 2  # one is filled while the other is reduced
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """Bytes in whole pages; of one rank."""
+
+    gather_nbytes: int  # parameters of the unit that runs and of the group behind it, whole
+    bucket_nbytes: int  # a group's gradients, before they are reduced
+    received_nbytes: int  # what all ranks send to this one of a group's gradients
+    summed_nbytes: int  # their sum, fp32
+
+    @property
+    def workspace_nbytes(self) -> int:
+        return self.received_nbytes + self.summed_nbytes
+
+    @property
+    def total_nbytes(self) -> int:
+        return self.gather_nbytes + BUCKETS * self.bucket_nbytes + self.workspace_nbytes
+
+
+def plan_shared(
+    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int
+) -> SharedPlan | None:
+    """What a rank needs for working with others; None for one alone."""
+    if sharding.world_size == 1:
+        return None
+    trained = max((group.layout.numel_trainable for group in groups), default=0)
+    shard = max((group.layout.shard_trainable for group in groups), default=0)
+    return SharedPlan(
+        gather_nbytes=_gather_nbytes(sharding, model, groups, itemsize),
+        bucket_nbytes=pages(trained * itemsize),
+        received_nbytes=pages(trained * 4),
+        summed_nbytes=pages(shard * 4),
+    )
+
+
+def _gather_nbytes(
+    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int
+) -> int:
+    if not sharding.parameters:
+        return 0
+    whole = [replace(g, parameters=pages(g.layout.numel * itemsize)) for g in groups]
+    return largest_unit(model, whole) + max((group.parameters for group in whole), default=0)
+
+
+def with_shared(plan: Plan, shared: SharedPlan | None) -> Plan:
+    """The plan with that memory counted in."""
+    if shared is None:
+        return plan
+    expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
+    computing = expected[TierName.DEVICE if plan.gpu else TierName.HOST]
+    computing[StateClass.STAGING] = computing.get(StateClass.STAGING, 0) + shared.total_nbytes
+    return replace(plan, expected=expected, shared=shared)

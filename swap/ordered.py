@@ -1,0 +1,103 @@
+"""Work that has to happen in the order in which it was asked for, on a thread of its own.
+
+Collectives are such work: every rank has to begin them in the same order, while what each of them
+needs arrives in any order. Whoever asks goes on; the thread waits for what a piece of work needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from offload.swap.streams import WorkStream
+from offload.swap.transfer import Failure, Transfer
+from offload.swap.worker import Worker
+from offload.tiers.errors import StateError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Job:
+    run: Callable[[], Any]
+    ended: Transfer[Any]
+
+
+class OrderedWork:
+    """Runs jobs one after another. After a failure nothing is run any more: every job that is
+    waiting, or comes later, fails with the same error."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        """On a GPU the thread has a stream of its own."""
+        self._stream = WorkStream(device)
+        self._lock = threading.Lock()
+        self._waiting: deque[_Job] = deque()
+        self._oldest: Transfer[Any] | None = None  # under way
+        self._failure: Failure | None = None
+        self._closed = False
+        self._worker = Worker(name, self._work, self._fail)
+
+    def submit(self, what: object, run: Callable[[], T]) -> Transfer[T]:
+        """Have `run` called after all that was submitted before; a transfer of what it returns."""
+        ended: Transfer[T] = Transfer(what)
+        with self._lock:
+            if self._closed:
+                raise StateError(f"{what} after the end of its thread")
+            if self._failure is None:
+                self._waiting.append(_Job(run, ended))
+        if self._failure is not None:
+            ended.spread(self._failure)
+        self._worker.wake()
+        return ended
+
+    def await_oldest(self) -> bool:
+        """Wait for the oldest job that has not ended; False if there is none, or on the thread
+        itself."""
+        with self._lock:
+            oldest = self._oldest or (self._waiting[0].ended if self._waiting else None)
+        if oldest is None or self._worker.is_this_thread():
+            return False
+        oldest.wait()
+        return True
+
+    def _work(self) -> bool:
+        with self._lock:
+            if not self._waiting:
+                return False
+            job = self._waiting.popleft()
+            self._oldest = job.ended
+        try:
+            with self._stream.entered():
+                value = job.run()
+        except BaseException as error:  # noqa: BLE001 - raised in whoever waits
+            job.ended.fail(error)
+            assert job.ended.failure is not None, "just failed"
+            self._end_with(job.ended.failure)
+        else:
+            del job.run  # what it refers to is free before anybody goes on
+            job.ended.complete(value)
+        with self._lock:
+            self._oldest = None
+        return True
+
+    def _end_with(self, failure: Failure) -> None:
+        with self._lock:
+            self._failure = failure
+            waiting, self._waiting = list(self._waiting), deque()
+        for job in waiting:
+            job.ended.spread(failure)
+
+    def _fail(self, error: BaseException) -> None:
+        self._end_with(Failure(error))
+
+    def close(self) -> None:
+        """Stop after the job under way; those that wait fail."""
+        with self._lock:
+            self._closed = True
+        self._end_with(Failure(StateError("the engine is closed")))
+        self._worker.close()

@@ -1,0 +1,362 @@
+"""Parameters of which this rank owns a shard: whole in memory while they are computed with, or
+whole for good and brought up to date after each update.
+
+Every gathering is a collective: all ranks begin the same ones in the same order. So what is
+gathered, and what is given up for it, is decided on the model's thread, from the order in which
+groups are used and from a room that all ranks agree on, never from what memory happens to be free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from offload.swap.fences import Fences
+from offload.swap.io_backend import Priority
+from offload.swap.ordered import OrderedWork
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import HostPiece, State
+from offload.swap.streams import CopyMark, mark_here
+from offload.swap.transfer import Transfer
+from offload.tiers.errors import StateError
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease
+from offload.tiers.residency import Residency
+from offload.zero.collectives import Collectives
+from offload.zero.layout import Layout
+
+
+class SharedState(State):
+    """What both kinds have in common: the update side works on this rank's own part, piece by
+    piece, wherever `home` has it."""
+
+    def __init__(self, home: State, nbytes: int, first_piece: int) -> None:
+        super().__init__(home.name, nbytes, home.piece_nbytes, home.stride_nbytes)
+        self.home = home
+        self._first = first_piece  # of this rank's part, in `home`
+        self.pieces = home.pieces
+
+    def span(self, piece: int) -> slice:
+        return self.home.span(piece + self._first)
+
+    # ---------------------------------------------------------------- host side
+    def host_tensor(self) -> torch.Tensor:
+        return self.home.host_tensor()
+
+    def host_blank(self) -> torch.Tensor:
+        return self.home.host_blank()
+
+    # ---------------------------------------------------------------- update side
+    def bring_host(self, *, next_use: float) -> bool:
+        return self.home.bring_host(next_use=next_use)
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return self.home.host_piece(piece + self._first)
+
+    def wrote_piece(self, piece: int) -> None:
+        self.home.wrote_piece(piece + self._first)
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        return self.home.read_piece(piece + self._first, destination)
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        return self.home.write_piece(piece + self._first, source)
+
+    def device_piece(self, piece: int) -> torch.Tensor | None:
+        return self.home.device_piece(piece + self._first)
+
+    def used_device_piece(self, piece: int) -> None:
+        self.home.used_device_piece(piece + self._first)
+
+    # ---------------------------------------------------------------- both
+    def note_use(self) -> None:
+        self.home.note_use()
+
+    def discard(self) -> None:
+        self.home.discard()
+
+    def settle(self) -> None:
+        self.home.settle()
+
+    def close(self) -> None:
+        self.home.close()
+
+
+class Gatherer:
+    """Memory for whole parameters, and the order in which they are gathered.
+
+    The least recently used copy is given up when the room is full. What a module holds is not.
+    """
+
+    def __init__(
+        self, collectives: Collectives, pool: SlotPool, room_nbytes: int, device: torch.device,
+        fences: Fences | None = None,
+    ) -> None:  # fmt: skip
+        """`pool` is of the memory that the model computes in; `room_nbytes` is the same on every
+        rank."""
+        self.collectives = collectives
+        self.device = device
+        self.order = OrderedWork("offload-gather", device)
+        self._pool = pool
+        self._room = room_nbytes
+        self._fences = fences or Fences()
+        self._gathered: dict[int, GatheredState] = {}  # the least recently used first
+        self._held_nbytes = 0
+
+    def gather(self, state: GatheredState) -> None:
+        """Begin to gather `state`, which is not."""
+        self._make_room(state)
+        lease = self._pool.demand(state.nbytes, f"{state.name}, gathered", StateClass.STAGING)
+        self._held_nbytes += state.nbytes
+        self._gathered[id(state)] = state
+        state.begin(lease, self._fences.claim(lease.extent))
+
+    def used(self, state: GatheredState) -> None:
+        """`state` is the most recently used now."""
+        self._gathered[id(state)] = self._gathered.pop(id(state))
+
+    def expect(self, state: GatheredState) -> None:
+        """`state` is needed next: begin to gather it if there is room."""
+        if not state.is_gathered and self._held_nbytes + state.nbytes <= self._room:
+            self.gather(state)
+
+    def give_up(self, state: GatheredState) -> None:
+        """Forget a gathered copy; its memory is free once nobody looks at it."""
+        del self._gathered[id(state)]
+        self._held_nbytes -= state.nbytes
+        lease = state.end()
+        self._fences.retire(lease.extent, (mark_here(self.device),))
+        _Outlived(lease, self._pool)
+
+    def _make_room(self, state: GatheredState) -> None:
+        for other in list(self._gathered.values()):
+            if self._held_nbytes + state.nbytes <= self._room:
+                return
+            if not other.is_held():
+                self.give_up(other)
+
+    def close(self) -> None:
+        self.order.close()
+
+
+class GatheredState(SharedState):
+    """A shard at home somewhere (`home`), gathered whole where the model computes."""
+
+    def __init__(
+        self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer,
+        is_held: Callable[[], bool], update: Callable[[], Transfer[None] | None],
+    ) -> None:  # fmt: skip
+        """`is_held` says whether a module has entered the group; `update` is what readers have to
+        wait for."""
+        super().__init__(home, layout.numel * itemsize, first_piece=0)
+        self.is_held = is_held
+        self._trainable = layout.numel_trainable * itemsize
+        self._own_trainable = layout.shard_trainable * itemsize
+        self._gatherer = gatherer
+        self._update = update
+        self._lease: Lease | None = None
+        self._arrival: Transfer[CopyMark] | None = None
+
+    @property
+    def is_gathered(self) -> bool:
+        return self._lease is not None
+
+    # ---------------------------------------------------------------- for the gatherer
+    def begin(self, lease: Lease, before: tuple[CopyMark, ...]) -> None:
+        self._lease = lease
+        whole, update = lease.tensor[: self.nbytes], self._update()
+        run = partial(self._gather, whole, update, before)
+        self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
+
+    def _gather(
+        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[CopyMark, ...]
+    ) -> CopyMark:
+        """On the gathering thread."""
+        if update is not None:
+            update.wait()
+        for mark in before:
+            mark.before_compute()
+        own, cut = self.home.tensor(), self._own_trainable
+        collectives = self._gatherer.collectives
+        if self._trainable:
+            collectives.gather(whole[: self._trainable], own[:cut])
+        if self.nbytes > self._trainable:
+            collectives.gather(whole[self._trainable :], own[cut:])
+        return mark_here(self._gatherer.device)
+
+    def end(self) -> Lease:
+        """The memory of the copy, which is forgotten."""
+        lease, arrival = self._copy()
+        arrival.wait()
+        self._lease = self._arrival = None
+        return lease
+
+    def _copy(self) -> tuple[Lease, Transfer[CopyMark]]:
+        assert self._lease is not None, "begun before"
+        assert self._arrival is not None, "begun before"
+        return self._lease, self._arrival
+
+    # ---------------------------------------------------------------- compute side
+    def outdate(self) -> None:
+        if self.is_gathered:
+            self._gatherer.give_up(self)
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Of this rank's shard: reads may come in any order."""
+        return self.is_gathered or self.home.bring(next_use=next_use, priority=priority)
+
+    def tensor(self) -> torch.Tensor:
+        if self._lease is None:
+            self._gatherer.gather(self)
+        lease, arrival = self._copy()
+        arrival.wait().before_compute()
+        self._gatherer.used(self)
+        return lease.tensor[: self.nbytes]
+
+    def blank(self) -> torch.Tensor:
+        raise StateError(f"{self.name} is filled shard by shard: use host_blank")
+
+    def wrote(self, *, soon: bool = False) -> None:
+        """Whoever changed the whole copy changed this rank's part of it."""
+        lease, _ = self._copy()
+        rank = self._gatherer.collectives.gather_group.rank()
+        cut, rest = self._own_trainable, self.home.nbytes - self._own_trainable
+        whole, own = lease.tensor[: self.nbytes], self.home.tensor()
+        own[:cut] = whole[rank * cut : (rank + 1) * cut]
+        frozen = self._trainable + rank * rest
+        own[cut:] = whole[frozen : frozen + rest]
+        self.home.wrote()
+
+    def overwritten(self) -> None:
+        self.outdate()
+
+    def residency(self) -> Residency:
+        return Residency.CLEAN if self.is_gathered else self.home.residency()
+
+    def host_wrote(self) -> None:
+        self.outdate()
+        self.home.host_wrote()
+
+    def settle(self) -> None:
+        if self._arrival is not None:
+            self._arrival.wait()
+        super().settle()
+
+    def discard(self) -> None:
+        self.outdate()
+        super().discard()
+
+    def close(self) -> None:
+        self.outdate()
+        super().close()
+
+
+class ReplicatedState(SharedState):
+    """Whole on every rank, wherever its home is. Each rank updates its own part; the others' parts
+    are gathered before the next use."""
+
+    def __init__(
+        self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer, rank: int
+    ) -> None:
+        super().__init__(home, home.nbytes, first_piece=rank * home.pieces_per_stride)
+        self._rank = rank
+        self._trainable = layout.numel_trainable * itemsize
+        self._own_trainable = layout.shard_trainable * itemsize
+        self._own_frozen = layout.shard_frozen * itemsize
+        self._gatherer = gatherer
+        self._outdated = False
+        self._frozen_outdated = False
+
+    @property
+    def in_place(self) -> bool:  # type: ignore[override]
+        return self.home.in_place
+
+    @property
+    def at_home_on_device(self) -> bool:  # type: ignore[override]
+        return self.home.at_home_on_device
+
+    @property
+    def is_outdated(self) -> bool:  # type: ignore[override]
+        return self._outdated or self._frozen_outdated
+
+    # ---------------------------------------------------------------- compute side
+    def outdate(self) -> None:
+        self._outdated = True
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return self.home.bring(next_use=next_use, priority=priority)
+
+    def tensor(self) -> torch.Tensor:
+        if self.is_outdated:
+            arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", self._refresh)
+            arrival.wait().before_compute()
+            self._outdated = self._frozen_outdated = False
+        return self.home.tensor()
+
+    def _refresh(self) -> CopyMark:
+        """On the gathering thread."""
+        whole, collectives = self.home.tensor(), self._gatherer.collectives
+        cut, rank = self._trainable, self._rank
+        if self._outdated and cut:
+            start = rank * self._own_trainable
+            collectives.gather(whole[:cut], whole[start : start + self._own_trainable])
+        if self._frozen_outdated and self.nbytes > cut:
+            start = cut + rank * self._own_frozen
+            collectives.gather(whole[cut:], whole[start : start + self._own_frozen])
+        del whole
+        mark = mark_here(self._gatherer.device)
+        self.home.wrote()
+        return mark
+
+    def blank(self) -> torch.Tensor:
+        return self.home.blank()
+
+    def wrote(self, *, soon: bool = False) -> None:
+        self.home.wrote(soon=soon)
+
+    def residency(self) -> Residency:
+        return self.home.residency()
+
+    def host_wrote(self) -> None:
+        """Of this rank's part alone."""
+        self.home.host_wrote()
+        self.overwritten()
+
+    def overwritten(self) -> None:
+        self._outdated = self._frozen_outdated = True
+
+
+class _Outlived:
+    """Memory of a copy that was given up, while somebody still looks at it (`CachedPiece`)."""
+
+    def __init__(self, lease: Lease, pool: SlotPool) -> None:
+        self._lease = lease
+        self._pool = pool
+        self.name = lease.owner
+        with pool.lock:
+            if lease.in_use():
+                pool.register(self)
+            else:
+                lease.free()
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._lease.extent.nbytes
+
+    def next_use(self) -> float:
+        return float("inf")
+
+    def can_drop(self) -> bool:
+        return not self._lease.in_use()
+
+    def drop(self) -> None:
+        self._pool.unregister(self)
+        self._lease.free()
+
+    def leave(self) -> None:
+        """It has no home."""
+
+    def transit(self) -> Callable[[], None] | None:
+        return None

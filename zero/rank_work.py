@@ -1,0 +1,107 @@
+"""What a runtime does with other ranks: gather shards, reduce gradients, agree on steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from offload.swap.fences import Fences
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import State
+from offload.swap.transfer import Transfer
+from offload.zero.collectives import Workspace
+from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.group import ParamGroup
+from offload.zero.layout import Layout
+from offload.zero.ranks import Ranks
+from offload.zero.reduction import ReducedGradients, ReductionMemory, Reductions
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory where the model computes, for what belongs to several ranks."""
+
+    pool: SlotPool
+    gather_nbytes: int  # room for whole parameters
+    workspace: Workspace
+    fences: Fences
+
+
+class RankWork:
+    """One rank's part in everything that all ranks do together."""
+
+    def __init__(self, ranks: Ranks, memory: SharedMemory, itemsize: int) -> None:
+        """Every rank has to come here."""
+        self.ranks = ranks
+        self.sharding = ranks.sharding
+        self.collectives = ranks.collectives()
+        self._memory = memory
+        self._itemsize = itemsize
+        room = ranks.least(memory.gather_nbytes)
+        self._gatherer = Gatherer(
+            self.collectives, memory.pool, room, ranks.device, memory.fences
+        )  # fmt: skip
+        self._reductions: Reductions | None = None
+
+    # ---------------------------------------------------------------- parameters
+    def parameters_home(self, layout: Layout) -> tuple[int, int | None]:
+        """Elements of a group that have a home on this rank, and of the parts that are pieces of
+        their own."""
+        if self.sharding.parameters:
+            return layout.shard_numel, None
+        return layout.numel, layout.shard_trainable or None
+
+    def parameters(
+        self, home: State, layout: Layout, is_held: Callable[[], bool],
+        update: Callable[[], Transfer[None] | None],
+    ) -> State:  # fmt: skip
+        """The parameters of a group, as the model sees them. `home` is as `parameters_home` says;
+        `is_held` and `update` are the group's (see `GatheredState`)."""
+        if self.sharding.ranks == 1:
+            return home
+        if self.sharding.parameters:
+            return GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
+        return ReplicatedState(home, layout, self._itemsize, self._gatherer, self.sharding.rank)
+
+    def use(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
+        """`group` is needed now: gather it, and what is needed next behind it."""
+        if not isinstance(group.state, GatheredState):
+            return
+        if not group.state.is_gathered:
+            self._gatherer.gather(group.state)
+        following = next(upcoming, None)
+        if following is not None and isinstance(following.state, GatheredState):
+            self._gatherer.expect(following.state)
+
+    # ---------------------------------------------------------------- gradients
+    def reduce(
+        self, groups: list[ReducedGradients], dtype: torch.dtype, *, patient: bool
+    ) -> Reductions:
+        """From here on gradients of `groups` are reduced."""
+        memory = self._memory
+        self._reductions = Reductions(
+            groups, self.ranks, self.collectives,
+            ReductionMemory(memory.pool, memory.workspace, memory.fences), dtype, patient=patient,
+        )  # fmt: skip
+        return self._reductions
+
+    def await_progress(self, *, in_backward: bool) -> bool:
+        """For a pool that is out of room; False if there is nothing to wait for."""
+        reductions = self._reductions
+        return reductions is not None and reductions.await_progress(in_backward=in_backward)
+
+    def moved_nbytes(self) -> dict[str, int]:
+        """Bytes of all buffers that were gathered and reduced with other ranks."""
+        traffic = self.collectives.traffic
+        return {
+            "all-gather": traffic.gathered_nbytes,
+            "reduce-scatter": traffic.reduced_nbytes,
+            "all-reduce": traffic.all_reduced_nbytes,
+        }
+
+    def close(self) -> None:
+        if self._reductions is not None:
+            self._reductions.close()
+        self._gatherer.close()

@@ -1,0 +1,126 @@
+"""The processes that train together: who they are, and the small things they tell each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from offload.zero.collectives import Collectives, Group, all_gather_flat
+from offload.zero.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together."""
+
+    sharding: Sharding
+    mesh: DeviceMesh  # (replicas, ranks of a shard group)
+    device: torch.device
+    control: Group  # all ranks
+    owns_world: bool  # the process group was made here
+
+    @classmethod
+    def join(
+        cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float
+    ) -> Ranks | None:
+        """The ranks of the process group that is there, or of the one that the environment asks for
+        (`torchrun`); None for a process alone.
+
+        Every rank has to come here. ConfigError if the shard groups do not come out even.
+        """
+        owns_world = not dist.is_initialized()
+        if owns_world:
+            if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or not dist.is_available():
+                return None
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        world_size = dist.get_world_size()
+        if world_size == 1:
+            return None
+        sharding = Sharding.of(stage, shard_group, world_size, dist.get_rank())
+        mesh = init_device_mesh(
+            device.type, (sharding.replicas, sharding.ranks), mesh_dim_names=("replicas", "shards")
+        )
+        control = dist.new_group()
+        assert control is not None, "every rank is in it"
+        return cls(sharding, mesh, device, control, owns_world)
+
+    @property
+    def rank(self) -> int:
+        return self.control.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.control.size()
+
+    def collectives(self) -> Collectives:
+        """The process groups of gathering and reducing, of their own: each is used by one thread,
+        and what others do in the mesh's groups does not come between. Every rank has to come here.
+        """
+        shards, replicas = self.mesh.mesh.tolist(), self.mesh.mesh.t().tolist()
+        gather, reduce, across = (
+            dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (shards, shards, replicas)
+        )
+        return Collectives(gather, reduce, across)
+
+    # ---------------------------------------------------------------- small things
+    @property
+    def _control_device(self) -> torch.device:
+        """Where the control group can exchange numbers."""
+        gloo = "gloo" in str(dist.get_backend_config(self.control))
+        return torch.device("cpu") if gloo else self.device
+
+    def exchange(self, numbers: Sequence[int]) -> np.ndarray:
+        """What every rank says, one row each (int32). Equally many numbers on every rank."""
+        mine = torch.tensor(numbers, dtype=torch.int32, device=self._control_device)
+        rows = mine.new_empty(self.world_size * len(numbers))
+        if len(numbers):
+            all_gather_flat(rows, mine, self.control)
+        return rows.cpu().numpy().reshape(self.world_size, len(numbers))
+
+    def exchange_sums(self, mine: float) -> list[float]:
+        """A number of each rank of this shard group: summed, they stand for the whole model."""
+        sums = torch.tensor([mine], dtype=torch.float64, device=self._control_device)
+        rows = sums.new_empty(self.world_size)
+        all_gather_flat(rows, sums, self.control)
+        first = self.sharding.replica * self.sharding.ranks
+        found: list[float] = rows[first : first + self.sharding.ranks].tolist()
+        return found
+
+    def combine(self, parts: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor, of which each rank of this shard group has its part, and zeros
+        elsewhere. Bit for bit, in place."""
+        moved = parts.to(self._control_device)
+        bits = moved.view(torch.int32 if parts.element_size() == 4 else torch.int16)
+        if bits.dtype is torch.int16:
+            bits = bits.to(torch.int32)
+        if self.sharding.replica:  # every replica has the whole: one of them is enough
+            bits.zero_()
+        dist.all_reduce(bits, group=self.control)
+        if parts.element_size() == 2:
+            bits = bits.to(torch.int16)
+        return bits.view(parts.dtype).to(parts.device)
+
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the first rank has of a tensor; all ranks have one of this shape."""
+        moved = tensor.detach().to(self._control_device, copy=True).contiguous()
+        dist.broadcast(moved.view(-1).view(torch.uint8), 0, group=self.control)
+        return moved.to(tensor.device)
+
+    def least(self, number: int) -> int:
+        """The least of what the ranks say."""
+        mine = torch.tensor([number], dtype=torch.int64, device=self._control_device)
+        dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)
+        return int(mine)
+
+    def leave(self) -> None:
+        """End the process group, if it was made here."""
+        if self.owns_world and dist.is_initialized():
+            dist.destroy_process_group()

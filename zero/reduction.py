@@ -1,0 +1,341 @@
+"""Gradients of several ranks: summed per group as soon as its last one is there, kept by owner.
+
+    backward     gradient ▶ bucket of its group (whole, 1D)
+    complete     reduce-scatter, in an order all ranks agree on, on a thread of its own
+                 average of this rank's part ▶ accumulator (1/N of the group)
+
+A *round* is one backward pass that is reduced. In it every group that any rank had gradients of in
+the last step is reduced once on every rank, with zeros for what is missing here (a parameter that
+this rank did not use, a batch without data), so that ranks that went different ways stay in step.
+Whatever a round leaves out - passes under `no_sync`, groups nobody expected, gradients that came
+after their group was reduced - adds up locally and is reduced in the step, once all ranks know of
+it. A parameter that no rank has a gradient of is not updated, as on one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from offload.kernels.floats import Float
+from offload.swap.fences import Fences
+from offload.swap.ordered import OrderedWork
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import State
+from offload.swap.streams import mark_here
+from offload.swap.transfer import Transfer
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease
+from offload.zero.collectives import Collectives, Workspace
+from offload.zero.gradients import GradientAccumulator, flat_gradient, total_norm
+from offload.zero.ranks import Ranks
+from offload.zero.sharding import Part, PartOfParam
+
+_MOST_BEHIND = 2  # complete groups that wait for one that may never be
+
+
+class ReducedGradients:
+    """Gradients of one group over all ranks, as the update sees them: an accumulator of this
+    rank's part (see `GradientAccumulator`)."""
+
+    def __init__(
+        self, index: int, part: Part, own: GradientAccumulator,
+        make_local: Callable[[], GradientAccumulator], *, late: bool,
+    ) -> None:  # fmt: skip
+        """`make_local` makes an accumulator of the whole group, for what is not reduced yet.
+        `late`: parameters get several gradients in one backward pass."""
+        self.index = index
+        self.name = own.name
+        self.late = late
+        self.parts: list[PartOfParam] = list(part.trained())
+        self.specs = [spec for spec in part.layout.params if spec.trainable]
+        self.numel = part.layout.numel_trainable
+        self.own = own
+        self._make_local = make_local
+        self.local: GradientAccumulator | None = None
+        self.reductions: Reductions | None = None  # set when they are made
+        count = len(self.specs)
+        self.passes = np.zeros(count, dtype=np.int64)  # > 0: some rank has a gradient, this step
+        # of the round under way
+        self.arrived = np.zeros(count, dtype=bool)
+        self.awaited = np.ones(count, dtype=bool)  # what came here in the last round
+        self.bucket: Lease | None = None
+        self.issued = False
+        self.landed: Transfer[None] = Transfer.completed(None)
+
+    # ---------------------------------------------------------------- as the update sees it
+    @property
+    def state(self) -> State:
+        return self.own.state
+
+    @property
+    def format(self) -> Float:
+        return self.own.format
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.passes.any())
+
+    def close(self) -> bool:
+        """Nothing is ever left open: each reduction sends the accumulator home."""
+        return False
+
+    def squared_norm(self) -> list[float]:
+        """Of this rank's part."""
+        return self.own.squared_norm()
+
+    def spend(self) -> None:
+        self.landed.wait()
+        self.own.spend()
+
+    def read(self, index: int) -> torch.Tensor | None:
+        """A copy of this rank's part of a gradient that was reduced; None where there is none."""
+        numbers = {part.index: number for number, part in enumerate(self.parts)}
+        return self.own.read(numbers[index]) if index in numbers and self.passes[index] else None
+
+    def clear(self) -> None:
+        self.landed.wait()
+        self.passes[:] = 0
+        self.own.clear()
+        self.forget_local()
+
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        assert self.reductions is not None, "set when they are made"
+        return self.reductions.take(self, index, gradient)
+
+    # ---------------------------------------------------------------- not reduced yet
+    def keep(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to what this rank has for itself."""
+        if self.local is None:
+            self.local = self._make_local()
+        self.local.add(index, gradient)
+        self.passes[index] = 1
+
+    def forget_local(self) -> None:
+        if self.local is not None:
+            self.local.clear()
+            self.local.state.close()
+            self.local = None
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.arrived.any() and (self.arrived >= self.awaited).all())
+
+    def begin_round(self) -> None:
+        if self.arrived.any():
+            self.awaited = self.arrived.copy()
+        self.arrived[:] = False
+        self.issued = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionMemory:
+    """Where gradients wait for the other ranks', in the memory the model computes in."""
+
+    pool: SlotPool
+    workspace: Workspace
+    fences: Fences
+
+
+class Reductions:
+    """All groups' reductions of one rank. For the thread that runs backward, and `agree` and
+    `finish` for that of the model."""
+
+    def __init__(
+        self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
+        memory: ReductionMemory, dtype: torch.dtype, *, patient: bool,
+    ) -> None:  # fmt: skip
+        """`dtype` is that of contributions. `patient`: a group is updated as soon as it is reduced,
+        so it must not be reduced before all its gradients are there."""
+        self._groups = groups
+        self._ranks = ranks
+        self._collectives = collectives
+        self._memory = memory
+        self._dtype = dtype
+        self._patient = patient
+        self._thread = OrderedWork("offload-reduce", ranks.device)
+        self.synchronising = True
+        self._order = [group.index for group in reversed(groups) if group.specs]
+        self._place = 0  # in the order: everything before it was issued in this round
+        self._completed: list[int] = []  # groups in the order in which they were complete
+        self._open = False
+        self._rounds = 0  # of this step
+        self._kept_passes = False  # some pass of this step was not reduced
+        for group in groups:
+            group.reductions = self
+
+    # ---------------------------------------------------------------- backward
+    def take(self, group: ReducedGradients, index: int, gradient: torch.Tensor) -> bool:
+        """A gradient of parameter `index`. False if it is reduced in the step only."""
+        if not self.synchronising:
+            self._kept_passes = True
+            group.keep(index, gradient)
+            return False
+        if group.arrived[index] and not group.late:
+            self.finish()  # another pass has begun
+        self._open = True
+        group.arrived[index] = True
+        if group.issued or group.late or group.index not in self._order:
+            group.keep(index, gradient)
+            return False
+        spec = group.specs[index]
+        self._bucket(group)[spec.offset : spec.stop].copy_(flat_gradient(gradient))
+        group.passes[index] = 1
+        if group.is_complete:
+            self._completed.append(group.index)
+            self._issue_ready()
+        return True
+
+    def _bucket(self, group: ReducedGradients) -> torch.Tensor:
+        dtype = torch.float32 if self._kept_passes else self._dtype
+        if group.bucket is None:
+            group.landed.wait()  # the last round's: one reduction of a group at a time
+            nbytes = group.numel * dtype.itemsize
+            name = f"{group.name}, to be reduced"
+            group.bucket = self._memory.pool.demand(nbytes, name, StateClass.STAGING)
+            for mark in self._memory.fences.claim(group.bucket.extent):
+                mark.before_compute()
+            group.landed = Transfer(f"the reduction of {group.name}")
+        return group.bucket.tensor.view(dtype)[: group.numel]
+
+    def _issue_ready(self) -> None:
+        while self._place < len(self._order):
+            head = self._groups[self._order[self._place]]
+            if not head.is_complete:
+                later = self._order[self._place + 1 :]
+                behind = sum(self._groups[index].is_complete for index in later)
+                if self._patient or behind < _MOST_BEHIND:
+                    return
+            self._issue(head)
+            self._place += 1
+
+    def _issue(self, group: ReducedGradients) -> None:
+        """Reduce what is there of a group, with zeros for the rest."""
+        bucket = self._bucket(group)
+        for index, spec in enumerate(group.specs):
+            place = bucket[spec.offset : spec.stop]
+            here = group.bucket is not None and group.arrived[index] and not group.late
+            kept = (
+                group.local.read(index) if group.local is not None and self._folds(group) else None
+            )
+            if kept is not None:
+                kept = kept.reshape(-1).to(bucket.device)
+                place.copy_(place + kept if here else kept)
+            elif not here:
+                place.zero_()
+        if self._folds(group):
+            group.forget_local()
+        group.issued = True
+        self._submit(group, bucket)
+
+    def _folds(self, group: ReducedGradients) -> bool:
+        """Whether what was kept is reduced in this round: alike on all ranks."""
+        return self._kept_passes or group.late
+
+    def _submit(self, group: ReducedGradients, bucket: torch.Tensor) -> None:
+        lease, group.bucket = group.bucket, None
+        assert lease is not None, "the bucket's"
+        landed, ready = group.landed, mark_here(self._ranks.device)
+
+        def reduce(bucket: torch.Tensor) -> None:
+            ready.before_compute()
+            own = self._collectives.reduce(bucket, self._memory.workspace)
+            for number, part in enumerate(group.parts):
+                group.own.add(number, own[part.spec.offset : part.spec.stop])
+            group.own.close()
+            self._memory.fences.retire(lease.extent, (mark_here(self._ranks.device),))
+
+        def settle(ended: Transfer[None]) -> None:
+            with self._memory.pool.lock:
+                lease.free()
+            if ended.failure is not None:
+                landed.spread(ended.failure)
+            else:
+                group.own.landed.then(lambda _: landed.complete(None))
+
+        ended = self._thread.submit(f"the reduce-scatter of {group.name}", partial(reduce, bucket))
+        ended.then(settle)
+
+    # ---------------------------------------------------------------- between passes
+    def finish(self) -> None:
+        """The backward pass under way is over: reduce what is left of its round."""
+        if not self._open:
+            return
+        for index in self._order[self._place :]:
+            self._issue(self._groups[index])
+        for group in self._groups:
+            group.begin_round()
+        self._place = 0
+        self._open = False
+        self._rounds += 1
+
+    def agree(self) -> None:
+        """Once per step, on every rank: what any rank has gradients of is reduced, and all ranks
+        know which parameters that are."""
+        if not self._rounds and not self._kept_passes:
+            self._open = True  # this rank had nothing to do: take part with zeros
+        self.finish()
+        found = self._ranks.exchange(self._what_is_here())
+        self._take_over(found)
+        for group in self._groups:
+            group.landed.wait()
+
+    def _what_is_here(self) -> list[int]:
+        present = [int(passes > 0) for group in self._groups for passes in group.passes]
+        kept = [int(group.local is not None) for group in self._groups]
+        order = dict.fromkeys([*self._completed, *self._order])
+        place = {index: number for number, index in enumerate(order)}
+        return [*present, *kept, *(place.get(g.index, len(place)) for g in self._groups)]
+
+    def _take_over(self, rows: np.ndarray) -> None:
+        """`rows`: what every rank said, by rank."""
+        anywhere, count = rows.max(axis=0), len(self._groups)
+        kept, places = anywhere[-2 * count : -count], rows[0][-count:]
+        start = 0
+        for group in self._groups:
+            stop = start + len(group.specs)
+            group.passes[:] = anywhere[start:stop]
+            start = stop
+        self._kept_passes = True  # what is left is reduced in fp32, and folded in
+        for group in self._groups:
+            if kept[group.index]:
+                self._issue(group)
+                group.begin_round()
+        self._kept_passes = False
+        self._rounds = 0
+        self._completed.clear()
+        used = [group.index for group in self._groups if group.has_any]
+        self._order = sorted(used, key=lambda index: (places[index], -index))
+
+    def discard(self) -> None:
+        """`zero_grad` instead of a step: the round under way is reduced all the same."""
+        self.finish()
+        self._rounds = 0
+        self._kept_passes = False
+        self._completed.clear()
+
+    def total_norm(self, parts: list[float]) -> float:
+        """The 2-norm over all ranks' parts, the same on every rank."""
+        finite = all(map(math.isfinite, parts))
+        mine = math.fsum(parts) if finite else total_norm(parts)
+        return total_norm(self._ranks.exchange_sums(mine))
+
+    def await_progress(self, *, in_backward: bool) -> bool:
+        """For a pool that is out of room: wait for a reduction under way, or begin one that others
+        wait behind. `in_backward`: the caller runs the backward pass."""
+        if self._thread.await_oldest():
+            return True
+        left = self._order[self._place :]
+        if not in_backward or self._patient or not any(self._groups[g].bucket for g in left):
+            return False
+        self._issue(self._groups[left[0]])
+        self._place += 1
+        return True
+
+    def close(self) -> None:
+        self._thread.close()

@@ -1,0 +1,89 @@
+"""Who owns which part of every group (ZeRO: Rajbhandari et al., 2020).
+
+World of `replicas x ranks` processes. The ranks of one shard group own a shard of every group each
+and together one copy of the states; replicas do the same with other data (HSDP; hpZ of ZeRO++;
+MiCS). A stage says what is kept whole on every rank all the same:
+
+    stage      0        1        2        3
+    optimizer  whole    shard    shard    shard      stage 0: shard groups of one rank
+    gradients  whole    whole    shard    shard      whole: while `no_sync` lasts
+    parameters whole    whole    whole    shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offload.tiers.errors import ConfigError
+from offload.zero.layout import Layout, ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """This rank's place among those that train together."""
+
+    ranks: int = 1  # of its shard group
+    rank: int = 0  # its number there
+    replicas: int = 1  # shard groups
+    replica: int = 0  # the number of its own
+    parameters: bool = False  # a rank keeps its shard of the parameters only
+    gradients: bool = False  # the same of the gradients
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks * self.replicas
+
+    @classmethod
+    def of(cls, stage: int, shard_group: int | None, world_size: int, rank: int) -> Sharding:
+        """Neighbouring ranks share a shard group. ConfigError if groups do not come out even."""
+        ranks = 1 if stage == 0 else shard_group or world_size
+        if world_size % ranks:
+            raise ConfigError(
+                f"zero.shard_group: {ranks} does not divide the {world_size} ranks of this run; "
+                f"set it to a divisor of {world_size}, or leave it out for one group"
+            )
+        return cls(
+            ranks, rank % ranks, world_size // ranks, rank // ranks,
+            parameters=stage >= 3 and ranks > 1, gradients=stage >= 2 and ranks > 1,
+        )  # fmt: skip
+
+
+ALONE = Sharding()
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfParam:
+    """What of one parameter lies in a rank's part."""
+
+    index: int  # of the parameter in the group's layout
+    start: int  # its first element there, counted in the parameter
+    spec: ParamSpec  # 1D, at an offset counted from the first element of the part
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part of a group's flat buffer. Ranges count elements of the whole buffer."""
+
+    layout: Layout
+    trainable: range
+    frozen: range
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Part:
+        trained, frozen = layout.shard_trainable, layout.shard_frozen
+        first = layout.numel_trainable + rank * frozen
+        return cls(
+            layout, range(rank * trained, (rank + 1) * trained), range(first, first + frozen)
+        )
+
+    def trained(self) -> Iterator[PartOfParam]:
+        """What lies in the trainable part, in order."""
+        for index, spec in enumerate(self.layout.params):
+            lo, hi = max(spec.offset, self.trainable.start), min(spec.stop, self.trainable.stop)
+            if spec.trainable and (lo < hi or self.layout.ranks == 1):
+                shape = spec.shape if self.layout.ranks == 1 else (hi - lo,)
+                offset = lo - self.trainable.start
+                yield PartOfParam(
+                    index, lo - spec.offset, ParamSpec(spec.names, shape, offset, True)
+                )
