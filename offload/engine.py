@@ -158,6 +158,8 @@ class Engine:
             state = self._runtime.optimizer_states[group.index]
             load_group(state, self._runtime.own, values)
             group.adopt()
+            if self._runtime.rank_work is not None:
+                self._runtime.rank_work.refresh([group])
             machine.trim_memory()  # the values of one group are freed before the next ones come
         if initialiser is not None:
             initialiser.finish_buffers()
@@ -185,6 +187,14 @@ class Engine:
         """`loss.backward()` in every precision; scales the loss under fp16."""
         with self._open().scaled_backward() as scale:
             (loss if scale == 1.0 else loss * scale).backward()
+
+    def idle(self) -> None:
+        """Take part in one forward and backward pass of the other ranks, without data on this one:
+        its gradients count as zeros in the average. Of no effect on one rank.
+
+        It repeats what the last pass did here. StateError if there was none.
+        """
+        self._open().idle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -222,7 +232,7 @@ class Engine:
             tiers = tier_reports(self._homes.ledger.accounts)
         return Report(
             tiers=tiers,
-            bytes_moved=self._homes.bytes_moved(),
+            bytes_moved={**self._homes.bytes_moved(), **runtime.exchanged_nbytes()},
             bytes_saved=self._homes.bytes_saved(),
             steps=runtime.stepper.taken,
             skipped_steps=runtime.stepper.skipped,

@@ -75,6 +75,13 @@ class Part:
         `on_device` is settled."""
         return self.on_device is None or not self.home.at_home_on_device
 
+    def find_in_host_memory(self) -> None:
+        """Set `in_place` if the bytes are in host memory. Waits for bytes that are nowhere yet."""
+        self.in_place = self.home.host_piece(self.piece)
+        if self.in_place is None and self.before is not None and not self.before.done():
+            self.before.wait()
+            self.in_place = self.home.host_piece(self.piece)
+
     def wait(self) -> torch.Tensor:
         """The bytes in host memory (1D uint8), once they are there and nothing reads them."""
         if self.before is not None:

@@ -26,6 +26,7 @@ from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
 from offload.zero.collectives import Collectives
 from offload.zero.layout import Layout
+from offload.zero.pass_log import PassLog
 
 
 class SharedState(State):
@@ -104,10 +105,15 @@ class Gatherer:
         self._fences = fences or Fences()
         self._gathered: dict[int, GatheredState] = {}  # the least recently used first
         self._held_nbytes = 0
+        self.log = PassLog()
 
     def gather(self, state: GatheredState) -> None:
         """Begin to gather `state`, which is not."""
         self._make_room(state)
+        self._begin(state)
+
+    def _begin(self, state: GatheredState) -> None:
+        self.log.note(partial(self._begin, state))
         lease = self._pool.demand(state.nbytes, f"{state.name}, gathered", StateClass.STAGING)
         self._held_nbytes += state.nbytes
         self._gathered[id(state)] = state
@@ -135,6 +141,7 @@ class Gatherer:
             if self._held_nbytes + state.nbytes <= self._room:
                 return
             if not other.is_held():
+                self.log.note(partial(self.give_up, other))
                 self.give_up(other)
 
     def close(self) -> None:
@@ -258,16 +265,20 @@ class ReplicatedState(SharedState):
     are gathered before the next use."""
 
     def __init__(
-        self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer, rank: int
-    ) -> None:
+        self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer, rank: int,
+        update: Callable[[], Transfer[None] | None],
+    ) -> None:  # fmt: skip
+        """`update` is what readers have to wait for."""
         super().__init__(home, home.nbytes, first_piece=rank * home.pieces_per_stride)
         self._rank = rank
         self._trainable = layout.numel_trainable * itemsize
         self._own_trainable = layout.shard_trainable * itemsize
         self._own_frozen = layout.shard_frozen * itemsize
         self._gatherer = gatherer
+        self._update = update
         self._outdated = False
         self._frozen_outdated = False
+        self._arrival: Transfer[CopyMark] | None = None
 
     @property
     def in_place(self) -> bool:  # type: ignore[override]
@@ -285,24 +296,25 @@ class ReplicatedState(SharedState):
     def outdate(self) -> None:
         self._outdated = True
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        return self.home.bring(next_use=next_use, priority=priority)
+    def refresh(self) -> None:
+        """Begin to get the other ranks' parts, if they have changed. All ranks refresh the same
+        groups in the same order, whichever of them they use."""
+        if not self.is_outdated:
+            return
+        run = partial(self._refresh, self._update(), self._outdated, self._frozen_outdated)
+        self._outdated = self._frozen_outdated = False
+        self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
 
-    def tensor(self) -> torch.Tensor:
-        if self.is_outdated:
-            arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", self._refresh)
-            arrival.wait().before_compute()
-            self._outdated = self._frozen_outdated = False
-        return self.home.tensor()
-
-    def _refresh(self) -> CopyMark:
+    def _refresh(self, update: Transfer[None] | None, trainable: bool, frozen: bool) -> CopyMark:
         """On the gathering thread."""
+        if update is not None:
+            update.wait()
         whole, collectives = self.home.tensor(), self._gatherer.collectives
         cut, rank = self._trainable, self._rank
-        if self._outdated and cut:
+        if trainable and cut:
             start = rank * self._own_trainable
             collectives.gather(whole[:cut], whole[start : start + self._own_trainable])
-        if self._frozen_outdated and self.nbytes > cut:
+        if frozen and self.nbytes > cut:
             start = cut + rank * self._own_frozen
             collectives.gather(whole[cut:], whole[start : start + self._own_frozen])
         del whole
@@ -310,11 +322,30 @@ class ReplicatedState(SharedState):
         self.home.wrote()
         return mark
 
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        if self._arrival is not None and not self._arrival.done():
+            return True  # it is brought where it is gathered
+        return self.home.bring(next_use=next_use, priority=priority)
+
+    def tensor(self) -> torch.Tensor:
+        self.refresh()
+        self._await_arrival()
+        return self.home.tensor()
+
+    def _await_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.wait().before_compute()
+            self._arrival = None
+
     def blank(self) -> torch.Tensor:
         return self.home.blank()
 
     def wrote(self, *, soon: bool = False) -> None:
         self.home.wrote(soon=soon)
+
+    def host_tensor(self) -> torch.Tensor:
+        self._await_arrival()
+        return super().host_tensor()
 
     def residency(self) -> Residency:
         return self.home.residency()
@@ -326,6 +357,18 @@ class ReplicatedState(SharedState):
 
     def overwritten(self) -> None:
         self._outdated = self._frozen_outdated = True
+
+    def settle(self) -> None:
+        self._await_arrival()
+        super().settle()
+
+    def discard(self) -> None:
+        self._await_arrival()
+        super().discard()
+
+    def close(self) -> None:
+        self._await_arrival()
+        super().close()
 
 
 class _Outlived:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from offload.zero.collectives import Workspace
 from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.group import ParamGroup
 from offload.zero.layout import Layout
+from offload.zero.pass_log import PassLog
 from offload.zero.ranks import Ranks
 from offload.zero.reduction import ReducedGradients, ReductionMemory, Reductions
 
@@ -63,7 +64,15 @@ class RankWork:
             return home
         if self.sharding.parameters:
             return GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
-        return ReplicatedState(home, layout, self._itemsize, self._gatherer, self.sharding.rank)
+        return ReplicatedState(
+            home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
+        )
+
+    def refresh(self, groups: Iterable[ParamGroup]) -> None:
+        """Bring what other ranks have updated up to date, where it is kept whole."""
+        for group in groups:
+            if isinstance(group.state, ReplicatedState):
+                group.state.refresh()
 
     def use(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
         """`group` is needed now: gather it, and what is needed next behind it."""
@@ -74,6 +83,25 @@ class RankWork:
         following = next(upcoming, None)
         if following is not None and isinstance(following.state, GatheredState):
             self._gatherer.expect(following.state)
+
+    # ---------------------------------------------------------------- passes
+    @property
+    def log(self) -> PassLog:
+        """What the passes of this rank did that others took part in."""
+        return self._gatherer.log
+
+    def finish_pass(self) -> None:
+        """The model is called again, or a step is taken: a pass is over, if one was under way."""
+        if self._reductions is not None:
+            self._reductions.finish()
+        self.log.end_pass()
+
+    def idle(self) -> None:
+        """Take part in one forward and backward pass of the other ranks without data."""
+        assert self._reductions is not None, "made with the groups"
+        self.finish_pass()
+        self.log.repeat()
+        self._reductions.take_nothing()
 
     # ---------------------------------------------------------------- gradients
     def reduce(

@@ -45,9 +45,10 @@ class ReducedGradients:
 
     def __init__(
         self, index: int, part: Part, own: GradientAccumulator,
-        make_local: Callable[[], GradientAccumulator], *, late: bool,
+        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
+        *, late: bool,
     ) -> None:  # fmt: skip
-        """`make_local` makes an accumulator of the whole group, for what is not reduced yet.
+        """`await_update` waits until no update reads what was reduced before. `make_local` makes an accumulator of the whole group, for what is not reduced yet.
         `late`: parameters get several gradients in one backward pass."""
         self.index = index
         self.name = own.name
@@ -57,6 +58,7 @@ class ReducedGradients:
         self.numel = part.layout.numel_trainable
         self.own = own
         self._make_local = make_local
+        self._await_update = await_update
         self.local: GradientAccumulator | None = None
         self.reductions: Reductions | None = None  # set when they are made
         count = len(self.specs)
@@ -121,6 +123,11 @@ class ReducedGradients:
             self.local.clear()
             self.local.state.close()
             self.local = None
+
+    def await_last(self) -> None:
+        """Wait until what was reduced before has landed and is not read by an update any more."""
+        self._await_update()
+        self.landed.wait()
 
     @property
     def is_complete(self) -> bool:
@@ -194,7 +201,7 @@ class Reductions:
     def _bucket(self, group: ReducedGradients) -> torch.Tensor:
         dtype = torch.float32 if self._kept_passes else self._dtype
         if group.bucket is None:
-            group.landed.wait()  # the last round's: one reduction of a group at a time
+            group.await_last()
             nbytes = group.numel * dtype.itemsize
             name = f"{group.name}, to be reduced"
             group.bucket = self._memory.pool.demand(nbytes, name, StateClass.STAGING)
@@ -274,11 +281,15 @@ class Reductions:
         self._open = False
         self._rounds += 1
 
+    def take_nothing(self) -> None:
+        """A pass in which this rank has no gradients."""
+        if self.synchronising:
+            self._open = True
+            self.finish()
+
     def agree(self) -> None:
         """Once per step, on every rank: what any rank has gradients of is reduced, and all ranks
         know which parameters that are."""
-        if not self._rounds and not self._kept_passes:
-            self._open = True  # this rank had nothing to do: take part with zeros
         self.finish()
         found = self._ranks.exchange(self._what_is_here())
         self._take_over(found)
@@ -311,6 +322,12 @@ class Reductions:
         self._completed.clear()
         used = [group.index for group in self._groups if group.has_any]
         self._order = sorted(used, key=lambda index: (places[index], -index))
+
+    @property
+    def forward_order(self) -> list[int]:
+        """The groups that were reduced in the last step, in about the order in which the model
+        uses them: the same on every rank."""
+        return self._order[::-1]
 
     def discard(self) -> None:
         """`zero_grad` instead of a step: the round under way is reduced all the same."""

@@ -235,7 +235,9 @@ class Runtime:
                 self._run_blocks,
             )  # fmt: skip
 
-        return ReducedGradients(index, part, own, local, late=several)
+        return ReducedGradients(
+            index, part, own, local, lambda: self.groups[index].wait_for_update(), late=several
+        )
 
     def _reduce(self) -> Reductions | None:
         if self.rank_work is None:
@@ -263,16 +265,21 @@ class Runtime:
 
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
+        if self.rank_work is not None:
+            self.rank_work.finish_pass()
+            self.rank_work.refresh(self.groups)
+            self.rank_work.log.begin_pass()
         self.trace.begin_forward()
-        if self.reductions is not None:
-            self.reductions.finish()
 
     def use(self, group: ParamGroup) -> None:
         """`group` is needed now: note it, hurry its update, fetch what comes next."""
         self.check_usable()
         self._needed = group.index  # what comes next must not take its place before it is gathered
-        if self.trace.use(group.index, backward=in_backward()):
+        backward = in_backward()
+        if self.trace.use(group.index, backward=backward):
             group.state.note_use()
+            if self.rank_work is not None:
+                self.rank_work.log.note(lambda: self.trace.use(group.index, backward=backward))
         if self.updates.is_pending(group):
             self.updates.promote(group)
         else:  # it gets its place before what comes next: that may leave no hole of its size
@@ -357,6 +364,13 @@ class Runtime:
             return True
         return self.updates.await_progress()
 
+    def idle(self) -> None:
+        """Take part in a forward and backward pass of the other ranks, without data here."""
+        self.check_usable()
+        if self.rank_work is not None:
+            self._begin_forward()
+            self.rank_work.idle()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add up on this rank alone; the next one outside, or the step,
@@ -385,7 +399,13 @@ class Runtime:
         """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
         self.check_usable()
         self._check_frozen()
-        return self.stepper.step(hyper_of)
+        if self.rank_work is not None:
+            self.rank_work.finish_pass()
+        outcome = self.stepper.step(hyper_of)
+        if self.rank_work is not None:
+            assert self.reductions is not None, "made with it"
+            self.rank_work.refresh(self.groups[i] for i in self.reductions.forward_order)
+        return outcome
 
     def zero_grad(self) -> None:
         """Forget all gradients, each as soon as a pending update has read it."""
@@ -410,6 +430,10 @@ class Runtime:
     def group_of(self, param: nn.Parameter) -> tuple[ParamGroup, int] | None:
         """A parameter's group and its index there; None if it is not managed."""
         return self._where.get(id(param))
+
+    def exchanged_nbytes(self) -> dict[str, int]:
+        """Bytes of whole buffers that were gathered and reduced with other ranks."""
+        return {} if self.rank_work is None else self.rank_work.moved_nbytes()
 
     def settle(self) -> None:
         """Wait for every pending update and every byte on its way; raises what went wrong."""

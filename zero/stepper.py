@@ -23,6 +23,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -248,7 +249,10 @@ class Stepper:
 
     def _submit_rest(self, hyper_of: HyperOf, grad_scale: float) -> None:
         """Submit every group with gradients that is not being updated yet."""
-        order = {index: rank for rank, index in enumerate(self._trace.first_uses())}
+        first = self._trace.first_uses()
+        if self._reductions is not None:
+            first = self._reductions.forward_order
+        order = {index: rank for rank, index in enumerate(first)}
         having = [state for state in self._states if state.gradients.has_any]
         rest = [state for state in having if state.group.index not in self._ahead]
         rest.sort(key=lambda state: order.get(state.group.index, len(order)))
@@ -267,7 +271,7 @@ class Stepper:
         self._updates.submit(here)
         for update in updates:  # other ranks have all of the group that is updated
             if not update.state.parts:
-                update.done()
+                update.state.gradients.landed.then(partial(_end, update))
 
     def _group_update(
         self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float,
@@ -306,6 +310,10 @@ class Stepper:
             with self._lock:
                 self._clear_after_update.discard(index)
                 self._read_by_update.discard(index)
+
+
+def _end(update: GroupUpdate, _: Transfer[None]) -> None:
+    update.done()
 
 
 def _changed(used: Hyper | None, now: Hyper | None) -> str:

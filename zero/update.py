@@ -228,7 +228,7 @@ class UpdateQueue:
                 part.on_device = part.home.device_piece(part.piece)
                 if not part.needed_on_host:
                     continue
-            part.in_place = part.home.host_piece(part.piece)
+            part.find_in_host_memory()
             if part.in_place is not None:
                 continue
             if buffer is None:

@@ -60,7 +60,6 @@ class PlanBuilder:
         self.unit_nbytes = largest_unit(model, self.groups)
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
-        self.shared = plan_shared(sharding, model, self.groups, self.sizes.itemsize)
         self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
 
     def build(self, placements: Placements) -> Plan:
@@ -83,7 +82,12 @@ class PlanBuilder:
             placements, groups, self.sizes, self.hardware, self.budgets[TierName.DEVICE]
         )
         activations = TierName(self.config.placement.activations.tier)
-        plan = with_shared(with_device(plan, device), self.shared)
+        computing = {TierName.DEVICE} if self.gpu else {TierName.DEVICE, TierName.HOST}
+        moves = set(placements[StateClass.PARAMETERS].tiers) - computing
+        shared = plan_shared(
+            self.hardware.sharding, self.model, self.groups, self.sizes.itemsize, moves=bool(moves)
+        )
+        plan = with_shared(with_device(plan, device), shared)
         return _with_activations(plan, activations)
 
     def _assign_gradients(self, placement: Placement) -> list[TierName]:

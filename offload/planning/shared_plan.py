@@ -37,15 +37,17 @@ class SharedPlan:
 
 
 def plan_shared(
-    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int
-) -> SharedPlan | None:
-    """What a rank needs for working with others; None for one alone."""
+    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int,
+    *, moves: bool,
+) -> SharedPlan | None:  # fmt: skip
+    """What a rank needs for working with others; None for one alone. `moves`: some parameters are
+    at home elsewhere than where the model computes."""
     if sharding.world_size == 1:
         return None
     trained = max((group.layout.numel_trainable for group in groups), default=0)
     shard = max((group.layout.shard_trainable for group in groups), default=0)
     return SharedPlan(
-        gather_nbytes=_gather_nbytes(sharding, model, groups, itemsize),
+        gather_nbytes=_gather_nbytes(sharding, model, groups, itemsize, moves=moves),
         bucket_nbytes=pages(trained * itemsize),
         received_nbytes=pages(trained * 4),
         summed_nbytes=pages(shard * 4),
@@ -53,10 +55,12 @@ def plan_shared(
 
 
 def _gather_nbytes(
-    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int
-) -> int:
-    if not sharding.parameters:
-        return 0
+    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int,
+    *, moves: bool,
+) -> int:  # fmt: skip
+    if not sharding.parameters:  # one group is brought up to date beside those that are used
+        brought = moves and sharding.ranks > 1
+        return max((group.parameters for group in groups), default=0) if brought else 0
     whole = [replace(g, parameters=pages(g.layout.numel * itemsize)) for g in groups]
     return largest_unit(model, whole) + max((group.parameters for group in whole), default=0)
 

@@ -1,0 +1,130 @@
+"""What every rank runs in the tests of several ranks; imported by the ranks' processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offload
+from tests.offload.engine_cases import TinyLM, batches, config, seeded, states_of
+
+BUDGET = {"host": "64MiB", "nvme": "64MiB"}
+OPTIMIZER: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "chunk": 2048}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run, the same on every rank but for the data."""
+
+    stage: int
+    placement: dict[str, Any]
+    model: Callable[[], nn.Module] = TinyLM
+    steps: int = 3
+    passes: int = 1  # per step
+    local: bool = False  # all passes but the last one under `no_sync`
+    idle: tuple[int, ...] = ()  # steps in which the last rank has no data
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]  # of this rank, per pass
+    norms: list[float]  # per step
+    states: dict[str, Tensor]
+    moved: dict[str, int]
+
+
+class Choice(nn.Module):
+    """One of two branches, by the data: ranks differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(13, 7, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        y: Tensor = self.branches[number % 2](x)
+        return y
+
+
+class Branches(nn.Module):
+    """Odd sizes, a tied weight, a branch that some ranks use, one that nobody uses, and a frozen
+    layer; smaller than its padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 7)
+        self.first = nn.Linear(7, 13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.choice = Choice()
+        self.nobody = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.frozen(self.first(self.embed(tokens[:, :-1]))))
+        y = self.choice(x, int(tokens[0, 0]))
+        logits = nn.functional.linear(y, self.embed.weight) * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(tokens)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    found: Tensor = model(tokens) if isinstance(model, Branches) else model.loss(tokens)  # type: ignore[operator]
+    return found
+
+
+def data_of(case: Case, world_size: int) -> list[list[list[Tensor]]]:
+    """Batches by step, pass and rank."""
+    flat = iter(batches(case.steps * case.passes * world_size))
+    return [
+        [[next(flat) for _ in range(world_size)] for _ in range(case.passes)]
+        for _ in range(case.steps)
+    ]
+
+
+def train(case: Case, folder: str) -> Outcome:
+    """This rank's part of a run."""
+    torch.set_num_threads(1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    keys = config(
+        Path(folder), case.placement, budget=BUDGET, optimizer=OPTIMIZER,
+        zero={"stage": case.stage}, clip_grad_norm=0.5,
+        gradient_accumulation_steps=case.passes,
+    )  # fmt: skip
+    keys = {**keys, **case.keys}
+    # every rank builds other weights: those of the first one count
+    losses, norms = [], []
+    with offload.initialize(seeded(case.model, seed=rank), keys) as engine:
+        for number, step in enumerate(data_of(case, world_size)):
+            for index, per_rank in enumerate(step):
+                if number in case.idle and rank == world_size - 1:
+                    engine.idle()
+                    continue
+                local = case.local and index + 1 < len(step)
+                loss = loss_of(engine.module, per_rank[rank])
+                if local:
+                    with engine.no_sync():
+                        engine.backward(loss / case.passes)
+                else:
+                    engine.backward(loss / case.passes)
+                losses.append(loss.item())
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            norms.append(engine.report().gradient_norm or 0.0)
+        states = states_of(engine)
+        engine.check_integrity()
+        report = engine.report()
+        for tier in report.tiers.values():
+            assert tier.peak_nbytes <= tier.budget_nbytes
+        return Outcome(losses, norms, states, dict(report.bytes_moved))
+
+
+def train_all(cases: Sequence[Case], folder: str) -> list[Outcome]:
+    return [train(case, folder) for case in cases]

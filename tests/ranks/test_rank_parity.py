@@ -1,0 +1,165 @@
+"""Several ranks train what one rank trains: stages agree to the last bit, worlds to rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    config,
+    seeded,
+    states_of,
+)
+from tests.ranks import programs
+from tests.ranks.processes import run_ranks
+from tests.ranks.programs import BUDGET, OPTIMIZER, Branches, Case, Outcome, data_of, loss_of
+
+MIXED: dict[str, Any] = {
+    "parameters": {"host": "50%", "nvme": "50%"},
+    "gradients": {"host": "30%", "nvme": "70%"},
+    "optimizer": {"host": "40%", "nvme": "60%"},
+}
+WORLDS = [2, 3, 4]
+BF16 = {"precision": "bf16"}
+HOST_SUMS = {**NVME, "gradients": "host"}  # sums in fp32 are refused on nvme
+
+
+def every_stage(case: Case) -> list[Case]:
+    return [replace(case, stage=stage) for stage in (0, 1, 2, 3)]
+
+
+# Cases that only differ in stage and placement must not differ in a bit.
+FAMILIES: dict[str, list[Case]] = {
+    "fp32": [c for homes in (HOST, NVME, MIXED) for c in every_stage(Case(3, homes))],
+    "bf16": [c for homes in (HOST, NVME) for c in every_stage(Case(3, homes, keys=BF16))],
+    "two passes": every_stage(Case(3, HOST, passes=2)),
+    "no_sync": [
+        case for homes in (HOST, HOST_SUMS)
+        for case in every_stage(Case(3, homes, passes=3, local=True, keys=BF16))
+    ],
+    "branches": [
+        case for homes in (HOST, NVME)
+        for case in every_stage(Case(3, homes, Branches, keys={"groups": {"blocks": ["Choice"]}}))
+    ],
+    "branches apart": every_stage(Case(3, HOST, Branches))[:3],  # groups that not all ranks use
+    "in backward": [
+        case for homes in (HOST, NVME) for case in every_stage(
+            Case(3, homes, keys={"clip_grad_norm": None,
+                                 "optimizer": {**OPTIMIZER, "in_backward": True}})
+        )
+    ],
+    "micro-batches": every_stage(Case(3, HOST, keys={"micro_batches": 2})),
+    "recomputed": every_stage(
+        Case(3, {**NVME, "activations": {"tier": "nvme", "checkpoint": True}})
+    ),
+    "int8": every_stage(Case(3, HOST, keys={**BF16, "optimizer": {**OPTIMIZER, "states": "int8"}})),
+    "idle": every_stage(Case(3, HOST, idle=(1, 2))),
+}  # fmt: skip
+# What more than two ranks could change, in `make test`; `make test-long` takes all families.
+OF_WORLD = {
+    2: tuple(FAMILIES),
+    3: ("no_sync", "branches", "branches apart", "in backward", "idle"),
+    4: ("two passes", "int8", "idle"),
+}
+World = tuple[int, tuple[str, ...], list[dict[int, Outcome]]]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, long: bool
+) -> World:
+    """The world size, and every rank's outcome of every case."""
+    families = tuple(FAMILIES) if long else OF_WORLD[request.param]
+    cases = [case for family in families for case in FAMILIES[family]]
+    folder = tmp_path_factory.mktemp("ranks")
+    found = run_ranks(
+        request.param, folder, programs.train_all, cases, str(folder), timeout_s=200
+    )  # fmt: skip
+    by_rank = [{id(c): o for c, o in zip(cases, rank, strict=True)} for rank in found]
+    return request.param, families, by_rank
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_stage_and_no_placement_changes_a_bit(world: World, family: str) -> None:
+    _, families, by_rank = world
+    if family not in families:
+        pytest.skip("in make test-long")
+    cases = FAMILIES[family]
+    first, sharded = (by_rank[0][id(cases[stage])] for stage in (0, 1))
+    for rank, outcomes in enumerate(by_rank):
+        for case in cases:
+            found: Outcome = outcomes[id(case)]
+            # whole or in parts, squares are added up in another order: fp64 differs in its last bit
+            assert found.norms == (sharded if case.stage else first).norms, case
+            assert found.norms == pytest.approx(first.norms, rel=1e-12), case
+            assert_same_bits(found.states, first.states)
+            assert found.losses == outcomes[id(cases[0])].losses, (rank, case)
+
+
+def alone(case: Case, world_size: int, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """One rank with the batches of all."""
+    keys = config(folder, HOST, budget=BUDGET, optimizer=OPTIMIZER, clip_grad_norm=0.5)
+    losses = []
+    with _initialize(seeded(case.model), {**keys, **case.keys}) as engine:
+        for number, step in enumerate(data_of(case, world_size)):
+            for per_rank in step:
+                here = per_rank[:-1] if number in case.idle else per_rank
+                for tokens in here:
+                    loss = loss_of(engine.module, tokens)
+                    engine.backward(loss / (case.passes * world_size))
+                    losses.append(loss.item())
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        return losses, states_of(engine)
+
+
+def _initialize(model: nn.Module, keys: dict[str, Any]) -> Any:
+    import offload
+
+    return offload.initialize(model, keys)
+
+
+@pytest.mark.parametrize("family", ["fp32", "two passes", "branches", "idle"])
+def test_several_ranks_train_as_one_with_all_their_data(
+    world: World, family: str, tmp_path: Path
+) -> None:
+    world_size, families, by_rank = world
+    if family not in families:
+        pytest.skip("in make test-long")
+    case = FAMILIES[family][-1]
+    losses, states = alone(case, world_size, tmp_path)
+
+    of_ranks = [iter(outcomes[id(case)].losses) for outcomes in by_rank]
+    found = [
+        next(of_ranks[rank])
+        for number, step in enumerate(data_of(case, world_size)) for _ in step
+        for rank in range(world_size - (number in case.idle))
+    ]  # fmt: skip
+    assert found == pytest.approx(losses, rel=1e-6)
+    for name, value in by_rank[0][id(case)].states.items():
+        expected = states[name].double()
+        distance = (value.double() - expected).norm() / max(expected.norm(), 1e-30)
+        bound = 2e-6 if name.endswith(("exp_avg", "exp_avg_sq")) else 1e-6
+        assert distance <= bound, (name, distance.item())
+
+
+def test_a_parameter_that_nobody_uses_is_not_touched(world: World) -> None:
+    _, families, by_rank = world
+    if "branches" not in families:
+        pytest.skip("in make test-long")
+    case = FAMILIES["branches"][-1]
+    states = by_rank[0][id(case)].states
+    untrained = seeded(Branches).state_dict()
+    assert torch.equal(states["nobody.weight"], untrained["nobody.weight"])  # no weight decay
+    assert "nobody.weight exp_avg" not in states
+    used = [int(states.get(f"choice.branches.{b}.weight step", torch.zeros(()))) for b in range(2)]
+    assert max(used) > 0
