@@ -48,8 +48,9 @@ class ReducedGradients:
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
         *, late: bool,
     ) -> None:  # fmt: skip
-        """`await_update` waits until no update reads what was reduced before. `make_local` makes an accumulator of the whole group, for what is not reduced yet.
-        `late`: parameters get several gradients in one backward pass."""
+        """`await_update` waits until no update reads what was reduced before. `make_local` makes an
+        accumulator of the whole group, for what is not reduced yet. `late`: parameters get several
+        gradients in one backward pass."""
         self.index = index
         self.name = own.name
         self.late = late

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tests.offload.engine_cases import (
     HOST,
     NVME,
-    TinyLM,
     assert_same_bits,
     config,
     seeded,
