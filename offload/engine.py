@@ -16,7 +16,7 @@ from torch import nn
 from offload import machine
 from offload.activations import Activations
 from offload.config import OffloadConfig
-from offload.homes import TieredHomes, compute_device, nvme_paths, this_machine
+from offload.homes import TieredHomes, compute_device, nvme_paths, ranks_here, this_machine
 from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
 from offload.model_state import StateDictHooks
 from offload.optimizer import OffloadOptimizer
@@ -82,7 +82,9 @@ class Engine:
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         self.plan: Plan = make_plan(config, discovery.shape(), hardware)
-        self.config = resolved_config(config, self.plan, self.device.type)
+        self.config = resolved_config(
+            config, self.plan, self.device.type, 1 if self._ranks is None else ranks_here()
+        )
         _look_ahead(self.plan, config, model)
         _say_slow(config.precision, self.device)
         optimized: Any = parameters

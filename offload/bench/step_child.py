@@ -30,6 +30,12 @@ def make(program: str, config: OffloadConfig, folder: Path) -> System:
         return Plain(config)
     if program == "offload":
         return Offloaded(config)
+    if program in ("ddp", "fsdp2", "fsdp2-offload"):
+        from offload.bench.rank_systems import FullySharded, Replicated
+
+        if program == "ddp":
+            return Replicated(config)
+        return FullySharded(config, offload=program == "fsdp2-offload")
     from offload.bench.step_deepspeed import DeepSpeedZero3
 
     _, device, *options = program.split("-")
@@ -56,7 +62,9 @@ class Turns:
         self._system = system
         self._count = batches
         self._in_one_piece = in_one_piece
-        self._batches = (batch_of(config, number) for number in count())
+        # each of several ranks has every so-manieth batch
+        rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        self._batches = (batch_of(config, number) for number in count(rank, ranks))
 
     def turn(self) -> dict[str, Any]:
         """What was measured, with the losses of all steps of the turn."""

@@ -100,8 +100,10 @@ class DeepSpeedZero3:
 
 
 def _single_process() -> None:
-    """What a launcher would set for a world of one."""
+    """What a launcher would set for a world of one, where none has set anything."""
     prepare_deepspeed()
+    if "WORLD_SIZE" in os.environ:
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

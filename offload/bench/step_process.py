@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,12 @@ class Turn:
 class SystemProcess:
     """Starts the process; `turn` trains. Its output is kept in `folder`."""
 
-    def __init__(self, spec: SystemSpec, config: Path, folder: Path) -> None:
-        """Blocks until the model is built. SystemFailed with the end of its output."""
+    def __init__(
+        self, spec: SystemSpec, config: Path, folder: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Blocks until the model is built; one of several ranks, which has an `environment` that
+        says which, does not (see `await_start`). SystemFailed with the end of its output."""
         self.spec = spec
         self._log = (folder / f"{spec.name}.log").open("w+")
         files = folder / spec.name
@@ -76,8 +81,14 @@ class SystemProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "offload.bench.step_child", str(described)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=_environment(), start_new_session=True,  # Ctrl-C is for us, and we end the child
+            env={**_environment(), **(environment or {})},
+            start_new_session=True,  # Ctrl-C is for us, and we end the child
         )  # fmt: skip
+        if environment is None:
+            self.await_start()
+
+    def await_start(self) -> None:
+        """Until it is ready for its first turn. SystemFailed."""
         try:
             self._answer()
         except BaseException:
@@ -86,12 +97,20 @@ class SystemProcess:
 
     def turn(self) -> Turn:
         """Train one turn. SystemFailed."""
+        self.begin_turn()
+        return self.end_turn()
+
+    def begin_turn(self) -> None:
+        """Ask for a turn, which goes on meanwhile. SystemFailed."""
         pipe = self._pipe(self._process.stdin)
         try:
             pipe.write("turn\n")
             pipe.flush()
         except BrokenPipeError as error:
             raise self._failed("ended early") from error
+
+    def end_turn(self) -> Turn:
+        """Wait for the turn that was asked for. SystemFailed."""
         answer = self._answer()
         return Turn(**{**answer, "losses": tuple(answer["losses"])})
 

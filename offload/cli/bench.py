@@ -169,6 +169,46 @@ def step(
     _finish(record, COLUMNS, json)
 
 
+@bench_app.command()
+def ranks(
+    count: Annotated[
+        int, typer.Option("--ranks", metavar="N", help="Processes that train together.")
+    ] = 2,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="Train as FILE says. Default: a 151 M Llama."
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--option", metavar="KEY=VALUE", help="Replace a value. Repeatable."),
+    ] = None,
+    systems: Annotated[
+        str,
+        typer.Option(
+            "--systems",
+            metavar="NAMES",
+            help="Of stage3, stage2, stage3-nvme, ddp, fsdp2, fsdp2-offload, deepspeed. Default: "
+            "all.",
+        ),
+    ] = "",
+    path: Folder = None,
+    rounds: Rounds = 7,
+    json: Json = None,
+) -> None:
+    """Training steps of several ranks: ours sharded, DDP, FSDP2 and DeepSpeed ZeRO-3."""
+    from offload.bench.ranks import COLUMNS, RanksOptions, run_ranks
+    from offload.bench.record import check_json
+
+    check_json(json)
+    names = tuple(name.strip() for name in systems.split(",") if name.strip())
+    options = RanksOptions(count, config, tuple(option or []), path, names, rounds)
+    with _saying() as say:
+        record = run_ranks(options, say)
+    _finish(record, COLUMNS, json)
+
+
 @contextmanager
 def _saying() -> Iterator[Say]:
     """Where a bench says what it is doing: a line on stderr that changes, on a terminal."""

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offload")
 
 
-def resolved_config(config: OffloadConfig, plan: Plan, device: str) -> OffloadConfig:
-    """`config` with every `auto` that the machine and the model decide filled in."""
+def resolved_config(
+    config: OffloadConfig, plan: Plan, device: str, ranks_here: int = 1
+) -> OffloadConfig:
+    """`config` with every `auto` that the machine and the model decide filled in. `ranks_here`
+    share the machine's cores."""
     splits = {
         str(state_class): TierSplit(**{str(tier): share for tier, share in placement.shares})
         for state_class, placement in plan.placements.items()
@@ -38,20 +41,19 @@ def resolved_config(config: OffloadConfig, plan: Plan, device: str) -> OffloadCo
         ),
         "placement": config.placement.model_copy(update=splits),
         "prefetch": plan.prefetch,
-        "threads": _threads(config, gpu=plan.gpu),
+        "threads": _threads(config, available_cores() // ranks_here, gpu=plan.gpu),
     }
     resolved = config.resolved()
     optimizer = resolved.optimizer.model_copy(update={"chunk": plan.chunk_numel})
     return resolved.model_copy(update={**update, "optimizer": optimizer})
 
 
-def _threads(config: OffloadConfig, *, gpu: bool) -> ThreadsConfig:
+def _threads(config: OffloadConfig, cores: int, *, gpu: bool) -> ThreadsConfig:
     if config.threads.optimizer != "auto":
         return config.threads
-    cores = available_cores()
     # Beside a GPU the model's thread and I/O keep a core each: a kernel launched late costs more
     # than an optimizer with two threads fewer.
-    return config.threads.model_copy(update={"optimizer": max(1, cores - 2) if gpu else cores})
+    return config.threads.model_copy(update={"optimizer": max(1, cores - 2 if gpu else cores)})
 
 
 def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
