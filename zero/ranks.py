@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from offload.zero.collectives import Collectives, Group, all_gather_flat
 from offload.zero.sharding import Sharding
 
+_MOST_TEXT_NBYTES = 500  # of an error that other ranks are told of
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -113,6 +115,28 @@ class Ranks:
         moved = tensor.detach().to(self._control_device, copy=True).contiguous()
         dist.broadcast(moved.view(-1).view(torch.uint8), 0, group=self.control)
         return moved.to(tensor.device)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Give a tensor (1D) to another rank, which is to `receive` it."""
+        dist.send(tensor.to(self._control_device).contiguous(), to, group=self.control)
+
+    def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
+        """What another rank sends, in host memory."""
+        found = torch.empty(numel, dtype=dtype, device=self._control_device)
+        dist.recv(found, source, group=self.control)
+        return found.cpu()
+
+    def all_succeeded(self, error: BaseException | None) -> str | None:
+        """What went wrong on the first rank on which anything did; None if nothing did."""
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        mine = text.encode()[:_MOST_TEXT_NBYTES]
+        lengths = self.exchange([len(mine)])[:, 0]
+        if not lengths.any():
+            return None
+        rows = self.exchange([*mine, *bytes(_MOST_TEXT_NBYTES - len(mine))])
+        rank = int(lengths.argmax() if lengths[0] == 0 else 0)
+        words = bytes(rows[rank][: lengths[rank]].astype(np.uint8)).decode(errors="replace")
+        return f"rank {rank}: {words}"
 
     def least(self, number: int) -> int:
         """The least of what the ranks say."""

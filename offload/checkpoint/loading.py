@@ -16,7 +16,9 @@ from offload.checkpoint.manifest import ParameterRecord
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo, field_info
+from offload.checkpoint.shards import own_ranges, shifted, whole_state
 from offload.kernels.floats import Array
+from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
 from offload.zero.optimizer_state import OptimizerState
@@ -30,6 +32,25 @@ def load_engine(engine: Engine, path: Path, *, verify: bool = True) -> None:
     """See `offload.checkpoint.load`."""
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be loaded")
+    ranks = engine.runtime.ranks
+    if ranks is None:
+        _load(engine, path, verify=verify)
+        return
+    error: BaseException | None = None
+    try:
+        _load(engine, path, verify=verify and ranks.rank == 0)
+    except Exception as failure:  # noqa: BLE001 - raised below, on every rank
+        error = failure
+    told = ranks.all_succeeded(error)
+    if error is not None:
+        raise error
+    if told is not None:
+        engine.runtime.unusable = f"loading {path} failed ({told}); load a checkpoint again"
+        raise CheckpointError(f"{path} was not loaded; {told}")
+
+
+def _load(engine: Engine, path: Path, *, verify: bool) -> None:
+    """On this rank."""
     _adopt(path)
     with CheckpointReader(path) as reader:
         reader.check(contents=False)
@@ -98,37 +119,46 @@ class _Loader:
         """Everything, group by group; returns when every byte is home."""
         self._runtime.stepper.forget()
         for group, state in zip(self._runtime.groups, self._runtime.optimizer_states, strict=True):
-            self._read_parameters(group)
+            self._read_parameters(state)
             self._read_optimizer(state)
             self._read_steps(group)
-            group.version += 1  # handles of activations saved before are stale
+            group.outdate()  # handles of activations saved before are stale
             group.state.settle()
             for record in state.records:
                 record.settle()
         self._read_others()
         self._read_numbers()
 
-    def _read_parameters(self, group: ParamGroup) -> None:
-        itemsize = group.dtype.itemsize
-        for piece in range(group.state.pieces):
-            elements = elements_of(group.state, piece, itemsize)
-            if not elements:
+    def _read_parameters(self, state: OptimizerState) -> None:
+        """What this rank keeps of them: all, or its shard."""
+        group, home = state.group, whole_state(state.group)
+        for piece in range(home.pieces):
+            kept = elements_of(home, piece, group.dtype.itemsize)
+            if not kept:
                 continue
-            with self._access.overwriting(group.state, piece) as raw:
+            with self._access.overwriting(home, piece) as raw:
                 raw.zero_()  # padding between parameters
-                for spec, here, there in overlaps(group.layout.params, elements):
-                    part = raw[here.start * itemsize : here.stop * itemsize]
-                    file, tensor = self._weights[spec.name]
-                    view = part.numpy().data
-                    self._reader.read_into(file, tensor, there.start * itemsize, view)
-                    del part, view
+                for here, elements in own_ranges(state, kept):
+                    self._read_weights(group, elements, raw, here.start)
                 del raw
+
+    def _read_weights(
+        self, group: ParamGroup, elements: range, raw: torch.Tensor, first: int
+    ) -> None:
+        """The group's `elements` into `raw`, from its element `first` on."""
+        itemsize = group.dtype.itemsize
+        for spec, here, there in overlaps(group.layout.params, elements):
+            start, stop = here.start + first, here.stop + first
+            view = raw[start * itemsize : stop * itemsize].numpy().data
+            file, tensor = self._weights[spec.name]
+            self._reader.read_into(file, tensor, there.start * itemsize, view)
+            del view
 
     def _read_optimizer(self, state: OptimizerState) -> None:
         specs = [spec for spec in state.group.layout.params if spec.trainable]
         for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
             with self._access.overwriting(record, 0) as raw:
-                self._read_record(raw, elements, specs, kept)
+                self._read_record(raw, shifted(elements, state.part.trainable.start), specs, kept)
                 del raw
 
     def _read_record(

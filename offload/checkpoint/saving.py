@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from offload.checkpoint.manifest import (
     Manifest,
     ParameterRecord,
 )
-from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
+from offload.checkpoint.pieces import PieceAccess, overlaps
 from offload.checkpoint.safetensors_file import (
     ITEMSIZE,
     SafetensorsWriter,
@@ -30,8 +30,10 @@ from offload.checkpoint.safetensors_file import (
     field_info,
     file_nbytes,
 )
+from offload.checkpoint.shards import Records, ShardReader, Weights
+from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup
-from offload.zero.optimizer_state import OptimizerState
+from offload.zero.ranks import Ranks
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -45,10 +47,36 @@ def save_engine(engine: Engine, path: Path) -> None:
     model.check_stepped(engine)
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be saved")
+    if engine.runtime.ranks is not None:
+        _save_together(engine, path, engine.runtime.ranks)
+        return
     saver = _Saver(engine)
     with PendingFolder(path) as folder:
         saver.write(folder.path)
         folder.commit()
+
+
+def _save_together(engine: Engine, path: Path, ranks: Ranks) -> None:
+    """The first rank writes. What fails there is raised on every rank, and the others' parts are
+    taken all the same: nobody waits for ever."""
+    error: BaseException | None = None
+    saver = _Saver(engine)
+    saver.refresh()
+    if saver.writes:
+        try:
+            with PendingFolder(path) as folder:
+                saver.write(folder.path)
+                folder.commit()
+        except Exception as failure:  # noqa: BLE001 - raised below, on every rank
+            error = failure
+            saver.drain()
+    else:
+        saver.drain()
+    told = ranks.all_succeeded(error)
+    if error is not None:
+        raise error
+    if told is not None:
+        raise CheckpointError(f"{path} was not saved; {told}")
 
 
 def optimizer_sections(
@@ -89,7 +117,41 @@ class _Saver:
         )
         states = [group.state for group in self._runtime.groups]
         records = [r for state in self._runtime.optimizer_states for r in state.records]
-        self._access = PieceAccess([*states, *records])
+        self._reader = ShardReader(
+            PieceAccess([*states, *records]), self._runtime.ranks, self._runtime.own.nbytes
+        )
+        self._parts = self._all_parts()
+        self._open: Iterator[Any] = iter(())
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one that writes."""
+        return self._reader.writes
+
+    def refresh(self) -> None:
+        """What other ranks have updated is up to date here, where it is kept whole."""
+        if self._runtime.rank_work is not None:
+            self._runtime.rank_work.refresh(self._runtime.groups)
+        for group in self._runtime.groups:
+            group.state.settle()
+
+    def _all_parts(self) -> Iterator[Iterator[Any]]:
+        """Every group's parameters and records, in the order in which they are written."""
+        for state in self._runtime.optimizer_states:
+            yield self._reader.weights(state)
+            if state.group.layout.numel_trainable:
+                yield self._reader.records(state, self._saved_format)
+
+    def _take(self) -> Iterator[Any]:
+        """What is to be written next."""
+        self._open = next(self._parts)
+        return self._open
+
+    def drain(self) -> None:
+        """Take this rank's part in what is left of the save, and write nothing."""
+        for part in (self._open, *self._parts):
+            for _ in part:
+                pass
 
     def _group_record(self, group: ParamGroup) -> GroupRecord:
         file = f"{group.index:03d}.safetensors"
@@ -106,10 +168,10 @@ class _Saver:
             (folder / PARAMETERS).mkdir()
             (folder / OPTIMIZER).mkdir()
         for group, record in zip(self._runtime.groups, self._groups, strict=True):
-            self._write_parameters(folder, group, record)
+            weights = self._take()
+            self._write_parameters(folder, group, record, weights)
             if record.optimizer is not None:
-                state = self._runtime.optimizer_states[group.index]
-                self._write_optimizer(folder, state, record.optimizer)
+                self._write_optimizer(folder, group, record.optimizer, self._take())
         self._write_others(folder)
         manifest = self._manifest.model_copy(update={"files": self._files})
         _write_text(folder / MANIFEST, manifest.to_json())
@@ -147,36 +209,32 @@ class _Saver:
         return {**metadata, "tied": json.dumps(tied)} if tied else metadata
 
     # ---------------------------------------------------------------- writing
-    def _write_parameters(self, folder: Path, group: ParamGroup, record: GroupRecord) -> None:
+    def _write_parameters(
+        self, folder: Path, group: ParamGroup, record: GroupRecord, weights: Weights
+    ) -> None:
         itemsize = group.dtype.itemsize
         sections, metadata = self._parameter_sections(group), self._metadata(group)
         with SafetensorsWriter(folder / record.parameters, sections, metadata) as file:
-            for piece in range(group.state.pieces):
-                elements = elements_of(group.state, piece, itemsize)
-                if not elements:
-                    continue
-                with self._access.reading(group.state, piece) as raw:
-                    for _, here, _ in overlaps(group.layout.params, elements):
-                        part = raw[here.start * itemsize : here.stop * itemsize]
-                        file.append("tensors", part.numpy().data)
-                    del raw
+            for elements, raw in weights:
+                for _, here, _ in overlaps(group.layout.params, elements):
+                    part = raw[here.start * itemsize : here.stop * itemsize]
+                    file.append("tensors", part.numpy().data)
+                del raw
             self._files[record.parameters] = file.finish()
 
-    def _write_optimizer(self, folder: Path, state: OptimizerState, name: str) -> None:
-        saved = self._saved_format
-        specs = [spec for spec in state.group.layout.params if spec.trainable]
-        sections = self._optimizer_sections(state.group)
-        with SafetensorsWriter(folder / name, sections, {"group": state.group.name}) as file:
-            chunks = zip(state.chunks, state.records, state.formats, strict=True)
-            for elements, record, kept in chunks:
-                with self._access.reading(record, 0) as raw:
-                    arrays = kept.in_format(kept.arrays(raw, len(elements)), saved)
-                    for _, here, _ in overlaps(specs, elements):
-                        spans = saved.field_spans(here)
-                        for field in sections:
-                            part = arrays[field][spans[field]].view(np.uint8)
-                            file.append(field, part.data)
-                    del raw, arrays
+    def _write_optimizer(
+        self, folder: Path, group: ParamGroup, name: str, records: Records
+    ) -> None:
+        specs = [spec for spec in group.layout.params if spec.trainable]
+        sections = self._optimizer_sections(group)
+        with SafetensorsWriter(folder / name, sections, {"group": group.name}) as file:
+            for elements, arrays in records:
+                for _, here, _ in overlaps(specs, elements):
+                    spans = self._saved_format.field_spans(here)
+                    for field in sections:
+                        part = arrays[field][spans[field]].view(np.uint8)
+                        file.append(field, part.data)
+                arrays.clear()
             self._files[name] = file.finish()
 
     def _write_others(self, folder: Path) -> None:

@@ -1,0 +1,140 @@
+"""Every rank's part of a group, in the order of the group's elements, for the rank that writes.
+
+A checkpoint does not say how many ranks there were: the first rank writes what one rank alone would
+write, and is sent the others' parts piece by piece. So any number of ranks can take it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from offload.checkpoint.pieces import PieceAccess, elements_of
+from offload.kernels.floats import Array
+from offload.swap.state import State
+from offload.zero.gathered import SharedState
+from offload.zero.group import ParamGroup
+from offload.zero.optimizer_state import OptimizerState
+from offload.zero.ranks import Ranks
+from offload.zero.records import RecordFormat
+
+Weights = Iterator[tuple[range, torch.Tensor]]
+Records = Iterator[tuple[range, dict[str, Array]]]
+
+
+def shifted(elements: range, by: int) -> range:
+    return range(elements.start + by, elements.stop + by)
+
+
+def whole_state(group: ParamGroup) -> State:
+    """The state with a group's pieces as this rank keeps them: all of them, or its shard's."""
+    return group.state.home if isinstance(group.state, SharedState) else group.state
+
+
+def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, range]]:
+    """A range of what this rank keeps of a group's parameters: which of it (counted from its first
+    element) are which of the group's elements."""
+    if not state.owns_shard:
+        yield range(len(elements)), elements
+        return
+    cut = len(state.part.trainable)
+    for region, first in ((range(cut), 0), (range(cut, cut + len(state.part.frozen)), cut)):
+        begin = state.part.trainable.start if not first else state.part.frozen.start
+        lo, hi = max(elements.start, region.start), min(elements.stop, region.stop)
+        if lo < hi:
+            yield shifted(range(lo, hi), -elements.start), shifted(range(lo, hi), begin - first)
+
+
+class ShardReader:
+    """Reads groups for the writing rank. On the others, the same iterations send their parts and
+    give nothing."""
+
+    def __init__(self, access: PieceAccess, ranks: Ranks | None, itemsize: int) -> None:
+        self._access = access
+        self._ranks = ranks
+        self._itemsize = itemsize
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one that writes."""
+        return self._ranks is None or self._ranks.rank == 0
+
+    def weights(self, state: OptimizerState) -> Weights:
+        """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones."""
+        if state.owns_shard:
+            for frozen in (False, True):
+                yield from self._in_turn(partial(self._own_weights, state, frozen))
+        elif self.writes:
+            home = whole_state(state.group)
+            for piece in range(home.pieces):
+                elements = elements_of(home, piece, self._itemsize)
+                if elements:
+                    with self._access.reading(home, piece) as raw:
+                        yield elements, raw
+                        del raw
+
+    def _own_weights(self, state: OptimizerState, frozen: bool) -> Weights:
+        home = whole_state(state.group)
+        for piece in range(home.pieces):
+            kept = elements_of(home, piece, self._itemsize)
+            for here, elements in own_ranges(state, kept):
+                if (elements.start >= state.group.layout.numel_trainable) is frozen:
+                    with self._access.reading(home, piece) as raw:
+                        yield (
+                            elements,
+                            raw[here.start * self._itemsize : here.stop * self._itemsize],
+                        )
+                        del raw
+
+    def records(self, state: OptimizerState, saved: RecordFormat) -> Records:
+        """A group's optimizer records in the format `saved`: elements, and arrays of them."""
+        if state.part.layout.ranks == 1:
+            if self.writes:
+                yield from self._own_records(state, saved)
+            return
+        for elements, raw in self._in_turn(partial(self._packed_records, state, saved)):
+            yield elements, saved.arrays(raw, len(elements))
+
+    def _own_records(self, state: OptimizerState, saved: RecordFormat) -> Records:
+        first = state.part.trainable.start
+        chunks = zip(state.chunks, state.records, state.formats, strict=True)
+        for elements, record, kept in chunks:
+            with self._access.reading(record, 0) as raw:
+                arrays = kept.in_format(kept.arrays(raw, len(elements)), saved)
+                yield shifted(elements, first), arrays
+                del raw
+                arrays.clear()
+
+    def _packed_records(self, state: OptimizerState, saved: RecordFormat) -> Weights:
+        for elements, arrays in self._own_records(state, saved):
+            packed = torch.zeros(saved.nbytes(len(elements)), dtype=torch.uint8)
+            for name, array in saved.arrays(packed, len(elements)).items():
+                array[:] = arrays[name]
+            yield elements, packed
+
+    def _in_turn(self, own: Callable[[], Weights]) -> Weights:
+        """What each rank of the first shard group has of a group, one rank after the other."""
+        ranks = self._ranks
+        assert ranks is not None, "shards of several ranks"
+        if ranks.sharding.replica:
+            return
+        for rank in range(ranks.sharding.ranks):
+            if rank == ranks.rank == 0:
+                yield from own()
+            elif rank == ranks.rank:
+                for elements, raw in own():
+                    ranks.send(torch.tensor([elements.start, elements.stop, raw.numel()]), 0)
+                    ranks.send(raw, 0)
+                ranks.send(torch.zeros(3, dtype=torch.int64), 0)
+            elif self.writes:
+                yield from self._received(ranks, rank)
+
+    @staticmethod
+    def _received(ranks: Ranks, rank: int) -> Weights:
+        while True:
+            start, stop, nbytes = ranks.receive(3, torch.int64, rank).tolist()
+            if not nbytes:
+                return
+            yield range(start, stop), ranks.receive(nbytes, torch.uint8, rank)

@@ -1,0 +1,115 @@
+"""A checkpoint does not say how many ranks wrote it, nor at which stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offload
+from offload.errors import CheckpointError, PathError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    seeded,
+    states_of,
+)
+from tests.ranks.processes import run_ranks
+from tests.ranks.programs import BUDGET, OPTIMIZER
+
+States = dict[str, Tensor]
+
+
+def keys_of(folder: str, stage: int, placement: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return config(
+        Path(folder), placement, budget=BUDGET, zero={"stage": stage, **more}, precision="bf16",
+        optimizer=OPTIMIZER, clip_grad_norm=0.5,
+    )  # fmt: skip
+
+
+def steps(engine: offload.Engine, first: int, last: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number in range(first, last):
+        tokens = batches(world_size, seed=number)[rank]
+        engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def train_and_save(folder: str, stage: int, name: str, more: dict[str, Any]) -> States:
+    """Two steps, a checkpoint, two more; the states at the checkpoint and at the end."""
+    torch.set_num_threads(1)
+    with offload.initialize(seeded(TinyLM), keys_of(folder, stage, NVME, **more)) as engine:
+        steps(engine, 0, 2)
+        engine.save_checkpoint(Path(folder) / name)
+        then = states_of(engine)
+        steps(engine, 2, 4)
+        return then | {f"end {key}": value for key, value in states_of(engine).items()}
+
+
+def load_and_train(folder: str, stage: int, name: str) -> States:
+    torch.set_num_threads(1)
+    with offload.initialize(seeded(TinyLM, seed=5), keys_of(folder, stage, HOST)) as engine:
+        engine.load_checkpoint(Path(folder) / name)
+        then = states_of(engine)
+        steps(engine, 2, 4)
+        return then | {f"end {key}": value for key, value in states_of(engine).items()}
+
+
+def alone(folder: Path, name: str) -> States:
+    with offload.initialize(seeded(TinyLM, seed=5), keys_of(str(folder), 3, HOST)) as engine:
+        engine.load_checkpoint(folder / name)
+        return states_of(engine)
+
+
+def at_checkpoint(states: States) -> States:
+    return {key: value for key, value in states.items() if not key.startswith("end ")}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_any_number_of_ranks_takes_over_what_two_have_saved(tmp_path: Path, stage: int) -> None:
+    folder = str(tmp_path)
+    saved = run_ranks(2, tmp_path, train_and_save, folder, stage, "two", {})
+    other = 4 - stage
+    for found in run_ranks(2, tmp_path, load_and_train, folder, other, "two"):
+        assert_same_bits(found, saved[0])  # goes on as if nothing had happened
+    for found in run_ranks(3, tmp_path, load_and_train, folder, stage, "two"):
+        assert_same_bits(at_checkpoint(found), at_checkpoint(saved[0]))
+    assert_same_bits(alone(tmp_path, "two"), at_checkpoint(saved[0]))
+
+
+def test_replicas_save_what_one_rank_would_have_saved(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    saved = run_ranks(4, tmp_path, train_and_save, folder, 3, "four", {"shard_group": 2})
+    assert_same_bits(alone(tmp_path, "four"), at_checkpoint(saved[0]))
+
+
+def fail_to_save(folder: str) -> list[str]:
+    with offload.initialize(seeded(TinyLM), keys_of(folder, 3, HOST)) as engine:
+        steps(engine, 0, 1)
+        told = []
+        (Path(folder) / "file").touch()
+        for call, path in (
+            (engine.save_checkpoint, Path(folder) / "file"),
+            (engine.load_checkpoint, Path(folder) / "nowhere"),
+        ):
+            try:
+                call(path)
+            except (CheckpointError, PathError) as error:
+                told.append(str(error))
+        steps(engine, 1, 2)
+        return told
+
+
+def test_what_goes_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, tmp_path, fail_to_save, str(tmp_path))
+    assert len(first) == len(second) == 2
+    assert "rank 0: " in second[0]
