@@ -295,7 +295,11 @@ class Engine:
             self._finalizer.detach()
         if self._activations is not None:
             self._activations.remove()
-        _close_all(self._runtime, self._run, self._homes)
+        try:
+            _close_all(self._runtime, self._run, self._homes)
+        finally:
+            if self._ranks is not None:
+                self._ranks.leave()
 
     def __enter__(self) -> Engine:
         return self

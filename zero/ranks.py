@@ -37,13 +37,8 @@ class Ranks:
 
         Every rank has to come here. ConfigError if the shard groups do not come out even.
         """
-        owns_world = not dist.is_initialized()
-        if owns_world:
-            if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or not dist.is_available():
-                return None
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        world_size = dist.get_world_size()
+        owns_world = start_world(device, timeout_s)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size == 1:
             return None
         sharding = Sharding.of(stage, shard_group, world_size, dist.get_rank())
@@ -75,9 +70,7 @@ class Ranks:
     # ---------------------------------------------------------------- small things
     @property
     def _control_device(self) -> torch.device:
-        """Where the control group can exchange numbers."""
-        gloo = "gloo" in str(dist.get_backend_config(self.control))
-        return torch.device("cpu") if gloo else self.device
+        return control_device(self.device, self.control)
 
     def exchange(self, numbers: Sequence[int]) -> np.ndarray:
         """What every rank says, one row each (int32). Equally many numbers on every rank."""
@@ -146,5 +139,29 @@ class Ranks:
 
     def leave(self) -> None:
         """End the process group, if it was made here."""
-        if self.owns_world and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.owns_world:
+            end_world()
+
+
+def start_world(device: torch.device, timeout_s: float) -> bool:
+    """Make the process group that the environment asks for (`torchrun`), if there is none yet and
+    it has several ranks. True if one was made."""
+    if not dist.is_available() or dist.is_initialized():
+        return False
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return True
+
+
+def end_world() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def control_device(device: torch.device, group: Group | None = None) -> torch.device:
+    """Where a group of ranks that compute on `device` can exchange numbers."""
+    gloo = "gloo" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if gloo else device

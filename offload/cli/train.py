@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,11 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
     config = OffloadConfig.load(file, overrides)
     if resume and run_dir is None:
         raise ConfigError("--resume: which run? add --run-dir DIR")
-    if resume and run_dir is not None:
+    if int(os.environ.get("RANK", "0")):  # of `torchrun`: the first rank has the folder
+        from offload.train.world import FollowersFolder
+
+        folder: RunFolder = FollowersFolder(run_dir or Path())
+    elif resume and run_dir is not None:
         folder = RunFolder.reopen(run_dir)
     else:
         folder = RunFolder.new(run_dir or default_path(file.stem))

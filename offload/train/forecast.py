@@ -33,6 +33,7 @@ from offload.tiers.errors import UnsupportedError
 from offload.tiers.extent import TierName
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
+from offload.zero.sharding import ALONE, Sharding
 
 _log = logging.getLogger("offload")
 
@@ -86,7 +87,9 @@ class Forecast:
         return advise(Situation(self.given, self.model, self.hardware, known, now))
 
 
-def forecast(config: OffloadConfig, model: nn.Module, workload: Workload) -> Forecast | None:
+def forecast(
+    config: OffloadConfig, model: nn.Module, workload: Workload, sharding: Sharding = ALONE
+) -> Forecast | None:
     """The plan of a run that knows its workload. `config` is as it was given, with
     `optimizer.in_backward` as the loop will have it; `model` is one on meta that nobody trains: its
     passes are gone through again when advice is asked for.
@@ -95,7 +98,7 @@ def forecast(config: OffloadConfig, model: nn.Module, workload: Workload) -> For
     have never been measured here, that is done if the model is large enough to be worth it.
     """
     device = compute_device(config)
-    hardware = this_machine(config.nvme, device)
+    hardware = this_machine(config.nvme, device, sharding)
     shape = discover(model, config.groups.blocks).shape()
     speeds = _speeds(config, shape)
     baseline = known_baseline(config.precision, gpu=device.type == "cuda")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import yaml
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.planning.preflight import activations_beyond
 from offload.tiers.units import format_bytes
 from offload.train.display import make_display
-from offload.train.forecast import forecast, workload_of
+from offload.train.forecast import Forecast, forecast, workload_of
 from offload.train.interrupts import Interrupts, noted_interrupts
 from offload.train.metrics import StepMetrics
 from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
@@ -38,6 +39,7 @@ from offload.train.run_folder import (
 from offload.train.schedule import lr_factor
 from offload.train.summary import MemoryUse, moved_line, plain_state_nbytes, summary_table
 from offload.train.text import Batcher, load_corpus
+from offload.train.world import FollowersFolder, World
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -77,8 +79,22 @@ def run(
     accepted the configuration: one that cannot run leaves nothing behind.
     """
     config = config.owning_the_loop()
-    console = console or Console(highlight=False)
-    batches = _Batches.of(config)
+    with World.joined(config, compute_device(config)) as world:
+        if not world.is_first:
+            console = Console(quiet=True)
+            logging.getLogger("offload").setLevel(logging.ERROR)
+            folder = FollowersFolder(Path(world.tell("")))
+        else:
+            world.tell(str(folder.path.absolute()))
+        console = console or Console(highlight=False)
+        return _run(config, folder, world, console, initialize, resume=resume)
+
+
+def _run(
+    config: OffloadConfig, folder: RunFolder, world: World, console: Console,
+    initialize: Initialize | None, *, resume: bool,
+) -> RunResult:  # fmt: skip
+    batches = _Batches.of(config, world)
     checkpoint = folder.latest_checkpoint() if resume else None
     if checkpoint is not None:
         check_same_run(checkpoint[1].config, config)
@@ -90,12 +106,7 @@ def run(
     model = build_meta_model(config)
     parameters = parameter_count(model)
     _announce(console, config, parameters, batches)
-    found = forecast(config, build_meta_model(config), workload_of(config))
-    if found is not None:
-        best = found.solution.best
-        for warning in activations_beyond(best.plan, best.passing_nbytes):
-            _log.warning("%s", warning)
-    config = config.settled() if found is None else found.config
+    config, found = _choose(config, world)
     with (
         noted_interrupts() as interrupts,
         (initialize or _default_initialize())(model, config) as engine,
@@ -112,6 +123,24 @@ def run(
         return trainer.train()
 
 
+def _choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
+    """What the configuration leaves open, as the first rank chooses it: every rank has to take the
+    same steps."""
+    found = None
+    if world.is_first:
+        meta = build_meta_model(config)
+        found = forecast(config, meta, workload_of(config), world.sharding)
+    if found is not None:
+        best = found.solution.best
+        for warning in activations_beyond(best.plan, best.passing_nbytes):
+            _log.warning("%s", warning)
+    chosen = config.settled() if found is None else found.config
+    if world.size == 1:
+        return chosen, found
+    said = world.tell(chosen.to_yaml())
+    return OffloadConfig.load(yaml.safe_load(said)), found
+
+
 @dataclass(frozen=True)
 class _Batches:
     """The two streams of batches; `validation` is None when the text is too short for it."""
@@ -119,19 +148,22 @@ class _Batches:
     training: Batcher
     validation: Batcher | None
     device: torch.device
+    world: World
 
     @classmethod
-    def of(cls, config: OffloadConfig) -> _Batches:
+    def of(cls, config: OffloadConfig, world: World) -> _Batches:
         train = config.train
         corpus = load_corpus(train.text, train.validation, train.sequence)
         training = Batcher(corpus.training, train.batch, train.sequence, config.seed)
         validation = None
         if len(corpus.validation) > train.sequence and train.evaluate_batches:
             validation = Batcher(corpus.validation, train.batch, train.sequence, config.seed)
-        return cls(training, validation, compute_device(config))
+        return cls(training, validation, compute_device(config), world)
 
     def train_at(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        tokens, targets = self.training.at(step, micro_step)
+        # N ranks see in one pass what one rank sees in N
+        number = micro_step * self.world.size + self.world.rank
+        tokens, targets = self.training.at(step, number)
         return tokens.to(self.device), targets.to(self.device)
 
     def validation_at(self, index: int) -> tuple[Tensor, Tensor]:
@@ -158,6 +190,7 @@ class Trainer:
         self._batches = batches
         self._baseline_nbytes = baseline_nbytes
         self._steps_done = 0
+        self._rows: list[StepMetrics] = []  # of this run, without what was resumed
         self._warned_nonfinite = False
         self._interrupts = interrupts
         self._watch = watch
@@ -184,6 +217,7 @@ class Trainer:
             for step in range(start, steps):
                 self._interrupts.check()
                 metrics = self._step(step)
+                self._rows.append(metrics)
                 self._folder.append(metrics)
                 display.show(metrics)
                 self._warn_nonfinite(metrics)
@@ -216,9 +250,10 @@ class Trainer:
         return total
 
     def _measure(self, loss: float, lr: float, seconds: float) -> StepMetrics:
-        report = self._engine.report()
-        tokens = self._train.batch * self._train.sequence
+        report, world = self._engine.report(), self._batches.world
+        tokens = self._train.batch * self._train.sequence * world.size
         tokens *= self._config.gradient_accumulation_steps
+        loss, seconds = world.mean(loss), world.greatest(seconds)
         return StepMetrics(
             step=self._steps_done,
             loss=loss,
@@ -227,7 +262,7 @@ class Trainer:
             tokens_per_second=tokens / seconds,
             gradient_norm=report.gradient_norm,
             skipped_steps=report.skipped_steps,
-            rss_nbytes=rss_nbytes(),
+            rss_nbytes=int(world.greatest(rss_nbytes())),
             tiers={name: report.tiers[name].used_nbytes for name in TIERS},
             moved=dict(report.bytes_moved),
             validation_loss=self._validation_loss_if_due(),
@@ -282,9 +317,14 @@ class Trainer:
     def _finish(self, before: bytes, after: bytes) -> RunResult:
         report = self._engine.report()
         memory = MemoryUse(self._baseline_nbytes, peak_rss_nbytes())
-        rows = self._folder.read_metrics()
+        rows = self._folder.read_metrics() if self._batches.world.is_first else self._rows
+        if not rows:  # a rank that is not the first, with nothing left to do
+            return RunResult(
+                self._folder.path, math.nan, math.nan, None, self._steps_done, before, after, memory
+            )
         self._watch.ended(report)
-        self._plot(rows)
+        if self._batches.world.is_first:
+            self._plot(rows)
         self._console.print(summary_table(self._engine.config, report, self._parameters, memory))
         self._console.print(moved_line(report.bytes_moved), soft_wrap=True)
         if report.skipped_steps:

@@ -126,9 +126,13 @@ class RunFolder:
         kept = [metrics for metrics in self.read_metrics() if metrics.step <= steps_done]
         _write_whole(self.metrics, "".join(metrics.to_json() + "\n" for metrics in kept))
 
+    def checkpoint_path(self, step: int) -> Path:
+        """Of the engine's checkpoint of `step`."""
+        return self.checkpoints / f"step-{step:08d}"
+
     def prepare_checkpoint(self, step: int) -> Path:
         """A free path for the engine's checkpoint of `step`."""
-        path = self.checkpoints / f"step-{step:08d}"
+        path = self.checkpoint_path(step)
         # left by a run that was killed, or the same step run again after a resume
         path.with_suffix(".json").unlink(missing_ok=True)
         _remove(path)
@@ -136,7 +140,7 @@ class RunFolder:
 
     def commit_checkpoint(self, state: LoopState) -> None:
         """Make the checkpoint of `state.step` count, and drop the oldest ones."""
-        path = self.checkpoints / f"step-{state.step:08d}"
+        path = self.checkpoint_path(state.step)
         _write_whole(path.with_suffix(".json"), state.to_json())
         for old in self._committed()[:-KEPT_CHECKPOINTS]:
             old.with_suffix(".json").unlink()

@@ -1,0 +1,116 @@
+"""The ranks of one `offload train` under `torchrun`: the first one decides, speaks and writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from offload.train.run_folder import LoopState, RunFolder
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.planning.run_check import Measured, Prediction
+    from offload.train.metrics import StepMetrics
+    from offload.zero.sharding import Sharding
+
+
+def rank_here() -> int:
+    """This process's number among those that `torchrun` has started; 0 for one alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True)
+class World:
+    """Every method is to be called by all ranks."""
+
+    rank: int
+    size: int
+    device: torch.device  # of the small tensors that ranks exchange
+    sharding: Sharding
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    @contextmanager
+    def joined(cls, config: OffloadConfig, device: torch.device) -> Iterator[World]:
+        """The world that the environment asks for; it ends with the block."""
+        from offload.zero.ranks import control_device, end_world, start_world
+        from offload.zero.sharding import ALONE, Sharding
+
+        zero = config.zero
+        made = start_world(device, zero.timeout_s)
+        try:
+            if not dist.is_initialized():
+                yield cls(0, 1, torch.device("cpu"), ALONE)
+                return
+            rank, size = dist.get_rank(), dist.get_world_size()
+            sharding = Sharding.of(zero.stage, zero.shard_group, size, rank)
+            yield cls(rank, size, control_device(device), sharding)
+        finally:
+            if made:
+                end_world()
+
+    def tell(self, text: str) -> str:
+        """What the first rank says, on every rank."""
+        if self.size == 1:
+            return text
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(mine)], device=self.device)
+        dist.broadcast(length, 0)
+        said = mine if self.is_first else mine.new_empty(int(length))
+        dist.broadcast(said, 0)
+        return bytes(said.tolist()).decode()
+
+    def mean(self, number: float) -> float:
+        """Over all ranks."""
+        return sum(self._all(number)) / self.size
+
+    def greatest(self, number: float) -> float:
+        """Of all ranks."""
+        return max(self._all(number))
+
+    def _all(self, number: float) -> list[float]:
+        if self.size == 1:
+            return [number]
+        numbers = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+        numbers[self.rank] = number
+        dist.all_reduce(numbers)
+        found: list[float] = numbers.tolist()
+        return found
+
+
+class FollowersFolder(RunFolder):
+    """The run's folder for a rank that is not the first: nothing is written."""
+
+    def make(self) -> None:
+        """The first rank makes it."""
+
+    def write_config(self, config: OffloadConfig) -> None:
+        """The first rank does."""
+
+    def write_prediction(self, prediction: Prediction) -> None:
+        """The first rank does."""
+
+    def write_measured(self, measured: Measured) -> None:
+        """The first rank does."""
+
+    def append(self, metrics: StepMetrics) -> None:
+        """The first rank does."""
+
+    def start_metrics(self, steps_done: int) -> None:
+        """The first rank does."""
+
+    def prepare_checkpoint(self, step: int) -> Path:
+        return self.checkpoint_path(step)
+
+    def commit_checkpoint(self, state: LoopState) -> None:
+        """The first rank does."""

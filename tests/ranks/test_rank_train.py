@@ -1,0 +1,79 @@
+"""`offload train` under `torchrun`: the same file, the same loop, several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG = """
+device: cpu
+seed: 3
+budget: {host: 48MiB, nvme: 64MiB}
+placement: {parameters: host, gradients: host, optimizer: nvme}
+optimizer: {lr: 2.0e-3, chunk: 16384}
+clip_grad_norm: 1.0
+train:
+  model: {shape: llama, layers: 2, hidden: 64, heads: 2, mlp: 128, max_sequence: 32}
+  text: TEXT
+  steps: 4
+  batch: 2
+  sequence: 32
+  checkpoint_every: 2
+  evaluate_every: 2
+  evaluate_batches: 2
+  schedule: {type: constant}
+  sample: {prompt: "a", length: 8}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 200)
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG.replace("TEXT", str(text)))
+    return path
+
+
+def train(file: Path, folder: Path, ranks: int, *more: str) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-m"]
+    if ranks > 1:
+        start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command = [*start, "offload", "train", str(file), "--run-dir", str(folder), *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_train_like_one_with_twice_the_passes(file: Path, tmp_path: Path) -> None:
+    alone = train(file, tmp_path / "one", 1, "-o", "gradient_accumulation_steps=2")
+    assert alone.returncode == 0, alone.stderr
+    both = train(file, tmp_path / "two", 2)
+    assert both.returncode == 0, both.stderr
+    for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-5)
+    assert both.stdout.count("step 4/4") == 1  # the first rank alone speaks
+
+    half = train(file, tmp_path / "half", 2, "-o", "train.steps=2")
+    assert half.returncode == 0, half.stderr
+    resumed = train(file, tmp_path / "half", 2, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    pairs = zip(metrics(tmp_path / "half"), metrics(tmp_path / "two"), strict=True)
+    assert all(a["loss"] == b["loss"] for a, b in pairs)
+
+
+def test_what_is_wrong_with_the_ranks_is_one_screen(file: Path, tmp_path: Path) -> None:
+    ended = train(file, tmp_path / "bad", 2, "-o", "zero.shard_group=3")
+    assert ended.returncode != 0
+    assert "zero.shard_group: 3 does not divide the 2 ranks" in ended.stderr
+    assert "offload/zero/sharding.py" not in ended.stderr  # no traceback of ours
