@@ -59,7 +59,9 @@ class NvmeConfig(Section):
     """Where and how the nvme tier is read and written."""
 
     paths: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
-        (), description="Folders for swap files; several are striped. Empty: a temporary folder."
+        (),
+        description="Folders for swap files; several are striped. {rank} and {local_rank} stand "
+        "for the process's numbers under torchrun. Empty: a temporary folder.",
     )
     backend: Literal["auto", "threads", "libaio"] = Field(
         "auto", description="I/O backend; auto takes the fastest that works."
@@ -161,7 +163,30 @@ class ZeroConfig(Section):
         None, ge=1, description="Neighbouring ranks that share one copy of the states; the others "
         "have copies of their own (as HSDP, hpZ, MiCS). Absent: all ranks share one."
     )  # fmt: skip
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Format that gradients are rounded to before they are summed over "
+        "ranks. fp32: none is; sums are in fp32 in any case."
+    )  # fmt: skip
+    quantized_weights: bool = Field(
+        False, description="Gather parameters in 8 bits per element (as ZeRO++): half the bytes of "
+        "bf16, and approximate. Only with stage: 3."
+    )  # fmt: skip
+    quantized_gradients: bool = Field(
+        False, description="Send gradients to be summed in 8 bits per element (as ZeRO++): "
+        "approximate."
+    )  # fmt: skip
     timeout_s: float = Field(600.0, gt=0, description="Longest wait for other ranks, in seconds.")
+
+    @model_validator(mode="after")
+    def _check_quantized(self) -> Self:
+        if self.quantized_weights and self.stage < 3:
+            raise KeyedError(
+                f"quantized_weights: true contradicts stage: {self.stage}, where every rank keeps "
+                "all parameters exactly; remove quantized_weights, or set stage: 3",
+                ("quantized_weights",),
+                ("stage",),
+            )
+        return self
 
 
 class OffloadConfig(Section):

@@ -26,6 +26,7 @@ from offload.planning.preflight import preflight
 from offload.report import Report, tier_reports
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
+from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, discover, managed
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
@@ -134,6 +135,7 @@ class Engine:
                 in_backward=config.optimizer.in_backward is True,
                 passes=config.gradient_accumulation_steps,
             ),
+            wire=_wire(config),
         )
         staging = self._homes.staging()
         runtime = Runtime(
@@ -342,6 +344,12 @@ def _say_slow(precision: str, device: torch.device) -> None:
             "precision: %s is computed on this CPU without a fast kernel: matrix products can take "
             "100 times as long as in fp32; use precision: fp32 here", precision,
         )  # fmt: skip
+
+
+def _wire(config: OffloadConfig) -> Wire:
+    zero = config.zero
+    rounded = None if zero.reduce_dtype == "fp32" else _DTYPES[zero.reduce_dtype]
+    return Wire(rounded, zero.quantized_weights, zero.quantized_gradients)
 
 
 def _loss_scale(config: OffloadConfig) -> LossScale | None:

@@ -201,12 +201,18 @@ class TieredHomes:
         planned = self.plan.shared
         assert planned is not None, "there are several ranks"
         pool = self._device.pool if self.plan.gpu else self.pool
-        received, summed = (
-            pool.demand(nbytes, f"gradients of other ranks, {what}", StateClass.STAGING)
-            for nbytes, what in ((planned.received_nbytes, "sent"), (planned.summed_nbytes, "sum"))
-        )
-        self._staging += (received, summed)
-        workspace = Workspace(received.tensor, summed.tensor)
+        wanted = {
+            "received": planned.received_nbytes,
+            "summed": planned.summed_nbytes,
+            "codes": planned.codes_nbytes,
+        }
+        leases = {
+            what: pool.demand(nbytes, f"the workspace of collectives, {what}", StateClass.STAGING)
+            for what, nbytes in wanted.items()
+            if nbytes
+        }
+        self._staging += leases.values()
+        workspace = Workspace(**{what: lease.tensor for what, lease in leases.items()})
         return SharedMemory(pool, planned.gather_nbytes, workspace, self._device.links.fences)
 
     def staging(self) -> list[torch.Tensor]:
@@ -274,8 +280,16 @@ def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
 
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:
-    """The configured folders, or one in the temporary folder."""
-    return list(nvme.paths) or [str(Path(tempfile.gettempdir()))]
+    """The configured folders, or one in the temporary folder. `{rank}` and `{local_rank}` in a path
+    are this process's among those that `torchrun` has started."""
+    if not nvme.paths:
+        return [str(Path(tempfile.gettempdir()))]
+    numbers = {f"{{{name.lower()}}}": os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}
+    return [functools.reduce(_with_number, numbers.items(), path) for path in nvme.paths]
+
+
+def _with_number(path: str, number: tuple[str, str]) -> str:
+    return path.replace(*number)
 
 
 def this_machine(nvme: NvmeConfig, device: torch.device, sharding: Sharding = ALONE) -> Hardware:

@@ -8,6 +8,8 @@ sum over them in the order of the ranks, in fp32, divided by their number once. 
 the same bits whatever the backend, and whatever part of the buffer a rank owns; 16-bit gradients
 travel as they are and are summed without being rounded in between. (Gloo's own reduce-scatter is an
 all-reduce, at twice the bytes.)
+
+Either can send 8-bit codes instead (`block_codes`): fewer bytes, and approximate.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
+from offload.zero.block_codes import add_decoded, decode, encode
+from offload.zero.sharding import scales_numel
 
 Group = dist.ProcessGroup
 
@@ -31,10 +36,20 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory for one reduction at a time, where the model computes. Both 1D uint8."""
+    """Memory for one reduction at a time, where the model computes. All 1D uint8."""
 
     received: torch.Tensor  # as long as the largest contribution of a rank
     summed: torch.Tensor  # fp32, as long as the largest shard
+    codes: torch.Tensor | None = None  # of the largest group's parameters in 8 bits, being gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """In which format things travel."""
+
+    reduce_dtype: torch.dtype | None = None  # gradients are rounded to it; None: they are not
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
 
 
 @dataclass(slots=True)
@@ -45,6 +60,7 @@ class Collectives:
     gather_group: Group  # the ranks that share one copy of the states
     reduce_group: Group  # the same ranks
     replica_group: Group  # those that own the same shard
+    wire: Wire = field(default_factory=Wire)
     traffic: Traffic = field(default_factory=Traffic)
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
@@ -53,15 +69,35 @@ class Collectives:
         self.traffic.gathered_nbytes += whole.numel()
         _all_gather(whole, own, self.gather_group)
 
+    def gather_codes(
+        self, whole: torch.Tensor, own: torch.Tensor, dtype: torch.dtype, room: torch.Tensor
+    ) -> None:
+        """As `gather`, approximately, of elements of `dtype`: all ranks, the owner too, get what
+        the codes say. `room` (1D uint8) holds the codes meanwhile."""
+        rank, values, shard = self.gather_group.rank(), whole.view(dtype), own.view(dtype)
+        numel, step, blocks = values.numel(), shard.numel(), scales_numel(shard.numel())
+        cut = numel + 4 * scales_numel(numel)
+        codes, scales = room[:numel].view(torch.int8), room[numel:cut].view(torch.float32)
+        own_codes = codes[rank * step : (rank + 1) * step]
+        own_scales = scales[rank * blocks : (rank + 1) * blocks]
+        encode(shard, own_codes, own_scales)
+        for part, its_own in ((codes, own_codes), (scales, own_scales)):
+            self.traffic.gathered_nbytes += part.numel() * part.element_size()
+            _all_gather(part.view(torch.uint8), its_own.view(torch.uint8), self.gather_group)
+        decode(codes, scales, values)
+
     def reduce(self, contribution: torch.Tensor, work: Workspace) -> torch.Tensor:
         """The average over all ranks of the world, of this rank's shard of it: 1D fp32, valid until
         the next call. `contribution` (1D, any float format) is equally long on every rank."""
-        self.traffic.reduced_nbytes += contribution.numel() * contribution.element_size()
         ranks, replicas = self.reduce_group.size(), self.replica_group.size()
         numel = contribution.numel() // ranks
         summed = work.summed.view(torch.float32)[:numel]
-        received = work.received.view(contribution.dtype)[: contribution.numel()]
-        _exchange_and_sum(contribution, received, summed, self.reduce_group)
+        if self.wire.quantized_gradients and ranks > 1:
+            self._reduce_codes(contribution, work.received, summed)
+        else:
+            self.traffic.reduced_nbytes += contribution.numel() * contribution.element_size()
+            received = work.received.view(contribution.dtype)[: contribution.numel()]
+            _exchange_and_sum(contribution, received, summed, self.reduce_group)
         if replicas > 1:
             self.traffic.all_reduced_nbytes += summed.numel() * 4
             received = work.received.view(torch.float32)[:numel]
@@ -71,6 +107,26 @@ class Collectives:
             _exchange_and_sum(summed, received, mine, self.replica_group)
             _all_gather(summed.view(torch.uint8), mine.view(torch.uint8), self.replica_group)
         return summed.div_(ranks * replicas)
+
+    def _reduce_codes(
+        self, contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """out = the sum of what codes of all contributions say. `room` has 4 bytes per element."""
+        ranks, numel = self.reduce_group.size(), contribution.numel()
+        nbytes = 4 * scales_numel(numel)
+        sizes = (numel, numel, nbytes, nbytes)
+        codes, theirs, scales, their_scales = room[: sum(sizes)].split(sizes)
+        encode(contribution, codes.view(torch.int8), scales.view(torch.float32))
+        for received, sent in ((theirs, codes), (their_scales, scales)):
+            self.traffic.reduced_nbytes += sent.numel()
+            dist.all_to_all_single(received, sent, group=self.reduce_group)
+        out.zero_()
+        each = zip(
+            theirs.view(torch.int8).view(ranks, -1),
+            their_scales.view(torch.float32).view(ranks, -1), strict=True,
+        )  # fmt: skip
+        for part, scale in each:
+            add_decoded(part, scale, out)
 
 
 def _exchange_and_sum(

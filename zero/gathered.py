@@ -93,16 +93,19 @@ class Gatherer:
 
     def __init__(
         self, collectives: Collectives, pool: SlotPool, room_nbytes: int, device: torch.device,
-        fences: Fences | None = None,
+        fences: Fences, dtype: torch.dtype, codes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """`pool` is of the memory that the model computes in; `room_nbytes` is the same on every
-        rank."""
+        rank. `codes` is room for 8-bit codes, where those are gathered instead of elements of
+        `dtype`."""
         self.collectives = collectives
         self.device = device
         self.order = OrderedWork("offload-gather", device)
         self._pool = pool
         self._room = room_nbytes
-        self._fences = fences or Fences()
+        self._fences = fences
+        self._dtype = dtype
+        self._codes = codes
         self._gathered: dict[int, GatheredState] = {}  # the least recently used first
         self._held_nbytes = 0
         self.log = PassLog()
@@ -118,6 +121,13 @@ class Gatherer:
         self._held_nbytes += state.nbytes
         self._gathered[id(state)] = state
         state.begin(lease, self._fences.claim(lease.extent))
+
+    def collect(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """On the gathering thread: all ranks' shards, exactly or as 8-bit codes say."""
+        if self._codes is None:
+            self.collectives.gather(whole, own)
+        else:
+            self.collectives.gather_codes(whole, own, self._dtype, self._codes)
 
     def used(self, state: GatheredState) -> None:
         """`state` is the most recently used now."""
@@ -186,11 +196,10 @@ class GatheredState(SharedState):
         for mark in before:
             mark.before_compute()
         own, cut = self.home.tensor(), self._own_trainable
-        collectives = self._gatherer.collectives
         if self._trainable:
-            collectives.gather(whole[: self._trainable], own[:cut])
+            self._gatherer.collect(whole[: self._trainable], own[:cut])
         if self.nbytes > self._trainable:
-            collectives.gather(whole[self._trainable :], own[cut:])
+            self._gatherer.collect(whole[self._trainable :], own[cut:])
         return mark_here(self._gatherer.device)
 
     def end(self) -> Lease:

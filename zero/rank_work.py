@@ -11,7 +11,7 @@ from offload.swap.fences import Fences
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
 from offload.swap.transfer import Transfer
-from offload.zero.collectives import Workspace
+from offload.zero.collectives import Wire, Workspace
 from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.group import ParamGroup
 from offload.zero.layout import Layout
@@ -33,16 +33,17 @@ class SharedMemory:
 class RankWork:
     """One rank's part in everything that all ranks do together."""
 
-    def __init__(self, ranks: Ranks, memory: SharedMemory, itemsize: int) -> None:
-        """Every rank has to come here."""
+    def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
+        """Every rank has to come here. `dtype` is the parameters'."""
         self.ranks = ranks
         self.sharding = ranks.sharding
-        self.collectives = ranks.collectives()
+        self.collectives = ranks.collectives(wire)
         self._memory = memory
-        self._itemsize = itemsize
+        self._itemsize = dtype.itemsize
         room = ranks.least(memory.gather_nbytes)
         self._gatherer = Gatherer(
-            self.collectives, memory.pool, room, ranks.device, memory.fences
+            self.collectives, memory.pool, room, ranks.device, memory.fences, dtype,
+            memory.workspace.codes,
         )  # fmt: skip
         self._reductions: Reductions | None = None
 
@@ -111,7 +112,8 @@ class RankWork:
         memory = self._memory
         self._reductions = Reductions(
             groups, self.ranks, self.collectives,
-            ReductionMemory(memory.pool, memory.workspace, memory.fences), dtype, patient=patient,
+            ReductionMemory(memory.pool, memory.workspace, memory.fences),
+            self.collectives.wire.reduce_dtype or dtype, patient=patient,
         )  # fmt: skip
         return self._reductions
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from offload.zero.collectives import Collectives, Group, all_gather_flat
+from offload.zero.collectives import Collectives, Group, Wire, all_gather_flat
 from offload.zero.sharding import Sharding
 
 _MOST_TEXT_NBYTES = 500  # of an error that other ranks are told of
@@ -57,7 +57,7 @@ class Ranks:
     def world_size(self) -> int:
         return self.control.size()
 
-    def collectives(self) -> Collectives:
+    def collectives(self, wire: Wire) -> Collectives:
         """The process groups of gathering and reducing, of their own: each is used by one thread,
         and what others do in the mesh's groups does not come between. Every rank has to come here.
         """
@@ -65,7 +65,7 @@ class Ranks:
         gather, reduce, across = (
             dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (shards, shards, replicas)
         )
-        return Collectives(gather, reduce, across)
+        return Collectives(gather, reduce, across, wire)
 
     # ---------------------------------------------------------------- small things
     @property

@@ -57,6 +57,8 @@ class ReducedGradients:
         self.parts: list[PartOfParam] = list(part.trained())
         self.specs = [spec for spec in part.layout.params if spec.trainable]
         self.numel = part.layout.numel_trainable
+        ends = [*(spec.offset for spec in self.specs[1:]), self.numel]
+        self._gaps = [(s.stop, end) for s, end in zip(self.specs, ends, strict=True)]
         self.own = own
         self._make_local = make_local
         self._await_update = await_update
@@ -125,6 +127,11 @@ class ReducedGradients:
             self.local.state.close()
             self.local = None
 
+    def clear_gaps(self, bucket: torch.Tensor) -> None:
+        """What lies between parameters must not make their blocks' scales, where codes travel."""
+        for start, stop in self._gaps:
+            bucket[start:stop].zero_()
+
     def await_last(self) -> None:
         """Wait until what was reduced before has landed and is not read by an update any more."""
         self._await_update()
@@ -158,13 +165,15 @@ class Reductions:
         self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
         memory: ReductionMemory, dtype: torch.dtype, *, patient: bool,
     ) -> None:  # fmt: skip
-        """`dtype` is that of contributions. `patient`: a group is updated as soon as it is reduced,
+        """`dtype` is that of contributions; sums of several passes are fp32, unless the wire rounds
+        them. `patient`: a group is updated as soon as it is reduced,
         so it must not be reduced before all its gradients are there."""
         self._groups = groups
         self._ranks = ranks
         self._collectives = collectives
         self._memory = memory
         self._dtype = dtype
+        self._summed_dtype = collectives.wire.reduce_dtype or torch.float32
         self._patient = patient
         self._thread = OrderedWork("offload-reduce", ranks.device)
         self.synchronising = True
@@ -200,7 +209,7 @@ class Reductions:
         return True
 
     def _bucket(self, group: ReducedGradients) -> torch.Tensor:
-        dtype = torch.float32 if self._kept_passes else self._dtype
+        dtype = self._summed_dtype if self._kept_passes else self._dtype
         if group.bucket is None:
             group.await_last()
             nbytes = group.numel * dtype.itemsize
@@ -209,6 +218,7 @@ class Reductions:
             for mark in self._memory.fences.claim(group.bucket.extent):
                 mark.before_compute()
             group.landed = Transfer(f"the reduction of {group.name}")
+            group.clear_gaps(group.bucket.tensor.view(dtype))
         return group.bucket.tensor.view(dtype)[: group.numel]
 
     def _issue_ready(self) -> None:

@@ -23,6 +23,7 @@ from offload.swap.trace import Trace
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.bits import FLOAT_OF
+from offload.zero.collectives import Wire
 from offload.zero.device_work import DeviceWork
 from offload.zero.discovery import Discovery, shapes_of
 from offload.zero.gradient_paths import DevicePartials
@@ -101,6 +102,7 @@ class RuntimeOptions:
     keep_records: bool = False  # memory is left for optimizer records until their next update
     micro_batches: int = 1  # pieces of the batch that each block runs over before the next block
     step_rules: StepRules = field(default_factory=StepRules)
+    wire: Wire = field(default_factory=Wire)  # in which format things go to other ranks
 
 
 class Runtime:
@@ -131,7 +133,9 @@ class Runtime:
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
         self.rank_work = (
-            RankWork(ranks, homes.shared_memory(), self.own.nbytes) if ranks is not None else None
+            RankWork(ranks, homes.shared_memory(), options.dtype, options.wire)
+            if ranks is not None
+            else None
         )
         self._shared = discovery.shape().shared
         for plan in discovery.groups:

@@ -51,6 +51,13 @@ class Sharding:
 
 ALONE = Sharding()
 
+CODE_BLOCK_NUMEL = 256  # elements that share a scale, where 8-bit codes travel (`block_codes`)
+
+
+def scales_numel(numel: int) -> int:
+    """Scales of `numel` elements, whole blocks of them."""
+    return numel // CODE_BLOCK_NUMEL
+
 
 @dataclass(frozen=True, slots=True)
 class PartOfParam:

@@ -85,8 +85,9 @@ class PlanBuilder:
         computing = {TierName.DEVICE} if self.gpu else {TierName.DEVICE, TierName.HOST}
         moves = set(placements[StateClass.PARAMETERS].tiers) - computing
         shared = plan_shared(
-            self.hardware.sharding, self.model, self.groups, self.sizes.itemsize, moves=bool(moves)
-        )
+            self.hardware.sharding, self.model, self.groups, self.sizes.itemsize,
+            moves=bool(moves), quantized=self.config.zero.quantized_weights,
+        )  # fmt: skip
         plan = with_shared(with_device(plan, device), shared)
         return _with_activations(plan, activations)
 

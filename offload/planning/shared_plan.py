@@ -10,7 +10,7 @@ from offload.planning.plan_sizes import GroupBytes, largest_unit, pages
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import Sharding
+from offload.zero.sharding import Sharding, scales_numel
 
 if TYPE_CHECKING:
     from offload.planning.plan import Plan
@@ -26,10 +26,11 @@ class SharedPlan:
     bucket_nbytes: int  # a group's gradients, before they are reduced
     received_nbytes: int  # what all ranks send to this one of a group's gradients
     summed_nbytes: int  # their sum, fp32
+    codes_nbytes: int = 0  # a group's parameters in 8 bits, on their way
 
     @property
     def workspace_nbytes(self) -> int:
-        return self.received_nbytes + self.summed_nbytes
+        return self.received_nbytes + self.summed_nbytes + self.codes_nbytes
 
     @property
     def total_nbytes(self) -> int:
@@ -38,10 +39,10 @@ class SharedPlan:
 
 def plan_shared(
     sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int,
-    *, moves: bool,
+    *, moves: bool, quantized: bool = False,
 ) -> SharedPlan | None:  # fmt: skip
     """What a rank needs for working with others; None for one alone. `moves`: some parameters are
-    at home elsewhere than where the model computes."""
+    at home elsewhere than where the model computes; `quantized`: they are gathered in 8 bits."""
     if sharding.world_size == 1:
         return None
     trained = max((group.layout.numel_trainable for group in groups), default=0)
@@ -51,7 +52,14 @@ def plan_shared(
         bucket_nbytes=pages(trained * itemsize),
         received_nbytes=pages(trained * 4),
         summed_nbytes=pages(shard * 4),
+        codes_nbytes=_codes_nbytes(groups) if quantized else 0,
     )
+
+
+def _codes_nbytes(groups: Sequence[GroupBytes]) -> int:
+    """Of the largest group: a byte per element, and scales."""
+    numel = max((group.layout.numel for group in groups), default=0)
+    return pages(numel + 4 * scales_numel(numel))
 
 
 def _gather_nbytes(

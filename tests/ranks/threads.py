@@ -1,0 +1,30 @@
+"""Ranks as threads of one process: for the arithmetic of collectives, which takes milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
+
+from offload.zero.collectives import Collectives, Wire
+
+
+def run_threads(
+    world_size: int, ranks: int, function: Callable[[int, Collectives], Any], wire: Wire
+) -> list[Any]:
+    """What `function(rank, collectives)` returns on each of `world_size` threads, of which
+    neighbours form shard groups of `ranks`. Raises what any of them raises."""
+    found: list[Any] = [None] * world_size
+
+    @spawn_threads_and_init_comms(world_size=world_size)  # type: ignore[untyped-decorator]
+    def run(self: object) -> None:
+        rank = dist.get_rank()
+        shards = [list(range(s, s + ranks)) for s in range(0, world_size, ranks)]
+        replicas = [list(each) for each in zip(*shards, strict=True)]
+        groups = [dist.new_subgroups_by_enumeration(each)[0] for each in (shards, shards, replicas)]
+        found[rank] = function(rank, Collectives(*groups, wire=wire))
+
+    run(object())
+    return found

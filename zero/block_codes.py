@@ -1,0 +1,51 @@
+"""Tensors in 8 bits per element for the way between ranks (ZeRO++: Wang et al., 2023). Approximate.
+
+A block of 256 elements shares a scale, its largest magnitude / 127; an element becomes the nearest
+multiple of it, so it is off by at most half a scale. A block with an infinity or a NaN comes back
+as NaN: what is not finite stays noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from offload.zero.sharding import CODE_BLOCK_NUMEL
+
+_STEP_NUMEL = 1 << 20  # elements worked on at a time: what is there in fp32 beside the tensors
+
+
+def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Fill `codes` (int8) and `scales` (fp32, one per block) from `values`. 1D; whole blocks."""
+    for span, blocks in _steps(values.numel()):
+        rows = values[span].float().view(-1, CODE_BLOCK_NUMEL)
+        scale = rows.abs().amax(dim=1) / 127
+        scales[blocks] = scale
+        rows = rows / torch.where(scale > 0, scale, 1.0)[:, None]  # they may be the values
+        codes[span].view(-1, CODE_BLOCK_NUMEL).copy_(rows.round_().nan_to_num_(0, 0, 0))
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """The reverse of `encode`, in any float format."""
+    for span, blocks in _steps(out.numel()):
+        rows = codes[span].float().view(-1, CODE_BLOCK_NUMEL) * _or_nan(scales[blocks])[:, None]
+        out[span].copy_(rows.view(-1))
+
+
+def add_decoded(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """out += what `decode` gives (fp32)."""
+    for span, blocks in _steps(out.numel()):
+        rows = codes[span].float().view(-1, CODE_BLOCK_NUMEL) * _or_nan(scales[blocks])[:, None]
+        out[span].add_(rows.view(-1))
+
+
+def _or_nan(scales: torch.Tensor) -> torch.Tensor:
+    """An infinite scale times a code of 0 would not be noticed in every element."""
+    return torch.where(scales.isfinite(), scales, float("nan"))
+
+
+def _steps(numel: int) -> Iterator[tuple[slice, slice]]:
+    for start in range(0, numel, _STEP_NUMEL):
+        stop = min(start + _STEP_NUMEL, numel)
+        yield slice(start, stop), slice(start // CODE_BLOCK_NUMEL, stop // CODE_BLOCK_NUMEL)
