@@ -28,7 +28,7 @@ from offload.tiers.errors import ConfigError, PathError
 def _ours(name: str, stage: int, tier: str) -> SystemSpec:
     placed = tuple(f"placement.{each}={tier}" for each in ("parameters", "gradients", "optimizer"))
     label = f"ours, stage {stage}, {tier}"
-    budget = () if tier == "nvme" else ("budget.host=auto",)
+    budget = ("budget.host=" + ("768MiB" if tier == "nvme" else "auto"),)
     return SystemSpec(name, label, Kind.OURS, "offload", (*placed, *budget, f"zero.stage={stage}"))
 
 
