@@ -291,11 +291,17 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self._ranks is not None:
+            self._ranks.watch.leave()  # before anything waits for the others
         if hasattr(self, "_finalizer"):
             self._finalizer.detach()
         if self._activations is not None:
             self._activations.remove()
-        _close_all(self._runtime, self._run, self._homes)
+        try:
+            _close_all(self._runtime, self._run, self._homes)
+        finally:
+            if self._ranks is not None:
+                self._ranks.watch.close()
 
     def __enter__(self) -> Engine:
         return self

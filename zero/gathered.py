@@ -188,9 +188,9 @@ class GatheredState(SharedState):
         own, cut = self.home.tensor(), self._own_trainable
         collectives = self._gatherer.collectives
         if self._trainable:
-            collectives.gather(whole[: self._trainable], own[:cut])
+            collectives.gather(whole[: self._trainable], own[:cut], self.name)
         if self.nbytes > self._trainable:
-            collectives.gather(whole[self._trainable :], own[cut:])
+            collectives.gather(whole[self._trainable :], own[cut:], self.name)
         return mark_here(self._gatherer.device)
 
     def end(self) -> Lease:
@@ -313,10 +313,10 @@ class ReplicatedState(SharedState):
         cut, rank = self._trainable, self._rank
         if trainable and cut:
             start = rank * self._own_trainable
-            collectives.gather(whole[:cut], whole[start : start + self._own_trainable])
+            collectives.gather(whole[:cut], whole[start : start + self._own_trainable], self.name)
         if frozen and self.nbytes > cut:
             start = cut + rank * self._own_frozen
-            collectives.gather(whole[cut:], whole[start : start + self._own_frozen])
+            collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
         del whole
         mark = mark_here(self._gatherer.device)
         self.home.wrote()

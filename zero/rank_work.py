@@ -133,3 +133,4 @@ class RankWork:
         if self._reductions is not None:
             self._reductions.close()
         self._gatherer.close()
+        self.ranks.watch.close()

@@ -252,7 +252,7 @@ class Reductions:
 
         def reduce(bucket: torch.Tensor) -> None:
             ready.before_compute()
-            own = self._collectives.reduce(bucket, self._memory.workspace)
+            own = self._collectives.reduce(bucket, self._memory.workspace, group.name)
             for number, part in enumerate(group.parts):
                 group.own.add(number, own[part.spec.offset : part.spec.stop])
             group.own.close()
@@ -292,7 +292,7 @@ class Reductions:
         """Once per step, on every rank: what any rank has gradients of is reduced, and all ranks
         know which parameters that are."""
         self.finish()
-        found = self._ranks.exchange(self._what_is_here())
+        found = self._ranks.exchange(self._what_is_here(), "which gradients there are")
         self._take_over(found)
         for group in self._groups:
             group.landed.wait()
