@@ -70,7 +70,7 @@ class Collectives:
         `own` may be a view of this rank's place in it. Blocks; on a GPU, until the current stream
         is given the work. RankError if a rank does not take part."""
         self.traffic.gathered_nbytes += whole.numel()
-        what, group = f"the all-gather of {name}", self.gather_group
+        what, group = f"the all-gather of {_named(name)}", self.gather_group
         with self.watch.during("gather", what, group) as limit:
             _all_gather(whole, own, group, _Arrival(what, limit))
 
@@ -78,8 +78,8 @@ class Collectives:
         """The average over all ranks of the world, of this rank's shard of it: 1D fp32, valid until
         the next call. `contribution` (1D, any float format), of the group `name`, is equally long
         on every rank. RankError if a rank does not take part."""
-        what, groups = f"the reduce-scatter of {name}", (self.reduce_group, self.replica_group)
-        with self.watch.during("reduce", what, *groups) as limit:
+        what = f"the reduce-scatter of {_named(name)}"
+        with self.watch.during("reduce", what, self.reduce_group, self.replica_group) as limit:
             return self._reduce(contribution, work, _Arrival(what, limit))
 
     def _reduce(
@@ -101,6 +101,11 @@ class Collectives:
             whole = summed.view(torch.uint8)
             _all_gather(whole, mine.view(torch.uint8), self.replica_group, arrival)
         return summed.div_(ranks * replicas)
+
+
+def _named(name: str) -> str:
+    """The group of what no submodule holds has no name of its own."""
+    return name if name and not name.startswith(" ") else f"the model's own{name or ' parameters'}"
 
 
 def _exchange_and_sum(

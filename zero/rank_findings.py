@@ -46,10 +46,10 @@ def _silent(mine: Activity, before: Record | None, after: Record | None) -> str 
         return "has never come to offload.initialize, or was killed there"
     if after.left is not None or before is None or after.beat > before.beat:
         return None
-    where = f"it was in {after.doing[-1].what} then" if after.doing else _last_of(after)
+    where = f"was in {after.doing[-1].what}" if after.doing else _last_of(after)
     return (
-        f"has not been heard from since {_clock(after.at)}: it was killed, stopped or cut off; "
-        f"{where}"
+        f"has not been heard from since {_clock(after.at)}, when it {where}: it was killed, "
+        "stopped or cut off"
     )
 
 
@@ -75,7 +75,7 @@ def _idle(mine: Activity, before: Record | None, after: Record | None) -> str | 
     """Has not come to it, and waits for nobody."""
     if after is None or after.doing or after.blames or after.number_in(mine.lane) >= mine.number:
         return None
-    return f"lives and has not come to it; {_last_of(after)}"
+    return f"lives and has not come to it: it {_last_of(after)}"
 
 
 def _late(mine: Activity, before: Record | None, after: Record | None) -> str | None:
@@ -96,8 +96,8 @@ def _gave_up(mine: Activity, before: Record | None, after: Record | None) -> str
 def _last_of(record: Record) -> str:
     last = max(record.done.values(), key=lambda activity: activity.since, default=None)
     if last is None:
-        return "it has not been in any collective"
-    return f"its last was {last.what}, which ended {_seconds(last.since, record.at)} before"
+        return "had not been in any collective"
+    return f"had ended {last.what} {_seconds(last.since, record.at)} before"
 
 
 def _seconds(since: float, until: float) -> str:

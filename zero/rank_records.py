@@ -5,18 +5,24 @@
     rank 2  ── beat 12, left: BudgetError ... ──────────▶ └───────┘
 
 The store is that of the process group, which every rank has reached before. A record is replaced by
-the next one (a `FileStore` alone keeps all of them: some 20 MB per rank and day). Nobody reads
-while all is well.
+the next one (a `FileStore` alone keeps all of them: some 20 MB per rank and day). While all is well
+nobody reads them, only whether somebody has left because of an error: the store may go with it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,12 @@ class Record:
         return cls(**raw)
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    rank: int
+    why: str
+
+
 class RankRecords:
     """The records of all ranks that made the same engine. Calls may block for as long as the
     process behind the store is stopped, and raise RuntimeError once it is gone."""
@@ -75,9 +87,25 @@ class RankRecords:
         # the process group.
         self._publishing, self._reading = _client(self.store), _client(self.store)
 
-    def publish(self, record: Record) -> None:
-        """For one thread."""
+    def publish(self, record: Record) -> Departure | None:
+        """For one thread. Returns who has left because of an error, the last one that did."""
         self._publishing.set(f"{self._prefix}/{self._rank}", record.to_text())
+        key = f"{self._prefix}/departure"
+        if record.left and not record.blames:
+            self._publishing.set(key, json.dumps([self._rank, record.left]))
+        if not self._publishing.check([key]):
+            return None
+        return Departure(*json.loads(self._publishing.get(key)))
+
+    @property
+    def is_hosted_here(self) -> bool:
+        """Whether the store ends with this process."""
+        return self.host() == self._rank
+
+    def host(self) -> int | None:
+        """The rank whose process hosts the store; None if no rank does."""
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return 0 if isinstance(self.store, TCPStore) and not by_launcher else None
 
     def read(self, rank: int) -> Record | None:
         """What a rank said last, None if it has not said anything. For one thread."""

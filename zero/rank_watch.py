@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import threading
 import time
@@ -30,18 +29,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from offload.swap.streams import CopyMark, mark_here
 from offload.tiers.errors import RankError
 from offload.zero.rank_findings import Findings, find_missing
-from offload.zero.rank_records import Activity, RankRecords, Record
+from offload.zero.rank_records import Activity, Departure, RankRecords, Record
 
 _log = logging.getLogger("offload")
 
 BEAT_S = 0.5
 PATIENCE_S = 2.5  # a rank that lives has spoken within it: five beats
-_ASKING_S = 5.0  # the longest that asking may take, also if the store hangs
+_ASKING_S = 4.0  # the longest that asking may take, also if the store hangs
 _LEAST_WAIT_S = 2.0  # for a collective that begins just before another one's time is over
 
 
@@ -73,6 +72,7 @@ class RankWatch:
         self._doing: list[_Watched] = []
         self._done: dict[str, Activity] = {}
         self._left: str | None = None
+        self._departure: Departure | None = None
         self._failure: RankError | None = None
         self._closing = self._aborting = False
         self._asking = threading.Lock()  # one thread asks, the others take over what it found
@@ -134,7 +134,10 @@ class RankWatch:
         what, took = watched.activity.what, time.monotonic() - watched.began
         members = sorted({r for g in watched.groups for r in dist.get_process_group_ranks(g)})
         among = f" among ranks {', '.join(map(str, members))}" if members else " among all ranks"
-        head = f"rank {self._rank}: {what}{among} failed after {took:.1f} s"
+        with self._lock:
+            others = [each.activity.what for each in self._doing if each is not watched]
+        beside = f" (beside {' and '.join(others)})" if others else ""
+        head = f"rank {self._rank}: {what}{among}{beside} failed after {took:.1f} s"
         # a launcher may end this process before the others have been asked
         _log.error("%s; asking who is missing (%s)", head, _first_line(error))
         with self._asking:
@@ -181,13 +184,18 @@ class RankWatch:
         return find_missing(mine, members or self._others, before, after)
 
     def _store_is_gone(self, how: str) -> Findings:
-        """Nobody can be asked; but who hosted the store is known."""
-        text = f"the store of the process group {how}, so the others could not be asked"
-        if not isinstance(self._records.store, TCPStore):
-            return Findings((), text)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return Findings((), f"{text}; its launcher was killed, stopped or cut off")
-        return Findings((0,), f"{text}; rank 0, which hosts it, was killed, stopped or cut off")
+        """Nobody can be asked; but who hosted the store is known, and who said goodbye."""
+        if self._departure is not None:
+            return Findings(
+                (self._departure.rank,), f"rank {self._departure.rank} has left: "
+                f"{self._departure.why}"
+            )  # fmt: skip
+        text = f"the store of the process group {how}, so the others could not be asked; "
+        host = self._records.host()
+        if host is None:
+            return Findings((), f"{text}what hosts it was killed, stopped or cut off")
+        reason = f"rank {host}, which hosts it, has ended, or was killed, stopped or cut off"
+        return Findings((host,), text + reason)
 
     # ---------------------------------------------------------------- telling the others
     def _record(self) -> Record:
@@ -206,7 +214,7 @@ class RankWatch:
             self._wake.clear()
             leaving, closing = self._left is not None, self._closing
             try:
-                self._records.publish(self._record())
+                self._note(self._records.publish(self._record()))
             except RuntimeError as error:  # its host has ended: perhaps all have
                 _log.debug("rank %d cannot be heard any more: %s", self._rank, error)
                 closing = True
@@ -216,9 +224,15 @@ class RankWatch:
                 return
             self._look_at_device()
 
+    def _note(self, departure: Departure | None) -> None:
+        if departure is not None and self._departure is None and departure.rank != self._rank:
+            self._departure = departure
+            # whoever waits for it may do so until the connections are closed
+            _log.error("rank %d has left: %s", departure.rank, departure.why)
+
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank takes part in nothing any more, and why: `error`, or the
-        exception that is being handled. The first call counts. Blocks for two seconds at most."""
+        exception that is being handled. The first call counts. Blocks for 2.5 s at most."""
         error = error or sys.exception()
         with self._lock:
             if self._left is not None:
@@ -227,7 +241,9 @@ class RankWatch:
             if isinstance(error, RankError) and self._failure is None:
                 self._failure = error
         self._wake.set()
-        self._told_all.wait(2.0)
+        self._told_all.wait(1.5)
+        if self._left and self._records.is_hosted_here:
+            time.sleep(2 * BEAT_S)  # the others read it, before the store is gone
 
     def _leave_at_exit(self) -> None:
         self.leave(getattr(sys, "last_value", None))  # what has ended the program, if anything
@@ -238,7 +254,7 @@ class RankWatch:
         atexit.unregister(self._leave_at_exit)
         self._closing = True
         self._wake.set()
-        self._thread.join(2.0)
+        self._thread.join(1.0)
 
     # ---------------------------------------------------------------- on a GPU
     # NCCL's collectives are queued, and no host thread waits in them: the telling thread sees which
