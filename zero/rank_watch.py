@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import threading
 import time
@@ -40,7 +41,7 @@ _log = logging.getLogger("offload")
 
 BEAT_S = 0.5
 PATIENCE_S = 2.5  # a rank that lives has spoken within it: five beats
-_ASKING_S = 4.0  # the longest that asking may take, also if the store hangs
+_ASKING_S = 3.5  # the longest that asking may take, also if the store hangs
 _LEAST_WAIT_S = 2.0  # for a collective that begins just before another one's time is over
 
 
@@ -51,6 +52,7 @@ class _Watched:
     activity: Activity
     began: float  # by the monotonic clock
     groups: tuple[dist.ProcessGroup, ...]
+    members: tuple[int, ...]
     mark: CopyMark | None = None  # queued up to here on a GPU
 
 
@@ -75,6 +77,8 @@ class RankWatch:
         self._departure: Departure | None = None
         self._failure: RankError | None = None
         self._closing = self._aborting = False
+        self._unheard = False  # the store is gone or hangs
+        self._process = os.getpid()
         self._asking = threading.Lock()  # one thread asks, the others take over what it found
         self._findings: Findings | None = None
         self._wake, self._told_all = threading.Event(), threading.Event()
@@ -85,14 +89,17 @@ class RankWatch:
 
     # ---------------------------------------------------------------- collectives
     @contextmanager
-    def during(self, lane: str, what: str, *groups: dist.ProcessGroup) -> Iterator[timedelta]:
-        """Inside, this rank is in `what`, over `groups` (none: all ranks). Gives the longest that
-        anything inside may wait; collectives of `groups` on a CPU are held to it by themselves.
+    def during(
+        self, lane: str, what: str, *groups: dist.ProcessGroup, members: tuple[int, ...] = ()
+    ) -> Iterator[timedelta]:
+        """Inside, this rank is in `what`, with the ranks of `groups`, or `members` (neither: all).
+        Gives the longest that anything inside may wait; collectives of `groups` on a CPU are held
+        to it by themselves.
 
         What is begun in one lane is begun one after another, in the same order on all ranks.
         RankError for a RuntimeError inside, and at once after an earlier one.
         """
-        watched, limit = self._begin(lane, what, groups)
+        watched, limit = self._begin(lane, what, groups, members)
         try:
             if not self._is_queued(watched):
                 for group in groups:
@@ -106,7 +113,7 @@ class RankWatch:
             self._end(watched)
 
     def _begin(
-        self, lane: str, what: str, groups: tuple[dist.ProcessGroup, ...]
+        self, lane: str, what: str, groups: tuple[dist.ProcessGroup, ...], members: tuple[int, ...]
     ) -> tuple[_Watched, timedelta]:
         now = time.monotonic()
         with self._lock:
@@ -114,7 +121,7 @@ class RankWatch:
                 text = f"rank {self._rank}: {what} is not begun, for an earlier one failed: "
                 raise RankError(f"{text}{self._failure}", ranks=self._failure.ranks)
             number = self._numbers[lane] = self._numbers.get(lane, 0) + 1
-            watched = _Watched(Activity(lane, number, what, time.time()), now, groups)
+            watched = _Watched(Activity(lane, number, what, time.time()), now, groups, members)
             waiting = [each.began for each in self._doing if each.mark is None]
             left = self.timeout_s - (now - min(waiting, default=now))
             self._doing.append(watched)
@@ -132,7 +139,8 @@ class RankWatch:
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
         """Stays in the collective: that is what the others shall read."""
         what, took = watched.activity.what, time.monotonic() - watched.began
-        members = sorted({r for g in watched.groups for r in dist.get_process_group_ranks(g)})
+        together = {r for group in watched.groups for r in dist.get_process_group_ranks(group)}
+        members = sorted(together | {*watched.members})
         among = f" among ranks {', '.join(map(str, members))}" if members else " among all ranks"
         with self._lock:
             others = [each.activity.what for each in self._doing if each is not watched]
@@ -185,6 +193,8 @@ class RankWatch:
 
     def _store_is_gone(self, how: str) -> Findings:
         """Nobody can be asked; but who hosted the store is known, and who said goodbye."""
+        self._unheard = True
+        self._told_all.set()  # nobody waits for that any more
         if self._departure is not None:
             return Findings(
                 (self._departure.rank,), f"rank {self._departure.rank} has left: "
@@ -246,7 +256,8 @@ class RankWatch:
             time.sleep(2 * BEAT_S)  # the others read it, before the store is gone
 
     def _leave_at_exit(self) -> None:
-        self.leave(getattr(sys, "last_value", None))  # what has ended the program, if anything
+        if os.getpid() == self._process:  # and not one that was forked
+            self.leave(getattr(sys, "last_value", None))  # what has ended the program, if anything
 
     def close(self) -> None:
         """Leave, and stop telling. Calling it again does nothing."""
@@ -254,7 +265,7 @@ class RankWatch:
         atexit.unregister(self._leave_at_exit)
         self._closing = True
         self._wake.set()
-        self._thread.join(1.0)
+        self._thread.join(0.1 if self._unheard else 1.0)
 
     # ---------------------------------------------------------------- on a GPU
     # NCCL's collectives are queued, and no host thread waits in them: the telling thread sees which
@@ -262,7 +273,11 @@ class RankWatch:
     # waits for them is free. What they computed is not used: the next collective raises. (Written
     # for several GPUs and not yet run on any.)
     def _is_queued(self, watched: _Watched) -> bool:
-        return self._device.type == "cuda" and watched.activity.lane != "control"
+        return (
+            self._device.type == "cuda"
+            and bool(watched.groups)
+            and watched.activity.lane != "control"
+        )
 
     def _look_at_device(self) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -112,6 +113,40 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
         return str(folder) in process.cmdline()
     except psutil.Error:
         return False  # has ended meanwhile
+
+
+@pytest.mark.parametrize("fault", ["stopped", "raised"])
+def test_a_rank_that_hosts_the_store_is_named(fault: str, tmp_path: Path) -> None:
+    """Without a launcher, the store is in the process of rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [_start_alone(rank, port, fault, tmp_path) for rank in (0, 1)]
+    try:
+        _, said = ranks[1].communicate(timeout=60.0)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    took = time.monotonic() - float((tmp_path / "fault").read_text())
+    print(f"left after {took:.1f} s")
+    assert took < TIMEOUT_S + GRACE_S, said
+    assert ranks[1].returncode == 1, said  # as after any exception: not by a signal
+    words = {"stopped": "does not answer, .*; rank 0, which hosts it", "raised": WORDS["raised"]}
+    assert re.search(
+        words[fault], [line for line in said.splitlines() if "RankError: rank 1: " in line][-1]
+    )
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+def _start_alone(rank: int, port: int, fault: str, folder: Path) -> subprocess.Popen[str]:
+    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in place.items()}}
+    command = [sys.executable, "-m", "tests.ranks.failures", fault, "0", "3", str(folder)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
 
 
 def test_a_hang_shows_the_stacks_of_every_rank(tmp_path: Path) -> None:
