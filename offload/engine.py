@@ -292,7 +292,7 @@ class Engine:
             return
         self._closed = True
         if self._ranks is not None:
-            self._ranks.watch.leave()  # before anything waits for the others
+            self._ranks.watch.leave_after_error()  # before anything waits for the others
         if hasattr(self, "_finalizer"):
             self._finalizer.detach()
         if self._activations is not None:

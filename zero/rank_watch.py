@@ -255,6 +255,16 @@ class RankWatch:
         if self._left and self._records.is_hosted_here:
             time.sleep(2 * BEAT_S)  # the others read it, before the store is gone
 
+    def leave_after_error(self) -> None:
+        """`leave`, if an exception is being handled."""
+        if sys.exception() is not None:
+            self.leave()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank takes part in nothing any more: it has left, or a collective failed."""
+        return self._left is not None or self._failure is not None
+
     def _leave_at_exit(self) -> None:
         if os.getpid() == self._process:  # and not one that was forked
             self.leave(getattr(sys, "last_value", None))  # what has ended the program, if anything

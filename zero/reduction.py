@@ -355,5 +355,9 @@ class Reductions:
         self._place += 1
         return True
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait for the reductions under way, for `timeout_s` at most."""
+        self._thread.drain(timeout_s)
+
     def close(self) -> None:
         self._thread.close()

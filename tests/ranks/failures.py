@@ -36,6 +36,21 @@ def train_until(fault: str, culprit: int, stage: int, folder: str) -> None:
             _step(engine, tokens)
 
 
+def close_after_steps(stage: int, folder: str) -> float:
+    """The longest that closing took, of engines that are closed as soon as a step is taken, by one
+    rank somewhat later than by the others."""
+    took = []
+    for turn in range(4):
+        zero = {"stage": stage, "timeout_s": TIMEOUT_S}
+        engine = offload.initialize(seeded(TinyLM), config(Path(folder) / "swap", zero=zero))
+        _step(engine, batches(1, seed=dist.get_rank())[0])
+        time.sleep(0.05 * dist.get_rank() * (turn % 2))
+        began = time.monotonic()
+        engine.close()
+        took.append(time.monotonic() - began)
+    return max(took)
+
+
 def _step(engine: offload.Engine, tokens: Tensor) -> None:
     engine.module.loss(tokens).backward()  # type: ignore[operator]
     engine.optimizer.step()

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.ranks.failures import TIMEOUT_S, train_until
+from tests.ranks.failures import TIMEOUT_S, close_after_steps, train_until
 from tests.ranks.processes import RankProcess, RanksFailed, run_ranks, stacks_of, start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +147,12 @@ def _start_alone(rank: int, port: int, fault: str, folder: Path) -> subprocess.P
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_closing_leaves_no_rank_in_a_collective(stage: int, tmp_path: Path) -> None:
+    took = run_ranks(2, tmp_path / "ranks", close_after_steps, stage, str(tmp_path))
+    assert max(took) < TIMEOUT_S
 
 
 def test_a_hang_shows_the_stacks_of_every_rank(tmp_path: Path) -> None:
