@@ -122,12 +122,12 @@ class Gatherer:
         self._gathered[id(state)] = state
         state.begin(lease, self._fences.claim(lease.extent))
 
-    def collect(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def collect(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
         """On the gathering thread: all ranks' shards, exactly or as 8-bit codes say."""
         if self._codes is None:
-            self.collectives.gather(whole, own)
+            self.collectives.gather(whole, own, name)
         else:
-            self.collectives.gather_codes(whole, own, self._dtype, self._codes)
+            self.collectives.gather_codes(whole, own, name, self._dtype, self._codes)
 
     def used(self, state: GatheredState) -> None:
         """`state` is the most recently used now."""
@@ -197,9 +197,9 @@ class GatheredState(SharedState):
             mark.before_compute()
         own, cut = self.home.tensor(), self._own_trainable
         if self._trainable:
-            self._gatherer.collect(whole[: self._trainable], own[:cut])
+            self._gatherer.collect(whole[: self._trainable], own[:cut], self.name)
         if self.nbytes > self._trainable:
-            self._gatherer.collect(whole[self._trainable :], own[cut:])
+            self._gatherer.collect(whole[self._trainable :], own[cut:], self.name)
         return mark_here(self._gatherer.device)
 
     def end(self) -> Lease:
@@ -322,10 +322,10 @@ class ReplicatedState(SharedState):
         cut, rank = self._trainable, self._rank
         if trainable and cut:
             start = rank * self._own_trainable
-            collectives.gather(whole[:cut], whole[start : start + self._own_trainable])
+            collectives.gather(whole[:cut], whole[start : start + self._own_trainable], self.name)
         if frozen and self.nbytes > cut:
             start = cut + rank * self._own_frozen
-            collectives.gather(whole[cut:], whole[start : start + self._own_frozen])
+            collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
         del whole
         mark = mark_here(self._gatherer.device)
         self.home.wrote()
