@@ -29,12 +29,15 @@ CASES = [
     ("killed", 1, 3), ("killed", 3, 2), ("stopped", 1, 2), ("stopped", 3, 3), ("raised", 1, 2),
     ("raised", 3, 3), ("sleeping", 1, 3), ("sleeping", 3, 2), ("elsewhere", 3, 3),
 ]  # fmt: skip
+IN_SHORT = {("killed", 3, 2), ("stopped", 1, 2), ("raised", 3, 3), ("elsewhere", 3, 3)}
 
 
 @pytest.mark.parametrize(("fault", "stage", "world_size"), CASES)
 def test_the_others_leave_in_time_and_name_it(
-    fault: str, stage: int, world_size: int, tmp_path: Path
+    fault: str, stage: int, world_size: int, tmp_path: Path, long: bool
 ) -> None:
+    if not long and (fault, stage, world_size) not in IN_SHORT:
+        pytest.skip("in make test-long")
     culprit = world_size - 1
     ranks = start_ranks(
         world_size, tmp_path / "ranks", train_until, fault, culprit, stage, str(tmp_path)
@@ -116,8 +119,10 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["stopped", "raised"])
-def test_a_rank_that_hosts_the_store_is_named(fault: str, tmp_path: Path) -> None:
+def test_a_rank_that_hosts_the_store_is_named(fault: str, tmp_path: Path, long: bool) -> None:
     """Without a launcher, the store is in the process of rank 0."""
+    if not long and fault == "stopped":
+        pytest.skip("in make test-long")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
