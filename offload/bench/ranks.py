@@ -25,7 +25,6 @@ from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.units import format_bytes
 
-
 _PROCESS_NBYTES = 700 << 20  # interpreter, libraries, activations of a small batch
 
 
