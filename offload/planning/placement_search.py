@@ -236,6 +236,9 @@ class PlacementSearch:
             )
         else:
             host = host + builder.sums_nbytes
+        if builder.shared is not None:
+            computing = device if builder.gpu else host
+            computing += builder.shared.total_nbytes
         nvme = home[:, NVME] + np.where(on_nvme, self._slack, 0)
         needed = {DEVICE: device, HOST: host, NVME: nvme}
         return needed, self._short(needed)

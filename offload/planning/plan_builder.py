@@ -57,7 +57,7 @@ class PlanBuilder:
         self.groups = measure(self.config, model, sharding)
         self.budgets = resolve_budgets(config, hardware, _device_demand(self.explicit, self.groups))
         self.window_nbytes = window_nbytes_of(model, self.groups)
-        self.unit_nbytes = largest_unit(model, self.groups)
+        self.unit_nbytes = largest_unit(model, [group.parameters for group in self.groups])
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
         self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
@@ -76,6 +76,7 @@ class PlanBuilder:
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
+            sharding=self.hardware.sharding,
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan, dealt))
         device = plan_device(

@@ -182,7 +182,7 @@ class _Pipeline:
     def _gradient(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         there_s = self._clocks[COMPUTE].free_s
-        numel = plan.groups[group].layout.numel_trainable
+        numel = plan.groups[group].layout.shard_trainable
         seconds = gradient_s(
             numel, self._config.precision, self._speeds,
             summed=plan.groups[group].summed, first=move.action.number == 0,
