@@ -53,7 +53,7 @@ def _header(
     peaks = (f"{bar.title} {format_bytes(bar.peak_nbytes)}" for bar in bars(estimate.memory))
     yield f"# predicted peaks: {', '.join(peaks)}"
     if ranks > 1:
-        yield f"# all of this is of one of {ranks} ranks; this version trains with one rank"
+        yield f"# all of this is of one of {ranks} ranks; start one process per rank (torchrun)"
     if source.train_model is not None and estimate.fits and ranks == 1:
         yield f"# Train with `offload train {_one_line(file_name)}`, or in a loop of your own:"
     else:
