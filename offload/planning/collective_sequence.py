@@ -6,21 +6,22 @@
     3       all-gather of every group    all-gather and reduce-scatter of every group
 
 Gathering and reducing are two queues, each in an order that all ranks agree on (`zero/gathered`,
-`zero/reduction`). Under stages 1 and 2 a group is gathered once per step, when it is first used
-after its update; under stage 3 whenever it is used and is not among the last ones that the room for
-whole parameters holds. With room for few groups, 3 x the parameters travel under stage 3 per pass,
-and 2 x under the others.
+`zero/reduction`). Under stages 1 and 2 every group is gathered behind its update, in the reverse of
+the order in which gradients are reduced; under stage 3 whenever it is used and is not among the
+last ones that the room for whole parameters holds. With room for few groups, 3 x the parameters
+travel under stage 3 per pass, and 2 x under the others.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.shared_plan import gather_nbytes
+from offload.planning.shared_plan import gather_room
 from offload.planning.step_program import Action, StepProgram, Verb, write_program
 from offload.zero.layout import Layout
 from offload.zero.model_shape import ModelShape
@@ -95,7 +96,7 @@ def collective_sequence(
     gathers: tuple[Collective, ...] = ()
     held = 0
     if sharding.parameters:
-        copies = _Copies(model, layouts, itemsize, gather_nbytes(sharding, model, itemsize))
+        copies = _Copies(model, layouts, itemsize, gather_room(model, itemsize))
         for _ in range(_STEPS):
             gathers = tuple(copies.step(program))
         held = copies.most_nbytes
@@ -129,13 +130,18 @@ def _gather(layout: Layout, itemsize: int, *, frozen: bool) -> Iterator[Wire]:
 def _of_updated(
     program: StepProgram, layouts: Sequence[Layout], itemsize: int
 ) -> Iterator[Collective]:
-    """Stages 1 and 2: every group once, when it is first used. Frozen ones never change."""
-    seen = {group for group, layout in enumerate(layouts) if not layout.numel_trainable}
-    for action in program.actions:
-        if action.verb is Verb.FORWARD and action.group not in seen:
-            seen.add(action.group)
-            wires = _gather(layouts[action.group], itemsize, frozen=False)
-            yield Collective(action, action.group, tuple(wires))
+    """Stages 1 and 2: every group once per step, behind its update; behind the step, where updates
+    are made within backward. Frozen ones never change."""
+    actions, uses = program.actions, (Verb.FORWARD, Verb.BACKWARD)
+    first = next((action for action in actions if action.verb in uses), None)
+    behind = itertools.takewhile(lambda action: action.verb is not Verb.GRADIENT, actions)
+    updates = {action.group: action for action in behind if action.verb is Verb.UPDATE}
+    reduced = [action.group for action in actions if action.verb is Verb.GRADIENT]
+    for group in reversed(list(dict.fromkeys(reduced))):
+        wires = _gather(layouts[group], itemsize, frozen=False)
+        asks = updates.get(group, first)
+        assert asks is not None, "what is reduced is used"
+        yield Collective(asks, group, tuple(wires))
 
 
 class _Copies:
@@ -179,9 +185,10 @@ class _Copies:
             # a repeat in a row is at the place of the use before it
             repeated = action.position > 0 and uses[action.position - 1] == group
             following = uses[(action.position + (not repeated)) % len(uses)]
-            fits = self._nbytes + self._nbytes_of(following) <= self._room
-            if following not in self._held and fits:
-                yield self._gather(action, following)
+            if following not in self._held:
+                self._make_room(self._nbytes_of(following), {*kept, group})
+                if self._nbytes + self._nbytes_of(following) <= self._room:
+                    yield self._gather(action, following)
         self._held[group] = self._held.pop(group)
 
     def _gather(self, action: Action, group: int) -> Collective:

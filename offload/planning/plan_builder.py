@@ -60,6 +60,13 @@ class PlanBuilder:
         self.unit_nbytes = largest_unit(model, [group.parameters for group in self.groups])
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
+        self.shared = {  # by whether some parameters are at home elsewhere than where it computes
+            moves: plan_shared(
+                sharding, model, self.groups, self.sizes.itemsize, moves=moves,
+                quantized=self.config.zero.quantized_weights,
+            )
+            for moves in (False, True)
+        }
         self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
 
     def build(self, placements: Placements) -> Plan:
@@ -84,12 +91,8 @@ class PlanBuilder:
         )
         activations = TierName(self.config.placement.activations.tier)
         computing = {TierName.DEVICE} if self.gpu else {TierName.DEVICE, TierName.HOST}
-        moves = set(placements[StateClass.PARAMETERS].tiers) - computing
-        shared = plan_shared(
-            self.hardware.sharding, self.model, self.groups, self.sizes.itemsize,
-            moves=bool(moves), quantized=self.config.zero.quantized_weights,
-        )  # fmt: skip
-        plan = with_shared(with_device(plan, device), shared)
+        moves = bool(set(placements[StateClass.PARAMETERS].tiers) - computing)
+        plan = with_shared(with_device(plan, device), self.shared[moves])
         return _with_activations(plan, activations)
 
     def _assign_gradients(self, placement: Placement) -> list[TierName]:

@@ -88,6 +88,7 @@ class _Pipeline:
         self._traffic, self._workload = traffic, workload
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         self._there: dict[int, float] = defaultdict(float)  # parameters of a group, by group
+        self._whole: dict[int, float] = defaultdict(float)  # the same with the other ranks' shards
         self._updated: dict[int, float] = defaultdict(float)
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread came to each use
@@ -174,7 +175,7 @@ class _Pipeline:
             self._use(move)
 
     def _use(self, move: Move) -> None:
-        group, moved = move.action.group, move.nbytes
+        group, moved, plan = move.action.group, move.nbytes, self._plan
         compute = self._clocks[COMPUTE]
         came_s = compute.free_s
         self._arrived.append(came_s)
@@ -194,9 +195,10 @@ class _Pipeline:
         saved_s = self._send(saved_s, moved.to_device - fetched_sent, TO_DEVICE)
         for collective in self._exchanges.get(move.action, ()):
             other = collective.group
-            ready_s = max(came_s, self._there[other], self._updated[other])
-            self._there[other] = self._exchange(ready_s, collective, "all-gather")
-        ready_s = max(self._there[group], self._updated[group], saved_s)
+            asked_s = came_s if plan.sharding.parameters else self._begun_s
+            ready_s = max(asked_s, self._there[other], self._updated[other])
+            self._whole[other] = self._exchange(ready_s, collective, "all-gather")
+        ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
         start_s, end_s = compute.take(max(came_s, ready_s), seconds)
         self._note(COMPUTE, str(move.action.verb.value), start_s, end_s)
@@ -241,6 +243,8 @@ class _Pipeline:
         self._note(OPTIMIZER, "update", start_s, end_s)
         end_s = self._send(end_s, moved.to_host, TO_HOST)
         self._updated[group] = end_s
+        for collective in self._exchanges.get(move.action, ()):  # other ranks wait for it, too
+            self._whole[group] = self._exchange(end_s, collective, "all-gather")
         self._write(end_s, moved.written, "update", share)
 
     def _lost_s(self, move: Move) -> float:

@@ -198,7 +198,7 @@ def read_profile(
         profile = _with_assumed_drive(profile, profile.nvme_nbytes)
     count = read_count(gpus, "--gpus", 0 if profile.gpu_nbytes == 0 else 1)
     if count is not None:
-        profile = _with_gpus(profile, count)
+        profile = with_gpus(profile, count)
     several = read_count(nodes, "--nodes", 1)
     profile = replace(profile, nodes=several or profile.nodes)
     if [ram, nvme, gpus] == [None] * 3 and (gpu is None or find_part(gpu, MACHINES) is not None):
@@ -357,7 +357,8 @@ def _with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfil
     return replace(profile, nvme_nbytes=nbytes, ssds=(drive,), notes=(*profile.notes, note))
 
 
-def _with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
+def with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
+    """With `gpus` of the same kind in a node. ConfigError where there is none."""
     if not profile.gpu_nbytes:
         if gpus:
             raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")

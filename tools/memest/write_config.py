@@ -189,7 +189,7 @@ def _train(estimate: Estimate, source: ModelSource) -> Iterator[str]:
 def _changed(
     values: Mapping[str, Any], default: Any, without: set[str]
 ) -> Iterator[tuple[str, Any]]:
-    usual = default.model_dump(mode="json")
+    usual = default.model_dump(mode="json", exclude_none=True)
     for name, value in values.items():
         if name not in without and value is not None and value != usual.get(name):
             yield name, value
