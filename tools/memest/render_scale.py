@@ -14,7 +14,8 @@ from offload.tools.memest.scaling import Point, Series, in_order, seconds_of, to
 
 _SHOWN = 8  # collectives at the beginning of a step, and at its end
 _EXTRA = (
-    ".wide{max-width:1180px}.bars td{border-bottom:0;padding:2px 14px 2px 0}.bars svg{height:16px}"
+    ".wide{max-width:1240px}.wide td,.wide th{padding-right:9px;font-size:13px}"
+    ".bars td{border-bottom:0;padding:2px 14px 2px 0}.bars svg{height:16px}"
 )
 
 
@@ -22,7 +23,8 @@ def to_html(question: Question, found: Sequence[Series]) -> str:
     """The page. All text is escaped."""
     case = question.case
     title = f"{case.source.name}, from one GPU to {found[0].points[-1].ranks:,}"
-    body = "".join(_series(series) for series in found)
+    longest_s = max(point.step.seconds for series in found for point in series.points)
+    body = "".join(_series(series, longest_s) for series in found)
     said = "".join(f"<li>{escape(line)}</li>" for line in statements(question, found))
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
@@ -43,22 +45,22 @@ def _workload(question: Question) -> str:
     work = case.workload
     return (
         f"machines: {case.profile.name} · each rank {work.batch} x {work.sequence:,} tokens, "
-        f"{work.passes} passes per step · precision {case.config.precision}"
+        f"{work.passes} to a step · precision {case.config.precision}"
     )
 
 
-def _series(series: Series) -> str:
-    largest = series.points[-1]
+def _series(series: Series, longest_s: float) -> str:
     return (
-        f"<h2>{escape(series.name)}</h2>{_bars(series)}{_table(series)}{_collectives(largest)}"
-    )  # fmt: skip
+        f"<h2>{escape(series.name)}</h2>{_bars(series, longest_s)}{_table(series)}"
+        f"{_collectives(series.points[-1])}"
+    )
 
 
-def _bars(series: Series) -> str:
+def _bars(series: Series, longest_s: float) -> str:
     rows = "".join(
         f'<tr><td class="number">{point.ranks:,}</td>'
         f'<td class="number">{wording.duration(point.step.seconds)}</td>'
-        f'<td style="width:100%">{_bar(point, series)}</td></tr>'
+        f'<td style="width:100%">{_bar(point, longest_s)}</td></tr>'
         for point in series.points
     )
     keys = (
@@ -72,10 +74,9 @@ def _bars(series: Series) -> str:
     )
 
 
-def _bar(point: Point, series: Series) -> str:
-    """As long as the step against the longest of the series."""
-    longest = max(each.step.seconds for each in series.points)
-    whole = point.step.seconds / longest * 100
+def _bar(point: Point, longest_s: float) -> str:
+    """As long as the step against the longest of the page."""
+    whole = point.step.seconds / longest_s * 100
     work = whole * point.efficiency
     label = f"{point.ranks:,} ranks: {point.efficiency:.0%} of the step computing"
     return (

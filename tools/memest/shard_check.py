@@ -1,4 +1,4 @@
-"""Whether shards are what they have to be, for any number of ranks: nothing left out, nothing twice.
+"""Whether shards make up the whole, for any number of ranks: nothing left out, nothing twice.
 
 Counted from the layouts that training uses, for every rank. Groups that are laid out alike (a
 model's blocks) are gone through once.
@@ -65,9 +65,7 @@ def _check(name: str, layout: Layout, sharding: Sharding) -> int:
         raise StateError(f"{name}: the shards of {sharding.ranks} ranks do not end with the buffer")
     for index, spec in enumerate(layout.params):
         if spec.trainable and covered[index] != spec.numel:
-            raise StateError(
-                f"{spec.name}: {covered[index]} of {spec.numel} elements have an owner"
-            )
+            raise StateError(f"{spec.name}: {covered[index]} of {spec.numel} elements are owned")
     if sharding.world_size > 1 and layout.shard_numel % (SHARD_ALIGN_NUMEL * sharding.replicas):
         raise StateError(f"{name}: a shard is not whole pages for each of its replicas")
     return count
