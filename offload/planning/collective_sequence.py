@@ -25,7 +25,7 @@ from offload.planning.shared_plan import gather_room
 from offload.planning.step_program import Action, StepProgram, Verb, write_program
 from offload.zero.layout import Layout
 from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import Sharding
+from offload.zero.sharding import Sharding, scales_numel
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -48,7 +48,7 @@ class Among(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Exchange:
     """One call of a process group. `nbytes`: of the whole buffer, as long on every rank."""
 
     call: Call
@@ -62,11 +62,11 @@ class Collective:
 
     action: Action
     group: int
-    wires: tuple[Wire, ...]
+    exchanges: tuple[Exchange, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(wire.nbytes for wire in self.wires)
+        return sum(exchange.nbytes for exchange in self.exchanges)
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,19 @@ def collective_sequence(
     model = model.sharded(sharding.ranks, sharding.replicas)
     layouts = [group.layout for group in model.groups]
     itemsize = ITEMSIZE[config.precision]
+    wire = _Format.of(config)
     program = write_program(config, model, passes)
     gathers: tuple[Collective, ...] = ()
     held = 0
     if sharding.parameters:
-        copies = _Copies(model, layouts, itemsize, gather_room(model, itemsize))
+        copies = _Copies(model, layouts, wire, gather_room(model, itemsize))
         for _ in range(_STEPS):
             gathers = tuple(copies.step(program))
         held = copies.most_nbytes
     elif sharding.ranks > 1:
-        gathers = tuple(_of_updated(program, layouts, itemsize))
+        gathers = tuple(_of_updated(program, layouts, wire))
     reductions = tuple(
-        Collective(action, action.group, tuple(_reduction(layout, itemsize, sharding)))
+        Collective(action, action.group, tuple(_reduction(layout, wire, sharding)))
         for action in program.actions
         if action.verb is Verb.GRADIENT and sharding.world_size > 1
         for layout in (layouts[action.group],)
@@ -111,24 +112,49 @@ def collective_sequence(
     return CollectiveSequence(program, gathers, reductions, held)
 
 
-def _reduction(layout: Layout, itemsize: int, sharding: Sharding) -> Iterator[Wire]:
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """In which elements travel (`zero.collectives.Wire`)."""
+
+    weight_nbytes: int
+    gradient_nbytes: int
+    codes_weights: bool
+    codes_gradients: bool
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> _Format:
+        zero, itemsize = config.zero, ITEMSIZE[config.precision]
+        gradient = itemsize if zero.reduce_dtype == "fp32" else ITEMSIZE[zero.reduce_dtype]
+        return cls(itemsize, gradient, zero.quantized_weights, zero.quantized_gradients)
+
+
+def _lengths(numel: int, itemsize: int, *, codes: bool) -> tuple[int, ...]:
+    """Bytes of the buffers that `numel` elements travel in: codes are followed by their scales."""
+    return (numel, 4 * scales_numel(numel)) if codes else (numel * itemsize,)
+
+
+def _reduction(layout: Layout, wire: _Format, sharding: Sharding) -> Iterator[Exchange]:
     """As `zero.collectives.Collectives.reduce`: 16-bit gradients travel as they are to the owner of
     their shard, their fp32 sums among its replicas."""
     if sharding.ranks > 1:
-        yield Wire(Call.ALL_TO_ALL, Among.SHARDS, layout.numel_trainable * itemsize)
+        numel, itemsize = layout.numel_trainable, wire.gradient_nbytes
+        for nbytes in _lengths(numel, itemsize, codes=wire.codes_gradients):
+            yield Exchange(Call.ALL_TO_ALL, Among.SHARDS, nbytes)
     if sharding.replicas > 1:
         for call in (Call.ALL_TO_ALL, Call.ALL_GATHER):
-            yield Wire(call, Among.REPLICAS, layout.shard_trainable * 4)
+            yield Exchange(call, Among.REPLICAS, layout.shard_trainable * 4)
 
 
-def _gather(layout: Layout, itemsize: int, *, frozen: bool) -> Iterator[Wire]:
+def _gather(layout: Layout, wire: _Format, *, frozen: bool) -> Iterator[Exchange]:
     """Trainable and frozen parameters are sharded apart."""
     numels = [layout.numel_trainable, layout.numel - layout.numel_trainable if frozen else 0]
-    return (Wire(Call.ALL_GATHER, Among.SHARDS, numel * itemsize) for numel in numels if numel)
+    for numel in filter(None, numels):
+        for nbytes in _lengths(numel, wire.weight_nbytes, codes=wire.codes_weights):
+            yield Exchange(Call.ALL_GATHER, Among.SHARDS, nbytes)
 
 
 def _of_updated(
-    program: StepProgram, layouts: Sequence[Layout], itemsize: int
+    program: StepProgram, layouts: Sequence[Layout], wire: _Format
 ) -> Iterator[Collective]:
     """Stages 1 and 2: every group once per step, behind its update; behind the step, where updates
     are made within backward. Frozen ones never change."""
@@ -138,20 +164,20 @@ def _of_updated(
     updates = {action.group: action for action in behind if action.verb is Verb.UPDATE}
     reduced = [action.group for action in actions if action.verb is Verb.GRADIENT]
     for group in reversed(list(dict.fromkeys(reduced))):
-        wires = _gather(layouts[group], itemsize, frozen=False)
+        exchanges = _gather(layouts[group], wire, frozen=False)
         asks = updates.get(group, first)
         assert asks is not None, "what is reduced is used"
-        yield Collective(asks, group, tuple(wires))
+        yield Collective(asks, group, tuple(exchanges))
 
 
 class _Copies:
     """Stage 3: which groups are whole in memory, by the rules of `zero.gathered.Gatherer`."""
 
     def __init__(
-        self, model: ModelShape, layouts: Sequence[Layout], itemsize: int, room_nbytes: int
+        self, model: ModelShape, layouts: Sequence[Layout], wire: _Format, room_nbytes: int
     ) -> None:
         self._layouts = layouts
-        self._itemsize = itemsize
+        self._wire = wire
         self._room = room_nbytes
         roots = [unit.groups for unit in model.units if not unit.name]
         self._kept = frozenset(group for groups in roots for group in groups)  # all of a forward
@@ -195,11 +221,11 @@ class _Copies:
         self._held[group] = None
         self._nbytes += self._nbytes_of(group)
         self.most_nbytes = max(self.most_nbytes, self._nbytes)
-        wires = _gather(self._layouts[group], self._itemsize, frozen=True)
-        return Collective(action, group, tuple(wires))
+        exchanges = _gather(self._layouts[group], self._wire, frozen=True)
+        return Collective(action, group, tuple(exchanges))
 
     def _nbytes_of(self, group: int) -> int:
-        return self._layouts[group].numel * self._itemsize
+        return self._layouts[group].numel * self._wire.weight_nbytes
 
     def _make_room(self, nbytes: int, kept: Collection[int]) -> None:
         for other in list(self._held):

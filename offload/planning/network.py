@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.collective_sequence import Among, Call, Wire
+from offload.planning.collective_sequence import Among, Call, Exchange
 from offload.zero.sharding import Sharding
 
 
@@ -57,14 +57,14 @@ class Network:
         inside = sharding.world_size <= self.ranks_per_machine
         return self.inside_bytes_per_s > 0 and (inside or self.between_bytes_per_s > 0)
 
-    def seconds(self, wire: Wire, sharding: Sharding) -> float:
+    def seconds(self, exchange: Exchange, sharding: Sharding) -> float:
         """Of one call. Every rank of the world makes one like it at the same time."""
-        members = self.members(wire.among, sharding)
+        members = self.members(exchange.among, sharding)
         if members.ranks == 1:
             return 0.0
-        if wire.call is Call.ALL_GATHER:
-            return self._ring_s(wire.nbytes, members)
-        return self._all_to_all_s(wire.nbytes, members)
+        if exchange.call is Call.ALL_GATHER:
+            return self._ring_s(exchange.nbytes, members)
+        return self._all_to_all_s(exchange.nbytes, members)
 
     def _ring_s(self, nbytes: int, members: Members) -> float:
         n, m = members.ranks, members.per_machine

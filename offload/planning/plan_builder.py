@@ -62,7 +62,11 @@ class PlanBuilder:
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
         self.shared = {  # by whether some parameters are at home elsewhere than where it computes
             moves: plan_shared(
-                sharding, model, self.groups, self.sizes.itemsize, moves=moves,
+                sharding,
+                model,
+                self.groups,
+                self.sizes.itemsize,
+                moves=moves,
                 quantized=self.config.zero.quantized_weights,
             )
             for moves in (False, True)

@@ -303,7 +303,7 @@ class _Pipeline:
         if network is None:
             return ready_s
         sharding = self._plan.sharding
-        seconds = sum(network.seconds(wire, sharding) for wire in collective.wires)
+        seconds = sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
         start_s, end_s = self._clocks[NETWORK].take(ready_s, seconds)
         self._note(NETWORK, label, start_s, end_s)
         return end_s

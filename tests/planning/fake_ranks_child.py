@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
 from offload.zero import collectives as collectives_module
-from offload.zero.collectives import Collectives
+from offload.zero.collectives import Collectives, Wire
 from offload.zero.ranks import Ranks
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
 
@@ -34,8 +34,8 @@ class Recorder:
         self._exchange = dist.all_to_all_single
 
     def install(self) -> None:
-        def make(ranks: Ranks) -> Collectives:
-            made = self._make(ranks)
+        def make(ranks: Ranks, wire: Wire) -> Collectives:
+            made = self._make(ranks, wire)
             self._control, self._replicas = ranks.control, made.replica_group
             return made
 
@@ -58,12 +58,12 @@ class Recorder:
 
 
 def main(asked: str) -> None:
-    world, rank, stage, shard_group, blocks, folder = json.loads(asked)
+    world, rank, zero, blocks, folder = json.loads(asked)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)  # type: ignore[no-untyped-call]
     recorder = Recorder()
     recorder.install()
     keys = config(
-        Path(folder), HOST, zero={"stage": stage, "shard_group": shard_group},
+        Path(folder), HOST, zero=zero,
         budget={"host": "4GiB", "nvme": "1GiB"},
     )  # fmt: skip
     with offload.initialize(seeded(lambda: TinyLM(blocks)), keys) as engine:

@@ -28,11 +28,9 @@ BLOCKS = 5
 PLAIN = OffloadConfig.load({"precision": "fp32"})
 
 
-def recorded(
-    folder: Path, world: int, rank: int, stage: int, shard_group: int | None
-) -> dict[str, Any]:
+def recorded(folder: Path, world: int, rank: int, zero: dict[str, Any]) -> dict[str, Any]:
     """What one rank calls in its third step."""
-    asked = json.dumps([world, rank, stage, shard_group, BLOCKS, str(folder)])
+    asked = json.dumps([world, rank, zero, BLOCKS, str(folder)])
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning.fake_ranks_child", asked], cwd=ROOT, text=True,
         capture_output=True, check=False, timeout=240,
@@ -44,24 +42,34 @@ def recorded(
 
 
 @pytest.mark.parametrize(
-    ("world", "rank", "stage", "shard_group"),
-    [(64, 5, 0, None), (64, 63, 1, None), (64, 5, 2, 8), (64, 5, 3, None), (64, 17, 3, 8),
-     (4096, 4095, 3, 64), (4096, 7, 3, None)],
-)  # fmt: skip
+    ("world", "rank", "zero"),
+    [
+        (64, 5, {"stage": 0}),
+        (64, 63, {"stage": 1}),
+        (64, 5, {"stage": 2, "shard_group": 8}),
+        (64, 5, {"stage": 3}),
+        (64, 17, {"stage": 3, "shard_group": 8}),
+        (64, 9, {"quantized_weights": True, "quantized_gradients": True}),
+        (64, 9, {"reduce_dtype": "bf16"}),
+        (4096, 4095, {"stage": 3, "shard_group": 64}),
+        (4096, 7, {"stage": 3}),
+    ],
+)
 def test_one_rank_of_many_calls_what_was_predicted(
-    world: int, rank: int, stage: int, shard_group: int | None, tmp_path: Path
+    world: int, rank: int, zero: dict[str, Any], tmp_path: Path
 ) -> None:
-    sharding = Sharding.of(stage, shard_group, world, rank)
+    config = OffloadConfig.load({"precision": "fp32", "zero": zero})
+    sharding = Sharding.of(config.zero.stage, config.zero.shard_group, world, rank)
     shape = discover(TinyLM(BLOCKS), ()).shape()
-    found = collective_sequence(PLAIN, shape, sharding, 1)
+    found = collective_sequence(config, shape, sharding, 1)
     sizes = {Among.SHARDS: sharding.ranks, Among.REPLICAS: sharding.replicas}
-    answer = recorded(tmp_path, world, rank, stage, shard_group)
+    answer = recorded(tmp_path, world, rank, zero)
 
     def calls(collectives: Any) -> list[list[Any]]:
         return [
-            [str(wire.call), sizes[wire.among], wire.nbytes]
+            [str(exchange.call), sizes[exchange.among], exchange.nbytes]
             for each in collectives
-            for wire in each.wires
+            for exchange in each.exchanges
         ]
 
     assert answer["gathers"] == calls(found.gathers)
@@ -114,9 +122,9 @@ FAST = Network(8, 400e9, 320e9, 0.0, 0.0, 0.0, 0.0)
 
 
 def seconds(network: Network, call: Call, among: Among, sharding: Sharding, nbytes: int) -> float:
-    from offload.planning.collective_sequence import Wire
+    from offload.planning.collective_sequence import Exchange
 
-    return network.seconds(Wire(call, among, nbytes), sharding)
+    return network.seconds(Exchange(call, among, nbytes), sharding)
 
 
 def test_bytes_pass_the_slower_of_two_links() -> None:

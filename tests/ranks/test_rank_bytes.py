@@ -222,6 +222,8 @@ def test_the_collectives_of_a_step_are_those_predicted(
     for each in held[stage, "host"]:
         sharding = Sharding.of(stage, None, WORLD, each.rank)
         found = collective_sequence(loaded, shape, sharding, 1)
-        assert each.gathered == [wire.nbytes for step in found.gathers for wire in step.wires]
+        assert each.gathered == [
+            exchange.nbytes for step in found.gathers for exchange in step.exchanges
+        ]
         trainable = [each.layouts[step.group].numel_trainable for step in found.reductions]
         assert each.reduced == [numel * ITEMSIZE for numel in trainable]

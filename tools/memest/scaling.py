@@ -146,7 +146,7 @@ def in_order(sequence: CollectiveSequence) -> Iterator[tuple[str, Collective]]:
 
 
 def seconds_of(network: Network, collective: Collective, sharding: Sharding) -> float:
-    return sum(network.seconds(wire, sharding) for wire in collective.wires)
+    return sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
 
 
 def _check(case: Case) -> None:
