@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the fake backend
 
 import offload
 from offload.zero import collectives as collectives_module
@@ -59,7 +59,7 @@ class Recorder:
 
 def main(asked: str) -> None:
     world, rank, zero, blocks, folder = json.loads(asked)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     recorder = Recorder()
     recorder.install()
     keys = config(

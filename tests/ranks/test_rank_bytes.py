@@ -124,13 +124,13 @@ class Recorded:
         self._gather, self._reduce = Collectives.gather, Collectives.reduce
 
     def __enter__(self) -> Recorded:
-        def gather(collectives: Collectives, whole: Any, own: Any) -> None:
+        def gather(collectives: Collectives, whole: Any, *rest: Any) -> None:
             self.gathered.append(whole.numel())
-            self._gather(collectives, whole, own)
+            self._gather(collectives, whole, *rest)
 
-        def reduce(collectives: Collectives, contribution: Any, work: Any) -> Any:
+        def reduce(collectives: Collectives, contribution: Any, *rest: Any) -> Any:
             self.reduced.append(contribution.numel() * contribution.element_size())
-            return self._reduce(collectives, contribution, work)
+            return self._reduce(collectives, contribution, *rest)
 
         Collectives.gather, Collectives.reduce = gather, reduce  # type: ignore[method-assign]
         return self
