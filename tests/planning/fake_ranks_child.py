@@ -12,6 +12,8 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the
 
 import offload
 from offload.zero import collectives as collectives_module
+from offload.zero import rank_watch
+from offload.zero import ranks as ranks_module
 from offload.zero.collectives import Collectives, Wire
 from offload.zero.ranks import Ranks
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
@@ -60,6 +62,15 @@ class Recorder:
 def main(asked: str) -> None:
     world, rank, zero, blocks, folder = json.loads(asked)
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+    new_group = dist.new_group
+
+    def new_fake_group(*args: Any, backend: str | None = None, **more: Any) -> Any:
+        """Also where one of gloo is asked for: nobody would come."""
+        return new_group(*args, **more)
+
+    dist.new_group = new_fake_group
+    for module in (ranks_module, rank_watch):
+        module.limit_waits = lambda group, limit: None  # type: ignore[attr-defined] # none waits
     recorder = Recorder()
     recorder.install()
     keys = config(
