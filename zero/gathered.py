@@ -133,10 +133,14 @@ class Gatherer:
         """`state` is the most recently used now."""
         self._gathered[id(state)] = self._gathered.pop(id(state))
 
-    def expect(self, state: GatheredState) -> None:
-        """`state` is needed next: begin to gather it if there is room."""
-        if not state.is_gathered and self._held_nbytes + state.nbytes <= self._room:
-            self.gather(state)
+    def expect(self, state: GatheredState, now: GatheredState) -> None:
+        """`state` is needed next: begin to gather it, if there is room beside what is needed `now`.
+        Copies that were used before that make room."""
+        if state.is_gathered:
+            return
+        self._make_room(state, now)
+        if self._held_nbytes + state.nbytes <= self._room:
+            self._begin(state)
 
     def give_up(self, state: GatheredState) -> None:
         """Forget a gathered copy; its memory is free once nobody looks at it."""
@@ -146,11 +150,11 @@ class Gatherer:
         self._fences.retire(lease.extent, (mark_here(self.device),))
         _Outlived(lease, self._pool)
 
-    def _make_room(self, state: GatheredState) -> None:
+    def _make_room(self, state: GatheredState, now: GatheredState | None = None) -> None:
         for other in list(self._gathered.values()):
             if self._held_nbytes + state.nbytes <= self._room:
                 return
-            if not other.is_held():
+            if other is not now and not other.is_held():
                 self.log.note(partial(self.give_up, other))
                 self.give_up(other)
 

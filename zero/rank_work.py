@@ -83,7 +83,7 @@ class RankWork:
             self._gatherer.gather(group.state)
         following = next(upcoming, None)
         if following is not None and isinstance(following.state, GatheredState):
-            self._gatherer.expect(following.state)
+            self._gatherer.expect(following.state, group.state)
 
     # ---------------------------------------------------------------- passes
     @property
