@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_DIR ?= runs/bench
 # PYTHON=... given by the caller: gpu-check uses that interpreter as it is, and makes no .venv
+# a file's tests share what they set up: each file goes to one process as a whole
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
@@ -35,10 +37,10 @@ demo: $(STAMP)
 	$(BIN)/offload train examples/demo.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest --long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --long $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
