@@ -306,7 +306,7 @@ def this_machine(nvme: NvmeConfig, device: torch.device, sharding: Sharding = AL
     # Folders on one file system share what is free there.
     free = sum({path.stat().st_dev: nbytes for path, nbytes in reports.items()}.values())
     device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    here = ranks_here() if sharding.world_size > 1 else 1
+    here = ranks_here()
     hardware = read_hardware(device_nbytes, free // here)
     cuda = device.type == "cuda"
     missing = triton_launch.missing() if cuda else "the model computes on the CPU"
@@ -320,9 +320,10 @@ def this_machine(nvme: NvmeConfig, device: torch.device, sharding: Sharding = AL
 
 def ranks_here() -> int:
     """Ranks that run on this machine, as `torchrun` says; else all of them."""
-    alone = not torch.distributed.is_initialized()
-    everywhere = 1 if alone else torch.distributed.get_world_size()
-    return int(os.environ.get("LOCAL_WORLD_SIZE", everywhere))
+    world = torch.distributed
+    if not (world.is_available() and world.is_initialized()):
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.get_world_size()))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from offload.tiers.errors import ConfigError
 from offload.zero.collectives import Collectives, Group, Wire, all_gather_flat
 from offload.zero.sharding import Sharding
 
@@ -30,22 +31,22 @@ class Ranks:
 
     @classmethod
     def join(
-        cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float
-    ) -> Ranks | None:
+        cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float,
+        members: DeviceMesh | None = None,
+    ) -> Ranks | None:  # fmt: skip
         """The ranks of the process group that is there, or of the one that the environment asks for
         (`torchrun`); None for a process alone.
 
-        Every rank has to come here. ConfigError if the shard groups do not come out even.
+        `members`: only the ranks of this mesh (1D), each of which has to come here; every rank
+        otherwise. ConfigError if the shard groups do not come out even.
         """
         owns_world = start_world(device, timeout_s)
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if world_size == 1:
+        ranks = data_ranks(members)
+        if len(ranks) == 1:
             return None
-        sharding = Sharding.of(stage, shard_group, world_size, dist.get_rank())
-        mesh = init_device_mesh(
-            device.type, (sharding.replicas, sharding.ranks), mesh_dim_names=("replicas", "shards")
-        )
-        control = dist.new_group()
+        sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(dist.get_rank()))
+        mesh = _shard_groups(sharding, device, None if members is None else ranks)
+        control = dist.new_group(ranks, use_local_synchronization=True)
         assert control is not None, "every rank is in it"
         return cls(sharding, mesh, device, control, owns_world)
 
@@ -62,9 +63,7 @@ class Ranks:
         and what others do in the mesh's groups does not come between. Every rank has to come here.
         """
         shards, replicas = self.mesh.mesh.tolist(), self.mesh.mesh.t().tolist()
-        gather, reduce, across = (
-            dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (shards, shards, replicas)
-        )
+        gather, reduce, across = (_own_group(ranks) for ranks in (shards, shards, replicas))
         return Collectives(gather, reduce, across, wire)
 
     # ---------------------------------------------------------------- small things
@@ -106,17 +105,18 @@ class Ranks:
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the first rank has of a tensor; all ranks have one of this shape."""
         moved = tensor.detach().to(self._control_device, copy=True).contiguous()
-        dist.broadcast(moved.view(-1).view(torch.uint8), 0, group=self.control)
+        dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Give a tensor (1D) to another rank, which is to `receive` it."""
-        dist.send(tensor.to(self._control_device).contiguous(), to, group=self.control)
+        moved = tensor.to(self._control_device).contiguous()
+        dist.send(moved, group=self.control, group_dst=to)
 
     def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
         """What another rank sends, in host memory."""
         found = torch.empty(numel, dtype=dtype, device=self._control_device)
-        dist.recv(found, source, group=self.control)
+        dist.recv(found, group=self.control, group_src=source)
         return found.cpu()
 
     def all_succeeded(self, error: BaseException | None) -> str | None:
@@ -153,6 +153,44 @@ def start_world(device: torch.device, timeout_s: float) -> bool:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     return True
+
+
+def data_ranks(members: DeviceMesh | None) -> list[int]:
+    """The ranks, as the world counts them, that get different data: those of `members`, or all.
+
+    ConfigError where `members` is no line of ranks with this one in it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
+    if members is None:
+        return list(range(dist.get_world_size()))
+    ranks = [int(rank) for rank in members.mesh.flatten()]
+    if members.ndim != 1 or dist.get_rank() not in ranks:
+        raise ConfigError(
+            f"mesh: {members} is not one dimension of ranks with rank {dist.get_rank()} in it; "
+            'give the data-parallel dimension of a larger mesh: mesh["dp"]'
+        )
+    return ranks
+
+
+def _shard_groups(
+    sharding: Sharding, device: torch.device, ranks: Sequence[int] | None
+) -> DeviceMesh:
+    """(replicas, ranks of a shard group): of `ranks` alone if given, else of the world."""
+    shape, names = (sharding.replicas, sharding.ranks), ("replicas", "shards")
+    if ranks is None:
+        return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    # without process groups, which all ranks of the world would have to make
+    table = torch.tensor(ranks).view(shape)
+    return DeviceMesh(device.type, table, mesh_dim_names=names, _init_backend=False)
+
+
+def _own_group(table: Sequence[Sequence[int]]) -> Group:
+    """A process group of the row that this rank is in, made by the row's ranks alone."""
+    row = next(row for row in table if dist.get_rank() in row)
+    group: Group | None = dist.new_group(list(row), use_local_synchronization=True)
+    assert group is not None, "this rank is in its row"
+    return group
 
 
 def end_world() -> None:
