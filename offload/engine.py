@@ -314,6 +314,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self._ranks is not None:
+            self._ranks.watch.leave_after_error()  # before anything waits for the others
         if hasattr(self, "_finalizer"):
             self._finalizer.detach()
         if self._activations is not None:
@@ -322,6 +324,7 @@ class Engine:
             _close_all(self._runtime, self._run, self._homes)
         finally:
             if self._ranks is not None:
+                self._ranks.watch.close()
                 self._ranks.leave()
 
     def __enter__(self) -> Engine:

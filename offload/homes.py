@@ -292,8 +292,11 @@ def _with_number(path: str, number: tuple[str, str]) -> str:
     return path.replace(*number)
 
 
-def this_machine(nvme: NvmeConfig, device: torch.device, sharding: Sharding = ALONE) -> Hardware:
-    """What one rank's plan may use here: ranks on one machine share its RAM and disks alike.
+def this_machine(
+    nvme: NvmeConfig, device: torch.device, sharding: Sharding = ALONE, here: int | None = None
+) -> Hardware:
+    """What one rank's plan may use here: ranks on one machine share its RAM and disks alike. `here`
+    of them are on this one; by default those that are.
 
     PathError where a folder cannot be used.
     """
@@ -306,7 +309,7 @@ def this_machine(nvme: NvmeConfig, device: torch.device, sharding: Sharding = AL
     # Folders on one file system share what is free there.
     free = sum({path.stat().st_dev: nbytes for path, nbytes in reports.items()}.values())
     device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    here = ranks_here()
+    here = ranks_here() if here is None else here
     hardware = read_hardware(device_nbytes, free // here)
     cuda = device.type == "cuda"
     missing = triton_launch.missing() if cuda else "the model computes on the CPU"

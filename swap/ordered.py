@@ -65,6 +65,14 @@ class OrderedWork:
         oldest.wait()
         return True
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all that was submitted has ended, well or not, for `timeout_s` at most."""
+        if self._worker.is_this_thread():
+            return
+        ended = threading.Event()
+        self.submit("the end", lambda: None).then(lambda _: ended.set())
+        ended.wait(timeout_s)
+
     def _work(self) -> bool:
         with self._lock:
             if not self._waiting:

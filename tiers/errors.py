@@ -11,6 +11,7 @@
     ├── CheckpointError         a checkpoint that is missing, torn or of another model
     ├── UnsupportedError        something that works elsewhere and not (yet) here
     ├── StateError              calls in an order that cannot work
+    ├── RankError               something ranks do together failed: which, of what, who is missing
     └── IntegrityError          our own books do not balance: a bug, please report it
 
 Each message says what, which, how much and what to do.
@@ -87,6 +88,14 @@ class UnsupportedError(OffloadError):
 
 class StateError(OffloadError):
     """A call at a moment when it cannot work (closed engine, missing backward, ...)."""
+
+
+class RankError(OffloadError):
+    """What several ranks do together did not end, or failed."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        self.ranks = ranks  # that are missing, behind, or went another way
+        super().__init__(message)
 
 
 class IntegrityError(OffloadError):

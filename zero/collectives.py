@@ -15,11 +15,14 @@ Either can send 8-bit codes instead (`block_codes`): fewer bytes, and approximat
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from offload.zero.block_codes import add_decoded, decode, encode
+from offload.zero.rank_watch import RankWatch
 from offload.zero.sharding import scales_numel
 
 Group = dist.ProcessGroup
@@ -52,6 +55,19 @@ class Wire:
     quantized_gradients: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """How long to wait for the others, and for what: shards are sent under its name, so that a rank
+    that gathers another group meanwhile gets nothing, instead of values of the wrong parameters."""
+
+    what: str
+    limit: timedelta
+
+    @property
+    def tag(self) -> int:
+        return crc32(self.what.encode()) & 0x7FFFFFFF
+
+
 @dataclass(slots=True)
 class Collectives:
     """The collectives of one rank. `gather` and `reduce` may run at the same time, each on one
@@ -60,18 +76,23 @@ class Collectives:
     gather_group: Group  # the ranks that share one copy of the states
     reduce_group: Group  # the same ranks
     replica_group: Group  # those that own the same shard
+    watch: RankWatch
     wire: Wire = field(default_factory=Wire)
     traffic: Traffic = field(default_factory=Traffic)
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `whole` (1D uint8) with the shards of all ranks, in order. `own` may be a view of
-        this rank's place in it. Blocks; on a GPU, until the current stream is given the work."""
+    def gather(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
+        """Fill `whole` (1D uint8), of the group `name`, with the shards of all ranks, in order.
+        `own` may be a view of this rank's place in it. Blocks; on a GPU, until the current stream
+        is given the work. RankError if a rank does not take part."""
         self.traffic.gathered_nbytes += whole.numel()
-        _all_gather(whole, own, self.gather_group)
+        what, group = f"the all-gather of {_named(name)}", self.gather_group
+        with self.watch.during("gather", what, group) as limit:
+            _all_gather(whole, own, group, _Arrival(what, limit))
 
     def gather_codes(
-        self, whole: torch.Tensor, own: torch.Tensor, dtype: torch.dtype, room: torch.Tensor
-    ) -> None:
+        self, whole: torch.Tensor, own: torch.Tensor, name: str, dtype: torch.dtype,
+        room: torch.Tensor,
+    ) -> None:  # fmt: skip
         """As `gather`, approximately, of elements of `dtype`: all ranks, the owner too, get what
         the codes say. `room` (1D uint8) holds the codes meanwhile."""
         rank, values, shard = self.gather_group.rank(), whole.view(dtype), own.view(dtype)
@@ -82,13 +103,20 @@ class Collectives:
         own_scales = scales[rank * blocks : (rank + 1) * blocks]
         encode(shard, own_codes, own_scales)
         for part, its_own in ((codes, own_codes), (scales, own_scales)):
-            self.traffic.gathered_nbytes += part.numel() * part.element_size()
-            _all_gather(part.view(torch.uint8), its_own.view(torch.uint8), self.gather_group)
+            self.gather(part.view(torch.uint8), its_own.view(torch.uint8), name)
         decode(codes, scales, values)
 
-    def reduce(self, contribution: torch.Tensor, work: Workspace) -> torch.Tensor:
+    def reduce(self, contribution: torch.Tensor, work: Workspace, name: str) -> torch.Tensor:
         """The average over all ranks of the world, of this rank's shard of it: 1D fp32, valid until
-        the next call. `contribution` (1D, any float format) is equally long on every rank."""
+        the next call. `contribution` (1D, any float format), of the group `name`, is equally long
+        on every rank. RankError if a rank does not take part."""
+        what = f"the reduce-scatter of {_named(name)}"
+        with self.watch.during("reduce", what, self.reduce_group, self.replica_group) as limit:
+            return self._reduce(contribution, work, _Arrival(what, limit))
+
+    def _reduce(
+        self, contribution: torch.Tensor, work: Workspace, arrival: _Arrival
+    ) -> torch.Tensor:
         ranks, replicas = self.reduce_group.size(), self.replica_group.size()
         numel = contribution.numel() // ranks
         summed = work.summed.view(torch.float32)[:numel]
@@ -105,7 +133,8 @@ class Collectives:
             mine = summed[rank * piece : (rank + 1) * piece]
             # what was received is summed before `summed` is written to: they are apart
             _exchange_and_sum(summed, received, mine, self.replica_group)
-            _all_gather(summed.view(torch.uint8), mine.view(torch.uint8), self.replica_group)
+            whole = summed.view(torch.uint8)
+            _all_gather(whole, mine.view(torch.uint8), self.replica_group, arrival)
         return summed.div_(ranks * replicas)
 
     def _reduce_codes(
@@ -129,6 +158,11 @@ class Collectives:
             add_decoded(part, scale, out)
 
 
+def _named(name: str) -> str:
+    """The group of what no submodule holds has no name of its own."""
+    return name if name and not name.startswith(" ") else f"the model's own{name or ' parameters'}"
+
+
 def _exchange_and_sum(
     contribution: torch.Tensor, received: torch.Tensor, out: torch.Tensor, group: Group
 ) -> None:
@@ -149,14 +183,14 @@ def _exchange_and_sum(
         out.add_(part)
 
 
-def _all_gather(whole: torch.Tensor, own: torch.Tensor, group: Group) -> None:
+def _all_gather(whole: torch.Tensor, own: torch.Tensor, group: Group, arrival: _Arrival) -> None:
     ranks, rank, step = group.size(), group.rank(), own.numel()
     place = whole[rank * step : (rank + 1) * step]
     if ranks == 1 or _sends_faster(whole, group):
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
         if ranks > 1:
-            _send_to_all(whole, place, group)
+            _send_to_all(whole, place, group, arrival)
         return
     all_gather_flat(whole, own, group)
 
@@ -172,13 +206,13 @@ def _sends_faster(whole: torch.Tensor, group: Group) -> bool:
     return whole.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
-def _send_to_all(whole: torch.Tensor, own: torch.Tensor, group: Group) -> None:
+def _send_to_all(whole: torch.Tensor, own: torch.Tensor, group: Group, arrival: _Arrival) -> None:
     ranks, rank, step = group.size(), group.rank(), own.numel()
-    moves = []
+    moves, tag = [], arrival.tag
     for distance in range(1, ranks):
         to, source = (rank + distance) % ranks, (rank - distance) % ranks
-        moves.append(dist.P2POp(dist.isend, own, group=group, group_peer=to))
+        moves.append(dist.P2POp(dist.isend, own, group=group, tag=tag, group_peer=to))
         arriving = whole[source * step : (source + 1) * step]
-        moves.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=source))
+        moves.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=source))
     for work in dist.batch_isend_irecv(moves):
-        work.wait()
+        work.wait(arrival.limit)

@@ -122,21 +122,25 @@ class Gatherer:
         self._gathered[id(state)] = state
         state.begin(lease, self._fences.claim(lease.extent))
 
-    def collect(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def collect(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
         """On the gathering thread: all ranks' shards, exactly or as 8-bit codes say."""
         if self._codes is None:
-            self.collectives.gather(whole, own)
+            self.collectives.gather(whole, own, name)
         else:
-            self.collectives.gather_codes(whole, own, self._dtype, self._codes)
+            self.collectives.gather_codes(whole, own, name, self._dtype, self._codes)
 
     def used(self, state: GatheredState) -> None:
         """`state` is the most recently used now."""
         self._gathered[id(state)] = self._gathered.pop(id(state))
 
-    def expect(self, state: GatheredState) -> None:
-        """`state` is needed next: begin to gather it if there is room."""
-        if not state.is_gathered and self._held_nbytes + state.nbytes <= self._room:
-            self.gather(state)
+    def expect(self, state: GatheredState, now: GatheredState) -> None:
+        """`state` is needed next: begin to gather it, if there is room beside what is needed `now`.
+        Copies that were used before that make room."""
+        if state.is_gathered:
+            return
+        self._make_room(state, now)
+        if self._held_nbytes + state.nbytes <= self._room:
+            self._begin(state)
 
     def give_up(self, state: GatheredState) -> None:
         """Forget a gathered copy; its memory is free once nobody looks at it."""
@@ -146,11 +150,11 @@ class Gatherer:
         self._fences.retire(lease.extent, (mark_here(self.device),))
         _Outlived(lease, self._pool)
 
-    def _make_room(self, state: GatheredState) -> None:
+    def _make_room(self, state: GatheredState, now: GatheredState | None = None) -> None:
         for other in list(self._gathered.values()):
             if self._held_nbytes + state.nbytes <= self._room:
                 return
-            if not other.is_held():
+            if other is not now and not other.is_held():
                 self.log.note(partial(self.give_up, other))
                 self.give_up(other)
 
@@ -197,9 +201,9 @@ class GatheredState(SharedState):
             mark.before_compute()
         own, cut = self.home.tensor(), self._own_trainable
         if self._trainable:
-            self._gatherer.collect(whole[: self._trainable], own[:cut])
+            self._gatherer.collect(whole[: self._trainable], own[:cut], self.name)
         if self.nbytes > self._trainable:
-            self._gatherer.collect(whole[self._trainable :], own[cut:])
+            self._gatherer.collect(whole[self._trainable :], own[cut:], self.name)
         return mark_here(self._gatherer.device)
 
     def end(self) -> Lease:
@@ -322,10 +326,10 @@ class ReplicatedState(SharedState):
         cut, rank = self._trainable, self._rank
         if trainable and cut:
             start = rank * self._own_trainable
-            collectives.gather(whole[:cut], whole[start : start + self._own_trainable])
+            collectives.gather(whole[:cut], whole[start : start + self._own_trainable], self.name)
         if frozen and self.nbytes > cut:
             start = cut + rank * self._own_frozen
-            collectives.gather(whole[cut:], whole[start : start + self._own_frozen])
+            collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
         del whole
         mark = mark_here(self._gatherer.device)
         self.home.wrote()

@@ -83,7 +83,7 @@ class RankWork:
             self._gatherer.gather(group.state)
         following = next(upcoming, None)
         if following is not None and isinstance(following.state, GatheredState):
-            self._gatherer.expect(following.state)
+            self._gatherer.expect(following.state, group.state)
 
     # ---------------------------------------------------------------- passes
     @property
@@ -131,7 +131,18 @@ class RankWork:
             "all-reduce": traffic.all_reduced_nbytes,
         }
 
+    def finish(self) -> None:
+        """Before everything is closed: what all ranks have asked for, ends on all of them. Another
+        rank is in it already, perhaps, and would wait for this one. Not after an error."""
+        watch = self.ranks.watch
+        if watch.is_leaving:
+            return
+        if self._reductions is not None:
+            self._reductions.drain(watch.timeout_s)
+        self._gatherer.order.drain(watch.timeout_s)
+
     def close(self) -> None:
         if self._reductions is not None:
             self._reductions.close()
         self._gatherer.close()
+        self.ranks.watch.close()

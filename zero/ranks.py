@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from offload.tiers.errors import ConfigError
+from offload.tiers.errors import ConfigError, RankError
 from offload.zero.collectives import Collectives, Group, Wire, all_gather_flat
+from offload.zero.rank_watch import RankWatch, limit_waits
 from offload.zero.sharding import Sharding
 
 _MOST_TEXT_NBYTES = 500  # of an error that other ranks are told of
+_AFTER_OURS = timedelta(seconds=60)  # NCCL's own watch ends the process
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,10 @@ class Ranks:
     sharding: Sharding
     mesh: DeviceMesh  # (replicas, ranks of a shard group)
     device: torch.device
-    control: Group  # all ranks
+    control: Group  # all ranks, between CPUs
+    watch: RankWatch
     owns_world: bool  # the process group was made here
+    is_world: bool = True  # all of its ranks
 
     @classmethod
     def join(
@@ -38,17 +43,31 @@ class Ranks:
         (`torchrun`); None for a process alone.
 
         `members`: only the ranks of this mesh (1D), each of which has to come here; every rank
-        otherwise. ConfigError if the shard groups do not come out even.
+        otherwise. ConfigError if the shard groups do not come out even, RankError if a rank does
+        not come within `timeout_s`.
         """
         owns_world = start_world(device, timeout_s)
         ranks = data_ranks(members)
         if len(ranks) == 1:
             return None
-        sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(dist.get_rank()))
-        mesh = _shard_groups(sharding, device, None if members is None else ranks)
-        control = dist.new_group(ranks, use_local_synchronization=True)
-        assert control is not None, "every rank is in it"
-        return cls(sharding, mesh, device, control, owns_world)
+        mine = dist.get_rank()
+        sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
+        assert dist.group.WORLD is not None, "there is a process group"
+        store = dist.group.WORLD.get_group_store()
+        watch = RankWatch(store, mine, ranks, timeout_s, device)
+        try:
+            with watch.during("control", "the meeting in offload.initialize") as limit:
+                if members is None:
+                    control = dist.new_group(timeout=limit, backend="gloo")
+                    mesh = _make_mesh(sharding, device, limit)
+                else:
+                    control = _group_of(ranks, limit, "gloo")
+                    mesh = _mesh_of(ranks, sharding, device)
+            assert control is not None, "every rank is in it"
+        except BaseException:
+            watch.close()
+            raise
+        return cls(sharding, mesh, device, control, watch, owns_world, members is None)
 
     @property
     def rank(self) -> int:
@@ -63,27 +82,38 @@ class Ranks:
         and what others do in the mesh's groups does not come between. Every rank has to come here.
         """
         shards, replicas = self.mesh.mesh.tolist(), self.mesh.mesh.t().tolist()
-        gather, reduce, across = (_own_group(ranks) for ranks in (shards, shards, replicas))
-        return Collectives(gather, reduce, across, wire)
+        limit = timedelta(seconds=self.watch.timeout_s)
+        if self.device.type == "cuda":
+            limit += _AFTER_OURS
+        with self.watch.during("control", "the making of process groups"):
+            gather, reduce, across = (
+                dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0] if self.is_world
+                else _group_of(next(row for row in ranks if dist.get_rank() in row), limit)
+                for ranks in (shards, shards, replicas)
+            )  # fmt: skip
+        return Collectives(gather, reduce, across, self.watch, wire)
 
     # ---------------------------------------------------------------- small things
     @property
     def _control_device(self) -> torch.device:
         return control_device(self.device, self.control)
 
-    def exchange(self, numbers: Sequence[int]) -> np.ndarray:
-        """What every rank says, one row each (int32). Equally many numbers on every rank."""
+    def exchange(self, numbers: Sequence[int], what: str = "what each rank has") -> np.ndarray:
+        """What every rank says, one row each (int32). Equally many numbers on every rank. `what`
+        is for errors."""
         mine = torch.tensor(numbers, dtype=torch.int32, device=self._control_device)
         rows = mine.new_empty(self.world_size * len(numbers))
         if len(numbers):
-            all_gather_flat(rows, mine, self.control)
+            with self._during(f"the all-gather of {what}"):
+                all_gather_flat(rows, mine, self.control)
         return rows.cpu().numpy().reshape(self.world_size, len(numbers))
 
     def exchange_sums(self, mine: float) -> list[float]:
         """A number of each rank of this shard group: summed, they stand for the whole model."""
         sums = torch.tensor([mine], dtype=torch.float64, device=self._control_device)
         rows = sums.new_empty(self.world_size)
-        all_gather_flat(rows, sums, self.control)
+        with self._during("the all-gather of gradient norms"):
+            all_gather_flat(rows, sums, self.control)
         first = self.sharding.replica * self.sharding.ranks
         found: list[float] = rows[first : first + self.sharding.ranks].tolist()
         return found
@@ -97,7 +127,8 @@ class Ranks:
             bits = bits.to(torch.int32)
         if self.sharding.replica:  # every replica has the whole: one of them is enough
             bits.zero_()
-        dist.all_reduce(bits, group=self.control)
+        with self._during("the all-reduce of the parts of a parameter's state"):
+            dist.all_reduce(bits, group=self.control)
         if parts.element_size() == 2:
             bits = bits.to(torch.int16)
         return bits.view(parts.dtype).to(parts.device)
@@ -105,18 +136,25 @@ class Ranks:
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the first rank has of a tensor; all ranks have one of this shape."""
         moved = tensor.detach().to(self._control_device, copy=True).contiguous()
-        dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
+        with self._during("the broadcast of initial values"):
+            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Give a tensor (1D) to another rank, which is to `receive` it."""
         moved = tensor.to(self._control_device).contiguous()
-        dist.send(moved, group=self.control, group_dst=to)
+        with self._between(self.rank, to) as limit:
+            work = dist.isend(moved, group=self.control, group_dst=to)
+            assert work is not None, "of this group"
+            work.wait(limit)
 
     def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
         """What another rank sends, in host memory."""
         found = torch.empty(numel, dtype=dtype, device=self._control_device)
-        dist.recv(found, group=self.control, group_src=source)
+        with self._between(source, self.rank) as limit:
+            work = dist.irecv(found, group=self.control, group_src=source)
+            assert work is not None, "of this group"
+            work.wait(limit)
         return found.cpu()
 
     def all_succeeded(self, error: BaseException | None) -> str | None:
@@ -134,8 +172,17 @@ class Ranks:
     def least(self, number: int) -> int:
         """The least of what the ranks say."""
         mine = torch.tensor([number], dtype=torch.int64, device=self._control_device)
-        dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)
+        with self._during("the all-reduce of the least number"):
+            dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)
         return int(mine)
+
+    def _during(self, what: str) -> AbstractContextManager[timedelta]:
+        return self.watch.during("control", what, self.control)
+
+    def _between(self, source: int, to: int) -> AbstractContextManager[timedelta]:
+        source, to = (dist.get_global_rank(self.control, each) for each in (source, to))
+        what = f"the sending of tensors from rank {source} to rank {to}"
+        return self.watch.during(f"{source} to {to}", what, members=(source, to))
 
     def leave(self) -> None:
         """End the process group, if it was made here."""
@@ -150,8 +197,7 @@ def start_world(device: torch.device, timeout_s: float) -> bool:
         return False
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return False
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    _make_world(device, timeout_s)
     return True
 
 
@@ -173,23 +219,19 @@ def data_ranks(members: DeviceMesh | None) -> list[int]:
     return ranks
 
 
-def _shard_groups(
-    sharding: Sharding, device: torch.device, ranks: Sequence[int] | None
-) -> DeviceMesh:
-    """(replicas, ranks of a shard group): of `ranks` alone if given, else of the world."""
-    shape, names = (sharding.replicas, sharding.ranks), ("replicas", "shards")
-    if ranks is None:
-        return init_device_mesh(device.type, shape, mesh_dim_names=names)
-    # without process groups, which all ranks of the world would have to make
-    table = torch.tensor(ranks).view(shape)
+def _mesh_of(ranks: Sequence[int], sharding: Sharding, device: torch.device) -> DeviceMesh:
+    """Of some ranks of the world, without process groups, which all others would have to make."""
+    table = torch.tensor(ranks).view(sharding.replicas, sharding.ranks)
+    names = ("replicas", "shards")
     return DeviceMesh(device.type, table, mesh_dim_names=names, _init_backend=False)
 
 
-def _own_group(table: Sequence[Sequence[int]]) -> Group:
-    """A process group of the row that this rank is in, made by the row's ranks alone."""
-    row = next(row for row in table if dist.get_rank() in row)
-    group: Group | None = dist.new_group(list(row), use_local_synchronization=True)
-    assert group is not None, "this rank is in its row"
+def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None) -> Group:
+    """A process group made by its own ranks alone, this one among them."""
+    group: Group | None = dist.new_group(
+        list(ranks), timeout=limit, backend=backend, use_local_synchronization=True
+    )
+    assert group is not None, "this rank is one of them"
     return group
 
 
@@ -203,3 +245,27 @@ def control_device(device: torch.device, group: Group | None = None) -> torch.de
     """Where a group of ranks that compute on `device` can exchange numbers."""
     gloo = "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if gloo else device
+
+
+def _make_world(device: torch.device, timeout_s: float) -> None:
+    """The process group that the environment asks for."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        world, rank = (os.environ.get(name, "?") for name in ("WORLD_SIZE", "RANK"))
+        raise RankError(
+            f"rank {rank}: the meeting of {world} ranks at {os.environ.get('MASTER_ADDR', '?')} "
+            f"port {os.environ.get('MASTER_PORT', '?')} failed: {error}; see that all of them are "
+            f"started within zero.timeout_s ({timeout_s:g})"
+        ) from error
+
+
+def _make_mesh(sharding: Sharding, device: torch.device, limit: timedelta) -> DeviceMesh:
+    mesh = init_device_mesh(
+        device.type, (sharding.replicas, sharding.ranks), mesh_dim_names=("replicas", "shards")
+    )
+    if device.type == "cpu":
+        for group in mesh.get_all_groups():
+            limit_waits(group, limit)
+    return mesh

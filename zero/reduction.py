@@ -56,9 +56,8 @@ class ReducedGradients:
         self.parts: list[PartOfParam] = list(part.trained())
         self.specs = [spec for spec in part.layout.params if spec.trainable]
         self.numel = part.layout.numel_trainable
-        ends = [*(spec.offset for spec in self.specs[1:]), self.numel]
-        pairs = zip(self.specs, ends, strict=bool(self.specs))  # a frozen group has none
-        self._gaps = [(spec.stop, end) for spec, end in pairs]
+        starts = [*(spec.offset for spec in self.specs[1:]), self.numel]
+        self._gaps = [(spec.stop, start) for spec, start in zip(self.specs, starts, strict=False)]
         self.own = own
         self._make_local = make_local
         self._await_update = await_update
@@ -262,7 +261,7 @@ class Reductions:
 
         def reduce(bucket: torch.Tensor) -> None:
             ready.before_compute()
-            own = self._collectives.reduce(bucket, self._memory.workspace)
+            own = self._collectives.reduce(bucket, self._memory.workspace, group.name)
             for number, part in enumerate(group.parts):
                 group.own.add(number, own[part.spec.offset : part.spec.stop])
             group.own.close()
@@ -302,7 +301,7 @@ class Reductions:
         """Once per step, on every rank: what any rank has gradients of is reduced, and all ranks
         know which parameters that are."""
         self.finish()
-        found = self._ranks.exchange(self._what_is_here())
+        found = self._ranks.exchange(self._what_is_here(), "which gradients there are")
         self._take_over(found)
         for group in self._groups:
             group.landed.wait()
@@ -362,6 +361,10 @@ class Reductions:
         self._issue(self._groups[left[0]])
         self._place += 1
         return True
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for the reductions under way, for `timeout_s` at most."""
+        self._thread.drain(timeout_s)
 
     def close(self) -> None:
         self._thread.close()

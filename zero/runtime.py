@@ -469,6 +469,8 @@ class Runtime:
     def close(self) -> None:
         """Stop the update thread, replace the hooks by refusals, let go of all parameters."""
         self.unusable = "the engine is closed; make a new one with offload.initialize"
+        if self.rank_work is not None:
+            self.rank_work.finish()  # gathering may wait for updates
         self.updates.close()
         if self.rank_work is not None:
             self.rank_work.close()

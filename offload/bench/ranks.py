@@ -23,24 +23,29 @@ from offload.bench.step_rows import last_line
 from offload.bench.table import Column, number
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.units import format_bytes
+
+_PROCESS_NBYTES = 700 << 20  # interpreter, libraries, activations of a small batch
 
 
-def _ours(name: str, stage: int, tier: str) -> SystemSpec:
+def _ours(name: str, stage: int, tier: str, nbytes: int) -> SystemSpec:
     placed = tuple(f"placement.{each}={tier}" for each in ("parameters", "gradients", "optimizer"))
     label = f"ours, stage {stage}, {tier}"
-    budget = () if tier == "nvme" else ("budget.host=auto",)
-    return SystemSpec(name, label, Kind.OURS, "offload", (*placed, *budget, f"zero.stage={stage}"))
+    budget = ("budget.host=" + ("768MiB" if tier == "nvme" else "auto"),)
+    overrides = (*placed, *budget, f"zero.stage={stage}")
+    return SystemSpec(name, label, Kind.OURS, "offload", overrides, nbytes)
 
 
 _FSDP2, _OFFLOADED, _DEEPSPEED = "FSDP2", "FSDP2, CPUOffloadPolicy", "DeepSpeed ZeRO-3, cpu"
 SYSTEMS = (
-    _ours("stage3", 3, "host"),
-    _ours("stage2", 2, "host"),
-    _ours("stage3-nvme", 3, "nvme"),
-    SystemSpec("ddp", "DDP", Kind.PEER, "ddp"),
-    SystemSpec("fsdp2", _FSDP2, Kind.PEER, "fsdp2"),
-    SystemSpec("fsdp2-offload", _OFFLOADED, Kind.PEER, "fsdp2-offload"),
-    SystemSpec("deepspeed", _DEEPSPEED, Kind.PEER, "deepspeed-cpu"),
+    # the last number: bytes per parameter of all ranks together, to know what fits
+    _ours("stage3", 3, "host", 24),
+    _ours("stage2", 2, "host", 28),
+    _ours("stage3-nvme", 3, "nvme", 12),
+    SystemSpec("ddp", "DDP", Kind.PEER, "ddp", (), 48),
+    SystemSpec("fsdp2", _FSDP2, Kind.PEER, "fsdp2", (), 24),
+    SystemSpec("fsdp2-offload", _OFFLOADED, Kind.PEER, "fsdp2-offload", (), 24),
+    SystemSpec("deepspeed", _DEEPSPEED, Kind.PEER, "deepspeed-cpu", (), 60),
 )
 COLUMNS = (
     Column("s/step", number("seconds")),
@@ -158,7 +163,16 @@ def _start(
     if unknown:
         raise ConfigError(f"--systems: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
     systems, missing = [], []
+    numel, room = count_parameters(base), machine.available_memory_nbytes()
     for spec in [known[name] for name in options.systems] or SYSTEMS:
+        needed = spec.memory_per_parameter * numel + options.ranks * _PROCESS_NBYTES
+        if needed > room:
+            reason = (
+                f"left out: needs about {format_bytes(needed)}, and the others leave "
+                f"{format_bytes(max(0, room))}; run it with fewer: --systems stage3,{spec.name}"
+            )
+            missing.append(Row(spec.label, spec.kind, note=reason))
+            continue
         if spec.program.startswith("deepspeed") and not has_deepspeed():
             missing.append(Row(spec.label, spec.kind, note=INSTALL_DEEPSPEED))
             continue
@@ -170,6 +184,7 @@ def _start(
                 raise
             missing.append(Row(spec.label, spec.kind, note=last_line(error)))
             continue
+        room -= needed
         stack.callback(system.kill)
         systems.append(system)
     return systems, missing

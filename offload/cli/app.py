@@ -79,11 +79,18 @@ def train(
 
 
 @app.command()
-def plan(file: File, option: Overrides = None) -> None:
+def plan(
+    file: File,
+    option: Overrides = None,
+    ranks: Annotated[
+        int, typer.Option(metavar="N", help="Processes on each machine, as torchrun starts them.")
+    ] = 1,
+    nodes: Annotated[int, typer.Option(metavar="M", help="Machines like this one.")] = 1,
+) -> None:
     """Print where everything would live and how many bytes that takes; train nothing."""
     from offload.cli.plan import print_plan
 
-    print_plan(file, option or [])
+    print_plan(file, option or [], ranks, nodes)
 
 
 @app.command()

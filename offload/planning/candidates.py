@@ -271,7 +271,7 @@ class Choice:
         )  # fmt: skip
         rate = speeds.compute_bytes_per_s if tier is TierName.DEVICE else speeds.host_bytes_per_s
         lost = 1.0 if builder.gpu else speeds.optimizer_lost_share
-        numel = sum(group.layout.numel_trainable for group in builder.groups)
+        numel = sum(group.layout.shard_trainable for group in builder.groups)
         return lost * numel * traffic / rate
 
     # ---------------------------------------------------------------- room

@@ -103,7 +103,7 @@ def _staging_nbytes(
     placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes
 ) -> int:
     """One buffer: what of the largest chunk may have to be copied to the device."""
-    longest = max((group.layout.numel for group in groups), default=0)
+    longest = max((group.layout.shard_numel for group in groups), default=0)
     numel = min(sizes.chunk_numel, longest)
     nbytes = 0
     if not _all_on_device(StateClass.PARAMETERS, placements):

@@ -55,7 +55,7 @@ class MemoryEstimate:
 @dataclass(frozen=True, slots=True)
 class LinkTime:
     """One resource that a step keeps busy: `compute`, `optimizer`, `nvme read`, `nvme write`,
-    `host to device`, `device to host`."""
+    `host to device`, `device to host`, `network`."""
 
     name: str
     seconds: float

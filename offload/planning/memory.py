@@ -5,6 +5,8 @@ process and its files will have taken.
               host     homes there, staging buffers, gradient sums, window of activations, copies of
                        what lives on nvme (`copies`)
               nvme     homes there, new versions beside the old ones, activations
+              where the model computes, with other ranks: whole parameters of the last groups used,
+                       gradients on their way to their owners
     RAM       the part of the host tier that is ever touched, and of the device tier on a CPU
               + tensors of one forward and backward (`ActivationFacts`)
               + interpreter, libraries and kernels (`Baseline`)
@@ -18,16 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.planning.baseline import Baseline
+from offload.planning.collective_sequence import collective_sequence
 from offload.planning.copies import find_copies
 from offload.planning.copy_totals import Run
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.heap_holes import heap_holes_nbytes
 from offload.planning.plan import Plan, needed_nbytes
-from offload.planning.plan_sizes import ITEMSIZE, record_kinds
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.planning.plan_sizes import ITEMSIZE, own_numel, pages, record_kinds
+from offload.planning.shared_plan import BUCKETS
+from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import round_up
 from offload.zero.records import RecordFormat
@@ -118,16 +123,17 @@ class PlannedMemory:
         exact = {tier: _no_bytes() for tier in TierName}
         whole = dict.fromkeys(TierName, 0)
         for index, (group, shape) in enumerate(zip(plan.groups, self._model.groups, strict=True)):
-            trainable = sum(param.numel for param in shape.params if param.trainable)
+            trainable, frozen = own_numel(group.layout, plan.sharding.rank)
+            numel = trainable + frozen if plan.sharding.parameters else shape.numel
             home = plan.parameters[index]
-            exact[home][MemoryClass.PARAMETERS] += shape.numel * self._run.itemsize
+            exact[home][MemoryClass.PARAMETERS] += numel * self._run.itemsize
             whole[home] += group.parameters
             home = plan.gradients[index]
             itemsize = 4 if group.summed else self._run.itemsize
             exact[home][MemoryClass.GRADIENTS] += trainable * itemsize
             whole[home] += group.gradients
             # gaps between parameters are spread over the chunks
-            share = trainable / max(1, group.layout.numel_trainable)
+            share = trainable / max(1, group.layout.shard_trainable)
             for kind in record_kinds(group, plan.records[index], plan.chunk_numel):
                 kept = plan.record_formats[kind.tier]
                 master, states = _record_split(kept, int(kind.numel * share))
@@ -140,10 +146,35 @@ class PlannedMemory:
 
     @property
     def _staging(self) -> int:
-        """Of the host ledger: buffers of the update and, on a CPU, sums over micro-batches."""
+        """Of the host ledger: buffers of the update and, on a CPU, what is where it computes."""
         plan = self._plan
-        sums = 0 if plan.gpu else plan.sums_nbytes
-        return plan.staging_buffers * plan.staging_nbytes + sums
+        here = 0 if plan.gpu else plan.sums_nbytes + self._with_ranks
+        return plan.staging_buffers * plan.staging_nbytes + here
+
+    # ---------------------------------------------------------------- other ranks
+    @cached_property
+    def _with_ranks(self) -> int:
+        """What working with other ranks takes where the model computes, as long as reductions keep
+        up with backward."""
+        shared = self._plan.shared
+        if shared is None:
+            return 0
+        sequence = collective_sequence(
+            self._config, self._model, self._plan.sharding, self._run.passes
+        )
+        gathered = min(shared.gather_nbytes, sequence.gathered_nbytes)
+        return gathered + sum(self._buckets[:BUCKETS]) + shared.workspace_nbytes
+
+    @cached_property
+    def _buckets(self) -> list[int]:
+        """Of whole gradients of a group on their way to their owners, the largest first."""
+        numels = (group.layout.numel_trainable for group in self._plan.groups)
+        return sorted((pages(n * self._run.itemsize) for n in numels if n), reverse=True)
+
+    @property
+    def _late_buckets(self) -> int:
+        """More of them, where reductions fall behind backward."""
+        return sum(self._buckets[BUCKETS:]) if self._plan.shared is not None else 0
 
     # ---------------------------------------------------------------- device
     def _device_peak(self) -> int:
@@ -156,7 +187,8 @@ class PlannedMemory:
     @property
     def _kernel_buffers(self) -> int:
         plan = self._plan
-        return plan.sums_nbytes + (plan.device.total_nbytes if plan.device is not None else 0)
+        device = plan.device.total_nbytes if plan.device is not None else 0
+        return plan.sums_nbytes + device + self._with_ranks
 
     @property
     def _mirrors(self) -> int:
@@ -208,14 +240,15 @@ class PlannedMemory:
     @property
     def host_slack_nbytes(self) -> int:
         """What the host ledger's peak may be off by the moment: gradients that an update within
-        backward has not given back yet, as far as there is room. One group's on a quiet machine;
-        on a busy one it falls behind by more."""
-        if not self._run.in_backward:
-            return 0
-        pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
-        gradients = sorted(group.gradients for group, tier in pairs if tier is TierName.NVME)
+        backward has not given back yet, and those that other ranks have not taken yet, as far as
+        there is room. One group's on a quiet machine; on a busy one it falls behind by more."""
+        late = 0 if self._plan.gpu else self._late_buckets
+        if self._run.in_backward:
+            pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
+            gradients = sorted(group.gradients for group, tier in pairs if tier is TierName.NVME)
+            late += sum(gradients[-_MOST_LATE:])
         left = self._plan.budgets[TierName.HOST] - self._beside - self._copies.nbytes
-        return min(sum(gradients[-_MOST_LATE:]), max(0, left))
+        return min(late, max(0, left))
 
     @property
     def _activations_on_disk(self) -> int:
@@ -260,7 +293,8 @@ class PlannedMemory:
                 by_class[name] += nbytes
             by_class[MemoryClass.FRAGMENTATION] += self._homes[tier].padding_nbytes
         copies, plan = self._copies, self._plan
-        by_class[MemoryClass.STAGING] += copies.nbytes + (0 if plan.gpu else plan.sums_nbytes)
+        here = 0 if plan.gpu else plan.sums_nbytes + self._with_ranks
+        by_class[MemoryClass.STAGING] += copies.nbytes + here
         if copies.staged or plan.gpu:
             by_class[MemoryClass.STAGING] += plan.staging_buffers * plan.staging_nbytes
         by_class[MemoryClass.FRAGMENTATION] += copies.touched_nbytes - copies.nbytes
@@ -332,7 +366,7 @@ def _with_sums(plan: Plan, config: OffloadConfig, passes: int) -> Plan:
     groups = tuple(
         replace(
             group,
-            gradients=round_up(max(1, group.layout.numel_trainable * 4), PAGE_NBYTES),
+            gradients=pages(group.layout.shard_trainable * 4),
             summed=True,
         )
         for group in plan.groups

@@ -63,7 +63,7 @@ def chunks_of(plan: Plan) -> list[list[Chunk]]:
     found = []
     for group, tiers in zip(plan.groups, plan.records, strict=True):
         chunks: list[Chunk] = []
-        left = group.layout.numel_trainable
+        left = group.layout.shard_trainable
         for nbytes, tier in zip(group.records, tiers, strict=True):
             numel = min(plan.chunk_numel, left)
             left -= numel

@@ -236,6 +236,11 @@ class PlacementSearch:
             )
         else:
             host = host + builder.sums_nbytes
+        stays, moves = (builder.shared[moves] for moves in (False, True))
+        if stays is not None and moves is not None:
+            computing = device if builder.gpu else host
+            away = held[StateClass.PARAMETERS][:, HOST if builder.gpu else NVME :].sum(axis=1) > 0
+            computing += np.where(away, moves.total_nbytes, stays.total_nbytes)
         nvme = home[:, NVME] + np.where(on_nvme, self._slack, 0)
         needed = {DEVICE: device, HOST: host, NVME: nvme}
         return needed, self._short(needed)

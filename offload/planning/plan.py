@@ -68,6 +68,7 @@ class Plan:
     expected: Mapping[TierName, Mapping[StateClass, int]]  # at home, staging included
     activations: ActivationPlan | None = None  # None: they stay on the device
     device: DevicePlan | None = None  # None: no kernel of ours runs on a device
+    sharding: Sharding = ALONE  # of the rank that it is for
     shared: SharedPlan | None = None  # None: this rank is alone
 
     def total(self, tier: TierName) -> int:

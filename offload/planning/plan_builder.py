@@ -57,9 +57,20 @@ class PlanBuilder:
         self.groups = measure(self.config, model, sharding)
         self.budgets = resolve_budgets(config, hardware, _device_demand(self.explicit, self.groups))
         self.window_nbytes = window_nbytes_of(model, self.groups)
-        self.unit_nbytes = largest_unit(model, self.groups)
+        self.unit_nbytes = largest_unit(model, [group.parameters for group in self.groups])
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
+        self.shared = {  # by whether some parameters are at home elsewhere than where it computes
+            moves: plan_shared(
+                sharding,
+                model,
+                self.groups,
+                self.sizes.itemsize,
+                moves=moves,
+                quantized=self.config.zero.quantized_weights,
+            )
+            for moves in (False, True)
+        }
         self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
 
     def build(self, placements: Placements) -> Plan:
@@ -76,6 +87,7 @@ class PlanBuilder:
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
+            sharding=self.hardware.sharding,
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan, dealt))
         device = plan_device(
@@ -83,12 +95,8 @@ class PlanBuilder:
         )
         activations = TierName(self.config.placement.activations.tier)
         computing = {TierName.DEVICE} if self.gpu else {TierName.DEVICE, TierName.HOST}
-        moves = set(placements[StateClass.PARAMETERS].tiers) - computing
-        shared = plan_shared(
-            self.hardware.sharding, self.model, self.groups, self.sizes.itemsize,
-            moves=bool(moves), quantized=self.config.zero.quantized_weights,
-        )  # fmt: skip
-        plan = with_shared(with_device(plan, device), shared)
+        moves = bool(set(placements[StateClass.PARAMETERS].tiers) - computing)
+        plan = with_shared(with_device(plan, device), self.shared[moves])
         return _with_activations(plan, activations)
 
     def _assign_gradients(self, placement: Placement) -> list[TierName]:

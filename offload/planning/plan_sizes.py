@@ -16,7 +16,7 @@ from offload.tiers.units import round_up
 from offload.zero.layout import Layout
 from offload.zero.model_shape import ModelShape
 from offload.zero.records import Master, RecordFormat
-from offload.zero.sharding import ALONE, Sharding
+from offload.zero.sharding import ALONE, Part, Sharding
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -36,6 +36,7 @@ class GroupBytes:
     gradients: int
     records: tuple[int, ...]
     summed: bool = False  # gradients are fp32 sums of 16-bit ones: never on nvme
+    home_numel: int = 0  # elements of the parameters that are at home on this rank
 
     @cached_property
     def optimizer(self) -> int:
@@ -107,7 +108,20 @@ def _group_bytes(
         gradients=pages(layout.shard_trainable * itemsize),
         records=_by_chunk(layout, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
+        home_numel=here,
     )
+
+
+def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
+    """Elements of parameters, without padding, in a rank's part: trainable ones and frozen ones."""
+    part = Part.of(layout, rank)
+    trainable = sum(each.spec.numel for each in part.trained())
+    inside = (
+        min(spec.stop, part.frozen.stop) - max(spec.offset, part.frozen.start)
+        for spec in layout.params
+        if not spec.trainable
+    )
+    return trainable, sum(max(0, numel) for numel in inside)
 
 
 def _by_chunk(layout: Layout, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
@@ -179,13 +193,13 @@ def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     return window
 
 
-def largest_unit(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
+def largest_unit(model: ModelShape, parameters: Sequence[int]) -> int:
     """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's,
-    with the room between them that `window_nbytes_of` explains."""
-    root = [groups[index].parameters for u in model.units if not u.name for index in u.groups]
+    with the room between them that `window_nbytes_of` explains. `parameters`: bytes by group."""
+    root = [parameters[index] for u in model.units if not u.name for index in u.groups]
     largest = sum(root)
     for unit in model.units:
-        pieces = [groups[index].parameters for index in unit.groups] + (root if unit.name else [])
+        pieces = [parameters[index] for index in unit.groups] + (root if unit.name else [])
         largest = max(largest, sum(pieces) + max(0, len(pieces) - 1) * max(pieces, default=0))
     return largest
 

@@ -38,6 +38,7 @@ class Planned:
     device: str
     preflight: Preflight
     timed: bool  # whether the predicted times are of this machine's measured speeds
+    ranks_here: int = 1  # on each machine
 
     @property
     def plan(self) -> Plan:
@@ -46,11 +47,13 @@ class Planned:
 
 def describe(planned: Planned) -> RenderableType:
     """The placement with its reasons, its bytes and its time."""
-    parts: list[RenderableType] = [_headline(planned), "", _why(planned), "", _bytes(planned.plan)]
+    parts: list[RenderableType] = [_headline(planned), "", _why(planned), "", _bytes(planned)]
     parts += [_needs(planned.plan), ""]
     best = planned.solution.best
     if best.step is not None and planned.timed:
         parts += [_time(best.step), _next_best(planned.solution)]
+    elif planned.plan.sharding.world_size > 1:
+        parts.append("no step time: nothing is known of the network between the ranks")
     else:
         paths = "".join(f" {shlex.quote(str(path))}" for path in planned.config.nvme.paths)
         parts.append(
@@ -71,6 +74,8 @@ def _headline(planned: Planned) -> RenderableType:
     table.add_column()
     table.add_row("model", f"{numel:,} parameters ({trainable:,} trainable)")
     table.add_row("groups", f"{len(plan.groups)}, the largest {_largest(plan)}")
+    if plan.sharding.world_size > 1:
+        table.add_row("ranks", _ranks(planned))
     table.add_row("computes on", f"{planned.device}, precision {config.precision}")
     table.add_row("master", f"{config.optimizer.master}, moments {config.optimizer.states}")
     table.add_row("chunk", f"{plan.chunk_numel:,} elements; {plan.prefetch} groups fetched ahead")
@@ -82,6 +87,18 @@ def _headline(planned: Planned) -> RenderableType:
         f"micro_batches {config.micro_batches}{_auto(planned, 'micro_batches')}",
     )
     return table
+
+
+def _ranks(planned: Planned) -> str:
+    """`1 of 16, 8 on each machine; ZeRO stage 3: 2 shard groups of 8`."""
+    sharding, stage = planned.plan.sharding, planned.config.zero.stage
+    groups = f"{sharding.replicas} copies of shards for {sharding.ranks} ranks"
+    if sharding.ranks == 1:
+        groups = f"{sharding.replicas} whole copies"
+    elif sharding.replicas == 1:
+        groups = f"shards for {sharding.ranks} ranks"
+    machine = f"{planned.ranks_here} on each machine"
+    return f"1 of {sharding.world_size}, {machine}; ZeRO stage {stage}: {groups}"
 
 
 def _auto(planned: Planned, key: str) -> str:
@@ -107,8 +124,10 @@ def _why(planned: Planned) -> RenderableType:
     return table
 
 
-def _bytes(plan: Plan) -> Table:
-    table = Table(title="Bytes at home", title_justify="left")
+def _bytes(planned: Planned) -> Table:
+    plan, here = planned.plan, planned.ranks_here
+    several = plan.sharding.world_size > 1
+    table = Table(title=f"Bytes at home{' of one rank' * several}", title_justify="left")
     table.add_column("")
     for tier in TierName:
         table.add_column(tier, justify="right", no_wrap=True)
@@ -119,6 +138,12 @@ def _bytes(plan: Plan) -> Table:
     table.add_row("total", *(_cell(plan.total(tier)) for tier in TierName))
     table.add_row("needed at least", *(_cell(needed_nbytes(plan, tier)) for tier in TierName))
     table.add_row("budget", *(_cell(plan.budgets[tier]) for tier in TierName))
+    if several:
+        table.add_section()
+        table.add_row(
+            f"all {here} ranks of a machine" if here > 1 else "the rank of a machine",
+            *(_cell(here * needed_nbytes(plan, tier)) for tier in TierName),
+        )
     return table
 
 

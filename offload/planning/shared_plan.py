@@ -66,11 +66,18 @@ def _gather_nbytes(
     sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int,
     *, moves: bool,
 ) -> int:  # fmt: skip
-    if not sharding.parameters:  # one group is brought up to date beside those that are used
-        brought = moves and sharding.ranks > 1
-        return max((group.parameters for group in groups), default=0) if brought else 0
-    whole = [replace(g, parameters=pages(g.layout.numel * itemsize)) for g in groups]
-    return largest_unit(model, whole) + max((group.parameters for group in whole), default=0)
+    if sharding.parameters:
+        return gather_room(model, itemsize)
+    # one group is brought up to date beside those that are used
+    brought = moves and sharding.ranks > 1
+    return max((group.parameters for group in groups), default=0) if brought else 0
+
+
+def gather_room(model: ModelShape, itemsize: int) -> int:
+    """Bytes for whole parameters on a rank that keeps its shards alone: those of the largest unit
+    and of a group behind it. `model` is cut into shards."""
+    whole = [pages(group.layout.numel * itemsize) for group in model.groups]
+    return largest_unit(model, whole) + max(whole, default=0)
 
 
 def with_shared(plan: Plan, shared: SharedPlan | None) -> Plan:

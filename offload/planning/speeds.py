@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload.planning.network import Network
 
 
 @dataclass(frozen=True)
@@ -32,3 +36,4 @@ class Speeds:
     optimizer_lost_share: float = 1.0  # that compute loses per second of the optimizer alone
     update_disk_share: float = 1.0  # of those rates that an update gets behind a forward
     request_s: float = 0.0  # one read or write of nvme, beside its bytes
+    network: Network | None = None  # between ranks; None: not known

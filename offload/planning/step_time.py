@@ -10,6 +10,10 @@ record and gradient, its forward for its update, its backward for its parameters
 for as many groups ahead as the runtime fetches. Steps are run one after the other until they take
 equally long: what is left to do at the end of one is done in the next.
 
+With other ranks, collectives (`collective_sequence`) have a link of their own, `network`: a group
+is computed with when it is gathered, and its gradient goes home when it is reduced. Gathers that
+are asked for ahead pass beside the use before them.
+
 Where the model computes on a CPU, compute and optimizer are one link: both use all cores. What they
 and I/O lose to each other beyond that is measured (`Speeds.optimizer_lost_share`,
 `io_lost_s_per_byte`), and so is what an update's pipeline gets of the disk while its threads wait
@@ -22,10 +26,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offload.planning.collective_sequence import Collective, collective_sequence
 from offload.planning.estimate import LinkTime, Span, StepEstimate
 from offload.planning.moves import Move
 from offload.planning.plan import Plan
-from offload.planning.step_program import Verb
+from offload.planning.step_program import Action, Verb
 from offload.planning.traffic import Traffic, step_traffic
 from offload.planning.work_time import gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 COMPUTE, OPTIMIZER = "compute", "optimizer"
 READ, WRITE = "nvme read", "nvme write"
 TO_DEVICE, TO_HOST = "host to device", "device to host"
+NETWORK = "network"
 
 _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
@@ -82,6 +88,7 @@ class _Pipeline:
         self._traffic, self._workload = traffic, workload
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         self._there: dict[int, float] = defaultdict(float)  # parameters of a group, by group
+        self._whole: dict[int, float] = defaultdict(float)  # the same with the other ranks' shards
         self._updated: dict[int, float] = defaultdict(float)
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread came to each use
@@ -92,6 +99,17 @@ class _Pipeline:
             update_s(plan, group, config.precision, speeds) for group in range(len(plan.groups))
         ]
         self._disk_overlap = _disk_overlap(speeds)
+        self._exchanges = self._collectives(model) if plan.sharding.world_size > 1 else {}
+
+    def _collectives(self, model: ModelShape) -> dict[Action, list[Collective]]:
+        """By the action that asks for them."""
+        sequence = collective_sequence(
+            self._config, model, self._plan.sharding, self._workload.passes
+        )
+        found: dict[Action, list[Collective]] = defaultdict(list)
+        for each in (*sequence.gathers, *sequence.reductions):
+            found[each.action].append(each)
+        return found
 
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
         """Seconds of each use, shared out by parameters among those that backward comes to."""
@@ -141,6 +159,8 @@ class _Pipeline:
             READ: total.read, WRITE: total.written, TO_DEVICE: total.to_device,
             TO_HOST: total.to_host,
         }  # fmt: skip
+        exchanged = (each.nbytes for some in self._exchanges.values() for each in some)
+        nbytes[NETWORK] = sum(exchanged)
         names = [COMPUTE, OPTIMIZER, *(name for name, moved in nbytes.items() if moved)]
         return tuple(
             LinkTime(name, self._clocks[name].busy_s, nbytes.get(name, 0)) for name in names
@@ -155,7 +175,7 @@ class _Pipeline:
             self._use(move)
 
     def _use(self, move: Move) -> None:
-        group, moved = move.action.group, move.nbytes
+        group, moved, plan = move.action.group, move.nbytes, self._plan
         compute = self._clocks[COMPUTE]
         came_s = compute.free_s
         self._arrived.append(came_s)
@@ -173,7 +193,12 @@ class _Pipeline:
         before_s = self._arrived[max(0, len(self._arrived) - 2)]
         saved_s = self._read(before_s, moved.read - fetched_read)
         saved_s = self._send(saved_s, moved.to_device - fetched_sent, TO_DEVICE)
-        ready_s = max(self._there[group], self._updated[group], saved_s)
+        for collective in self._exchanges.get(move.action, ()):
+            other = collective.group
+            asked_s = came_s if plan.sharding.parameters else self._begun_s
+            ready_s = max(asked_s, self._there[other], self._updated[other])
+            self._whole[other] = self._exchange(ready_s, collective, "all-gather")
+        ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
         start_s, end_s = compute.take(max(came_s, ready_s), seconds)
         self._note(COMPUTE, str(move.action.verb.value), start_s, end_s)
@@ -182,12 +207,14 @@ class _Pipeline:
     def _gradient(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         there_s = self._clocks[COMPUTE].free_s
-        numel = plan.groups[group].layout.numel_trainable
+        numel = plan.groups[group].layout.shard_trainable
         seconds = gradient_s(
             numel, self._config.precision, self._speeds,
             summed=plan.groups[group].summed, first=move.action.number == 0,
         )  # fmt: skip
         before_s = self._read(there_s, moved.read)
+        for collective in self._exchanges.get(move.action, ()):
+            there_s = self._exchange(there_s, collective, "reduce")
         if plan.gpu:
             there_s = self._send(there_s, moved.to_host, TO_HOST)
         else:
@@ -216,6 +243,8 @@ class _Pipeline:
         self._note(OPTIMIZER, "update", start_s, end_s)
         end_s = self._send(end_s, moved.to_host, TO_HOST)
         self._updated[group] = end_s
+        for collective in self._exchanges.get(move.action, ()):  # other ranks wait for it, too
+            self._whole[group] = self._exchange(end_s, collective, "all-gather")
         self._write(end_s, moved.written, "update", share)
 
     def _lost_s(self, move: Move) -> float:
@@ -267,6 +296,16 @@ class _Pipeline:
             return ready_s
         start_s, end_s = self._clocks[link].take(ready_s, nbytes / rate)
         self._note(link, "copy", start_s, end_s)
+        return end_s
+
+    def _exchange(self, ready_s: float, collective: Collective, label: str) -> float:
+        network = self._speeds.network
+        if network is None:
+            return ready_s
+        sharding = self._plan.sharding
+        seconds = sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
+        start_s, end_s = self._clocks[NETWORK].take(ready_s, seconds)
+        self._note(NETWORK, label, start_s, end_s)
         return end_s
 
     def _note(self, link: str, label: str, start_s: float, stop_s: float) -> None:

@@ -19,7 +19,7 @@ from offload.planning.activation_traffic import add_activations
 from offload.planning.held_copies import HeldCopies, Uses
 from offload.planning.moves import Bytes, Chunk, Fetch, Move, chunks_of
 from offload.planning.plan import Plan, spare_host_nbytes
-from offload.planning.plan_sizes import ITEMSIZE
+from offload.planning.plan_sizes import ITEMSIZE, own_numel
 from offload.planning.step_program import Action, StepProgram, Verb, write_program
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.units import round_up
@@ -90,9 +90,8 @@ class _Steps:
         self._passes = max(action.number for action in program.actions) + 1
         # a file is chosen by plan; sums that nobody planned for stay in memory
         self._trainable = [
-            sum(spec.numel for spec in group.layout.params if spec.trainable)
-            for group in plan.groups
-        ]
+            own_numel(group.layout, plan.sharding.rank)[0] for group in plan.groups
+        ]  # reduced: this rank's part
 
     def load(self) -> None:
         """The first values pass through memory group by group, and leave copies there."""
@@ -196,11 +195,11 @@ class _Steps:
         elif group in self._current:
             return True
         self._current.add(group)
-        moved.to_device += self._plan.groups[group].layout.numel * self._itemsize
+        moved.to_device += self._plan.groups[group].home_numel * self._itemsize
         return True
 
     def _chunks(self, group: int) -> int:
-        return -(-self._plan.groups[group].layout.numel // self._plan.chunk_numel)
+        return -(-self._plan.groups[group].home_numel // self._plan.chunk_numel)
 
     # ---------------------------------------------------------------- gradients
     def _gradient(self, action: Action) -> Bytes:

@@ -54,6 +54,11 @@ class Forecast:
         """The configuration with everything that the solver chose written into it."""
         return chosen_config(self.solution.best)
 
+    @property
+    def timed(self) -> bool:
+        """Whether times can be told: nobody measures the network between ranks."""
+        return self.speeds is not None and self.hardware.sharding.world_size == 1
+
     def prediction(self) -> Prediction:
         """Peaks and seconds, as prediction.json has them."""
         best = self.solution.best
@@ -61,7 +66,7 @@ class Forecast:
         tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
         rss = memory.places[TierName.HOST].peak_nbytes
         bounds = tuple(sorted(map(str, memory.bounds)))
-        step = best.step if self.speeds is not None else None
+        step = best.step if self.timed else None
         if step is None:
             return Prediction(tiers, rss, None, None, {}, bounds)
         links = {link.name: LinkPrediction(link.seconds, link.nbytes) for link in step.links}
@@ -88,17 +93,19 @@ class Forecast:
 
 
 def forecast(
-    config: OffloadConfig, model: nn.Module, workload: Workload, sharding: Sharding = ALONE
-) -> Forecast | None:
+    config: OffloadConfig, model: nn.Module, workload: Workload, sharding: Sharding = ALONE,
+    here: int | None = None,
+) -> Forecast | None:  # fmt: skip
     """The plan of a run that knows its workload. `config` is as it was given, with
     `optimizer.in_backward` as the loop will have it; `model` is one on meta that nobody trains: its
     passes are gone through again when advice is asked for.
 
     None, and said once, where the model's passes cannot be gone through beforehand. Where speeds
-    have never been measured here, that is done if the model is large enough to be worth it.
+    have never been measured here, that is done if the model is large enough to be worth it. `here`:
+    ranks on this machine, by default those that are.
     """
     device = compute_device(config)
-    hardware = this_machine(config.nvme, device, sharding)
+    hardware = this_machine(config.nvme, device, sharding, here)
     shape = discover(model, config.groups.blocks).shape()
     speeds = _speeds(config, shape)
     baseline = known_baseline(config.precision, gpu=device.type == "cuda")

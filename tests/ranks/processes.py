@@ -10,6 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,18 +27,43 @@ class RanksFailed(AssertionError):
     """Some rank raised, died or hung; the message has what each of them said."""
 
 
-def run_ranks(
-    world_size: int, folder: Path, function: Callable[..., Any], *args: Any,
-    timeout_s: float = TIMEOUT_S,
-) -> list[Any]:  # fmt: skip
-    """What `function(*args)` returns on every rank of a new process group, by rank.
+@dataclass
+class RankProcess:
+    """One rank, running. What it says at its end comes through `pipe`."""
 
-    RanksFailed where a rank raised, died, or was not done in time.
-    """
+    rank: int
+    process: Any
+    pipe: Connection
+    stacks: Path
+
+    def answer(self, deadline: float) -> tuple[bool, Any] | None:
+        """(True, what the function returned) or (False, why not); None if it is not done by
+        `deadline` (monotonic)."""
+        try:
+            if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+                return None
+            return pickle.loads(self.pipe.recv_bytes())  # type: ignore[no-any-return]
+        except (EOFError, ConnectionResetError):
+            return False, "died without a word"
+
+    def await_end(self, deadline: float) -> bool:
+        """Whether the process has ended by `deadline` (monotonic)."""
+        self.process.join(timeout=max(0.0, deadline - time.monotonic()))
+        return not self.process.is_alive()
+
+    def kill(self) -> None:
+        self.process.kill()  # also of a process that is stopped
+        self.process.join()
+
+
+def start_ranks(
+    world_size: int, folder: Path, function: Callable[..., Any], *args: Any
+) -> list[RankProcess]:
+    """Processes of a new process group, each of which calls `function(*args)`."""
     folder.mkdir(parents=True, exist_ok=True)
     store = folder / "store"
     store.unlink(missing_ok=True)
-    pipes, processes = [], []
+    ranks = []
     for rank in range(world_size):
         mine, theirs = _context.Pipe(duplex=False)
         stacks = folder / f"stacks-{rank}.txt"
@@ -45,42 +71,42 @@ def run_ranks(
         process = _context.Process(target=_rank_main, args=target, daemon=True)
         process.start()
         theirs.close()
-        pipes.append(mine)
-        processes.append(process)
-    answers = _collect(pipes, time.monotonic() + timeout_s)
-    hung = [rank for rank, answer in enumerate(answers) if answer is None]
-    if hung:
-        _dump(processes, folder)
-    for process in processes:
-        process.join(timeout=0.0 if hung else 10.0)
-        process.kill()
+        ranks.append(RankProcess(rank, process, mine, stacks))
+    return ranks
+
+
+def run_ranks(
+    world_size: int, folder: Path, function: Callable[..., Any], *args: Any,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Any]:  # fmt: skip
+    """What `function(*args)` returns on every rank of a new process group, by rank.
+
+    RanksFailed where a rank raised, died, or was not done in time; then with all ranks' stacks.
+    """
+    ranks = start_ranks(world_size, folder, function, *args)
+    deadline = time.monotonic() + timeout_s
+    answers = [rank.answer(deadline) for rank in ranks]
+    hung = None in answers
+    stacks = stacks_of(ranks) if hung else ""
+    for rank in ranks:
+        rank.await_end(time.monotonic() + (0.0 if hung else 10.0))
+        rank.kill()
     failed = [
-        f"rank {rank}: {text}" for rank, (ok, text) in enumerate(a or (False, "no answer")
+        f"rank {number}: {text}" for number, (ok, text) in enumerate(a or (False, "no answer")
         for a in answers) if not ok
     ]  # fmt: skip
     if failed:
-        stacks_text = [p.read_text() for p in sorted(folder.glob("stacks-*.txt"))] if hung else []
-        raise RanksFailed("\n".join([*failed, *stacks_text]))
-    return [value for _, value in answers]
+        raise RanksFailed("\n".join([*failed, stacks]))
+    return [value for _, value in filter(None, answers)]
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
-    answers: list[Any] = []
-    for pipe in pipes:
-        try:
-            left = max(0.0, deadline - time.monotonic())
-            answers.append(pickle.loads(pipe.recv_bytes()) if pipe.poll(left) else None)
-        except EOFError:
-            answers.append((False, "died without a word"))
-    return answers
-
-
-def _dump(processes: list[Any], folder: Path) -> None:
-    """Have every living rank write its stacks."""
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
+def stacks_of(ranks: list[RankProcess]) -> str:
+    """The stacks of every rank that lives, all threads."""
+    for rank in ranks:
+        if rank.process.is_alive():
+            os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(1.0)
+    return "\n".join(f"stacks of rank {rank.rank}:\n{rank.stacks.read_text()}" for rank in ranks)
 
 
 def _rank_main(

@@ -34,7 +34,7 @@ def test_a_reduction_is_the_sum_in_the_order_of_ranks_divided_once(
 
     def reduce(rank: int, collectives: Collectives) -> Tensor:
         memory = workspace(numel, ranks)
-        return collectives.reduce(contribution(rank, numel, dtype), memory).clone()
+        return collectives.reduce(contribution(rank, numel, dtype), memory, "g").clone()
 
     found = run_threads(world_size, ranks, reduce, Wire())
     given = [contribution(rank, numel, dtype).float() for rank in range(world_size)]
@@ -58,10 +58,10 @@ def test_a_gathering_puts_shards_in_the_order_of_ranks(world_size: int, ranks: i
     def gather(rank: int, collectives: Collectives) -> list[Tensor]:
         own = torch.full((40,), rank + 1, dtype=torch.uint8)
         apart, in_place = torch.zeros(2, 40 * ranks, dtype=torch.uint8)
-        collectives.gather(apart, own)
+        collectives.gather(apart, own, "apart")
         place = in_place.view(ranks, -1)[rank % ranks]
         place.copy_(own)
-        collectives.gather(in_place, place)
+        collectives.gather(in_place, place, "in place")
         return [apart, in_place]
 
     for rank, both in enumerate(run_threads(world_size, ranks, gather, Wire())):
@@ -79,10 +79,10 @@ def test_codes_are_off_by_half_a_scale_and_the_same_on_every_rank(world_size: in
         whole, own = torch.empty(numel), contribution(rank, step, torch.float32)
         room = torch.empty(numel + 4 * scales_numel(numel), dtype=torch.uint8)
         collectives.gather_codes(
-            whole.view(torch.uint8), own.view(torch.uint8), torch.float32, room
+            whole.view(torch.uint8), own.view(torch.uint8), "g", torch.float32, room
         )
         summed = collectives.reduce(
-            contribution(rank, numel, torch.float32), workspace(numel, world_size)
+            contribution(rank, numel, torch.float32), workspace(numel, world_size), "g"
         )
         return whole, summed.clone()
 

@@ -14,6 +14,7 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
 from offload.tools.memest.changes import changes
 from offload.tools.memest.judge import Judge
+from offload.tools.memest.parts import NCCL
 from offload.tools.memest.profiles import HardwareProfile
 from offload.tools.memest.source import ModelSource, SourceKind
 
@@ -78,7 +79,17 @@ def _notes(case: Case, verdict: Verdict) -> Iterator[str]:
     elif case.source.has_graph and case.speeds is None:
         yield "no times: speeds are not known; `memest calibrate` measures this machine's"
     if case.profile.ranks > 1:
-        yield (
-            f"one of {case.profile.ranks} ranks, every state spread evenly (ZeRO-3); gathering "
-            "takes memory here and no time; this version trains with one rank"
-        )
+        yield from _ranks(case)
+
+
+def _ranks(case: Case) -> Iterator[str]:
+    """Who the numbers are of, and what is not known of the others."""
+    sharding, stage = case.sharding, case.config.zero.stage
+    groups = "" if sharding.replicas == 1 else f" in {sharding.replicas} shard groups"
+    yield f"memory and disk are of one of {case.profile.ranks} ranks{groups}, ZeRO stage {stage}"
+    if stage in (1, 2):
+        yield "under `no_sync` a rank holds whole gradients, which are not counted here"
+    if case.timed:
+        yield f"collectives are timed by the ratings of the links; latencies: {NCCL.source}"
+    elif case.speeds is not None and case.source.has_graph:
+        yield "no times: the network between the ranks is not known; name a machine (--profile)"

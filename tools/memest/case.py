@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.estimate import MemoryEstimate, Shortfall, StepEstimate
-from offload.planning.plan import Plan
+from offload.planning.plan import Hardware, Plan
 from offload.planning.speeds import Speeds
 from offload.planning.workload import Workload
 from offload.tools.memest.profiles import HardwareProfile
 from offload.tools.memest.source import ModelSource
+from offload.zero.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,27 @@ class Case:
     workload: Workload
     profile: HardwareProfile
     speeds: Speeds | None
+
+    @property
+    def sharding(self) -> Sharding:
+        """Of the first rank, whose shards are as long as all others'. ConfigError if shard groups
+        do not come out even."""
+        zero = self.config.zero
+        return Sharding.of(zero.stage, zero.shard_group, self.profile.ranks, 0)
+
+    @property
+    def timed(self) -> bool:
+        """Whether a step can be predicted: work, speeds and, between ranks, the network known."""
+        if self.speeds is None or not self.source.has_graph:
+            return False
+        network = self.speeds.network
+        alone = self.profile.ranks == 1
+        return alone or (network is not None and network.knows(self.sharding))
+
+    @property
+    def hardware(self) -> Hardware:
+        """What that rank's plan may use."""
+        return self.profile.hardware(self.sharding)
 
 
 @dataclass(frozen=True)

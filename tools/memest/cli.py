@@ -218,8 +218,19 @@ def _compare(asked: EstimateOptions) -> int:
     return run_compare(asked)
 
 
+def _scale(asked: EstimateOptions) -> int:
+    """MODEL on 1 to 4096 GPUs of a named machine (--profile), simulated: bytes, collectives, steps.
+
+    --nodes is the most machines; -o zero.stage and -o zero.shard_group say what is sharded.
+    """
+    from offload.tools.memest.run_scale import run_scale
+
+    return run_scale(asked)
+
+
 app.command(DEFAULT, hidden=True)(_asking(_estimate))
 app.command("compare")(_asking(_compare))
+app.command("scale")(_asking(_scale))
 
 
 @app.command("max")

@@ -25,7 +25,7 @@ from offload.tools.memest.systems import (
     System,
     memory_of,
 )
-from offload.tools.memest.systems_ours import EVEN_SHARDS, plan_ours, shard
+from offload.tools.memest.systems_ours import plan_ours
 from offload.tools.memest.systems_time import rough_step_s
 from offload.zero.model_shape import ModelShape
 
@@ -107,10 +107,10 @@ def _framework(ours: Estimate | None) -> Framework:
 def _planned(
     model: ModelShape, config: OffloadConfig, subject: Subject, ranks: Ranks, room: Room
 ) -> Row:
-    found = plan_ours(config, shard(model, ranks.count), subject, ranks, room)
+    found = plan_ours(config, model, subject, ranks, room)
     places = places_of(found.held, room, ranks)
     full = tuple(too_full(places)) or found.short_tiers
-    return Row(System.OURS, places, full, None, _notes(ranks))
+    return Row(System.OURS, places, full, None)
 
 
 def _given(ours: Estimate, ranks: Ranks, room: Room) -> Row:
@@ -122,11 +122,7 @@ def _given(ours: Estimate, ranks: Ranks, room: Room) -> Row:
         places[tier] = PlaceEstimate(room.capacity(tier), by_class)
     full = tuple(dict.fromkeys(shortfall.tier for shortfall in ours.shortfalls))
     step_s = ours.step.seconds if ours.step is not None and ranks.count == 1 else None
-    return Row(System.OURS, places, full, step_s, _notes(ranks))
-
-
-def _notes(ranks: Ranks) -> tuple[str, ...]:
-    return (EVEN_SHARDS,) if ranks.count > 1 else ()
+    return Row(System.OURS, places, full, step_s)
 
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:

@@ -24,7 +24,6 @@ from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
-from offload.tools.memest.ranks import Share, share_of
 
 _NOTHING = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
 
@@ -37,10 +36,10 @@ class Judge:
 
     def __call__(self, case: Case) -> Verdict:
         """The best plan that the configuration allows, whether or not it fits."""
-        share, baseline = share_of(case.source.shape, case.profile), _baseline_of(case)
-        best, memory, short = self._best(case, share, baseline)
+        baseline = _baseline_of(case)
+        best, memory, short = self._best(case, baseline)
         config = resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu")
-        step = best.step if case.speeds is not None and case.source.has_graph else None
+        step = best.step if case.timed else None
         if step is not None:
             step = replace(step, tokens=step.tokens * case.profile.ranks)
         facts = self.facts(case, best.config)
@@ -48,8 +47,8 @@ class Judge:
 
     def fits(self, case: Case) -> bool:
         """Whether any plan does. Takes a fraction of the time of a verdict."""
-        share, baseline = share_of(case.source.shape, case.profile), _baseline_of(case)
-        return not self._best(case, share, baseline, any_fit=True)[2]
+        baseline = _baseline_of(case)
+        return not self._best(case, baseline, any_fit=True)[2]
 
     def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
         """What one pass takes under `config`; nothing where the model's code is not known.
@@ -75,30 +74,30 @@ class Judge:
 
     def advice(self, case: Case) -> tuple[Change, ...]:
         """What would make a step faster; nothing where nothing is known of time."""
-        if case.speeds is None or not case.source.has_graph:
+        if not case.timed:
             return ()
         from offload.planning.advice import Situation, advise
 
-        share, baseline = share_of(case.source.shape, case.profile), _baseline_of(case)
-        best = self._solve(case, share, baseline).best
-        known = self._known(case, share, baseline, any_fit=False)
-        hardware = case.profile.hardware()
-        return tuple(advise(Situation(case.config, share.shape, hardware, known, best)))
+        baseline = _baseline_of(case)
+        best = self._solve(case, baseline).best
+        known = self._known(case, baseline, any_fit=False)
+        hardware = case.hardware
+        return tuple(advise(Situation(case.config, case.source.shape, hardware, known, best)))
 
     def _best(
-        self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool = False
+        self, case: Case, baseline: Baseline, *, any_fit: bool = False
     ) -> tuple[Candidate, MemoryEstimate, tuple[Shortfall, ...]]:
         """The first of the solver's candidates that every place holds, else the first of all.
 
         The solver counts what a plan needs at least; holes and copies that fill a budget come on
         top, and a slower candidate may keep fewer activations.
         """
-        solution = self._solve(case, share, baseline, any_fit=any_fit)
+        solution = self._solve(case, baseline, any_fit=any_fit)
         first = None
         for candidate in (solution.best, *solution.others):
             if first is not None and not candidate.fits:
                 break
-            memory = self._memory(case, share, candidate, baseline)
+            memory = self._memory(case, candidate, baseline)
             short = (
                 *_told_once(candidate, case.config), *_physical(memory, candidate, case.workload)
             )  # fmt: skip
@@ -108,35 +107,30 @@ class Judge:
         assert first is not None  # a solution has a best candidate
         return first
 
-    def _solve(
-        self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool = False
-    ) -> Solution:
-        hardware = case.profile.hardware()
+    def _solve(self, case: Case, baseline: Baseline, *, any_fit: bool = False) -> Solution:
+        hardware = case.hardware
         if not case.source.has_graph:
-            return solve(case.config, share.shape, hardware)
-        known = self._known(case, share, baseline, any_fit=any_fit)
-        return solve(case.config, share.shape, hardware, known)
+            return solve(case.config, case.source.shape, hardware)
+        known = self._known(case, baseline, any_fit=any_fit)
+        return solve(case.config, case.source.shape, hardware, known)
 
-    def _known(self, case: Case, share: Share, baseline: Baseline, *, any_fit: bool) -> Known:
+    def _known(self, case: Case, baseline: Baseline, *, any_fit: bool) -> Known:
         return Known(
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
-            baseline.ram_nbytes, baseline.gpu_nbytes + share.gathered_nbytes(case.config),
+            baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes, any_fit,
         )  # fmt: skip
 
-    def _memory(
-        self, case: Case, share: Share, best: Candidate, baseline: Baseline
-    ) -> MemoryEstimate:
+    def _memory(self, case: Case, best: Candidate, baseline: Baseline) -> MemoryEstimate:
         facts = self.facts(case, best.config)
         memory = estimate_memory(
-            best.plan, best.config, share.shape, facts, case.workload, baseline
+            best.plan, best.config, case.source.shape, facts, case.workload, baseline
         )
-        memory = share.with_gathered(memory, best.config, gpu=best.plan.gpu)
-        return _of_the_node(memory, case.profile.hardware(), share.ranks)
+        return _of_the_machine(memory, case.hardware)
 
 
 def _baseline_of(case: Case) -> Baseline:
-    gpu = case.profile.hardware().device_nbytes > 0
+    gpu = case.profile.gpu_free_nbytes > 0
     return known_baseline(case.config.precision, gpu=gpu)
 
 
@@ -225,8 +219,8 @@ def _key_of(name: MemoryClass, tier: TierName) -> str:
     return _KEYS.get(name, f"budget.{tier}")
 
 
-def _of_the_node(memory: MemoryEstimate, hardware: Hardware, ranks: int) -> MemoryEstimate:
-    """Every place against what one rank has of it, and the whole checkpoint.
+def _of_the_machine(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:
+    """Every place against what one rank has of it.
 
     A tier that its budget cannot hold is predicted as full, the excess as a negative class: what
     would have to be held is shown instead.
@@ -240,4 +234,4 @@ def _of_the_node(memory: MemoryEstimate, hardware: Hardware, ranks: int) -> Memo
         tier: PlaceEstimate(there[tier], {name: n for name, n in place.by_class.items() if n > 0})
         for tier, place in memory.places.items()
     }
-    return replace(memory, places=places, checkpoint_nbytes=memory.checkpoint_nbytes * ranks)
+    return replace(memory, places=places)

@@ -152,15 +152,15 @@ def subject_from(shape: Shape, facts: ActivationFacts) -> Subject:
     )
 
 
-def model_of(shape: Shape, ranks: int = 1) -> ModelShape:
-    """Groups and units, one weight per part of a block; of `ranks`, one rank's even shard.
+def model_of(shape: Shape) -> ModelShape:
+    """Groups and units, one weight per part of a block.
 
     Experts are groups of their own, of up to 32 where there are more than 4 in a block.
     """
 
     def group(name: str, **numels: int) -> GroupShape:
-        parts = ((f"{name}.{part}", -(-numel // ranks)) for part, numel in numels.items())
-        return GroupShape(name, tuple(ParamShape((part,), (share,)) for part, share in parts))
+        parts = ((f"{name}.{part}", numel) for part, numel in numels.items())
+        return GroupShape(name, tuple(ParamShape((part,), (numel,)) for part, numel in parts))
 
     heads = {"head": shape.embedding_numel} if shape.family is FamilyName.LLAMA else {}
     groups = [group("embedding", weight=shape.embedding_numel, norm=2 * shape.hidden, **heads)]

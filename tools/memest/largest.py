@@ -26,7 +26,7 @@ from offload.tools.memest.profiles import HardwareProfile
 from offload.tools.memest.room import Room, places_of, room_of, too_full
 from offload.tools.memest.subject import Ranks, ranks_of
 from offload.tools.memest.systems import OTHERS, Numbers, System, memory_of
-from offload.tools.memest.systems_ours import EVEN_SHARDS, plan_ours
+from offload.tools.memest.systems_ours import plan_ours
 
 WORKLOAD = Workload(batch=1, sequence=2048)
 _LEAST_EXPERTS = 8
@@ -71,9 +71,9 @@ def largest(
     shapes = ladder(name, experts)
     if system is not System.OURS:
         return search(system, shapes, _other(system, workload, ranks, room, scores=False))
-    note = EVEN_SHARDS if ranks.count > 1 else ""
     holding = _room_nbytes(ranks, room) // _OUR_BYTES
     guess = bisect.bisect(shapes, holding, key=lambda shape: shape.numel)
+    note = f"{system}: one of {ranks.count} ranks, ZeRO stage 3" if ranks.count > 1 else ""
     return search(system, shapes, _ours(workload, ranks, room), note, guess)
 
 
@@ -149,7 +149,7 @@ def _ours(workload: Workload, ranks: Ranks, room: Room) -> Try:
         config = OffloadConfig.load({**plain, "optimizer": {"chunk": chunk}})
         facts = facts_of(shape, workload, itemsize=2, scores=False)
         subject = subject_from(shape, facts)
-        ours = plan_ours(config, model_of(shape, ranks.count), subject, ranks, room)
+        ours = plan_ours(config, model_of(shape), subject, ranks, room)
         places = places_of(ours.held, room, ranks)
         full = tuple(too_full(places))
         return Trial(places, full or ours.short_tiers)

@@ -13,7 +13,7 @@ _NUMEL = 1 << 24  # of so many, the gaps between arrays are next to nothing
 def hopeless(case: Case, facts: ActivationFacts) -> bool:
     """Whether no placement whatsoever can hold it: too many bytes for all places together, or what
     one pass works on for the place where the model computes. False decides nothing."""
-    hardware = case.profile.hardware()
+    hardware = case.hardware
     there = {
         TierName.DEVICE: hardware.device_nbytes,
         TierName.HOST: hardware.host_nbytes,
@@ -23,7 +23,7 @@ def hopeless(case: Case, facts: ActivationFacts) -> bool:
     working = facts.peak_nbytes
     if case.config.placement.activations.tier != "device":
         working = min(working, facts.peak_elsewhere_nbytes)
-    states = states_nbytes(case) // case.profile.ranks
+    states = states_nbytes(case) // case.sharding.ranks
     return working > there[compute] or states + working > sum(there.values())
 
 

@@ -17,7 +17,7 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class LinkPart:
-    """A connection of a GPU to its host."""
+    """A connection of a GPU to its host, or to the GPUs beside it."""
 
     name: str
     bytes_per_s: float
@@ -75,6 +75,7 @@ class MachinePart:
     ssds: int
     network_bytes_per_s: float  # of one machine to the others
     source: str
+    inside: LinkPart | None = None  # of one GPU to those beside it; None: through the host
 
 
 _PCIE_SOURCE = "PCI-SIG: 8, 16, 32 GT/s x 16 lanes, 128b/130b encoding"
@@ -83,6 +84,30 @@ PCIE4 = LinkPart("PCIe 4.0 x16", 31.5 * GB, _PCIE_SOURCE)
 PCIE5 = LinkPart("PCIe 5.0 x16", 63.0 * GB, _PCIE_SOURCE)
 NVLINK_C2C = LinkPart("NVLink-C2C", 450.0 * GB, "NVIDIA GH200 data sheet: 900 GB/s both ways")
 LINKS = (PCIE3, PCIE4, PCIE5, NVLINK_C2C)
+
+# Through switches that all GPUs of a machine are connected to at this rate.
+NVLINK2 = LinkPart("NVLink 2", 150.0 * GB, "NVIDIA V100 data sheet (SXM): 300 GB/s both ways")
+NVLINK3 = LinkPart("NVLink 3", 300.0 * GB, "NVIDIA A100 data sheet (SXM): 600 GB/s both ways")
+NVLINK4 = LinkPart("NVLink 4", 450.0 * GB, "NVIDIA H100 data sheet (SXM): 900 GB/s both ways")
+INSIDE_LINKS = (NVLINK2, NVLINK3, NVLINK4)
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """What a collective takes beside its bytes."""
+
+    begin_s: float
+    inside_step_s: float  # of a ring, from one GPU to the next
+    between_step_s: float  # ... from one machine to the next
+    message_s: float  # where each rank sends to each
+    source: str
+
+
+NCCL = Latencies(
+    8.4e-6, 3.4e-6, 14e-6, 1e-6,
+    "NCCL, src/graph/tuning.cc: base and hardware latencies of a ring, simple protocol, over "
+    "NVLink and network; 1 us for each message of an all-to-all is assumed",
+)  # fmt: skip
 
 _JEDEC = "JEDEC transfer rate x 8 bytes x channels"
 DESKTOP_DDR4 = HostPart("desktop, DDR4-3200 x 2", 16, 51.2 * GB, _JEDEC)
@@ -155,18 +180,20 @@ _BY_NAME = {gpu.name: gpu for gpu in GPUS}
 MACHINES = (
     MachinePart("DGX-2", _BY_NAME["V100-32"], 16, 1536 * GIB, 48, 256 * GB, 4, GEN3_SERVER, 8,
                 100 * GB, "NVIDIA DGX-2 data sheet: 16 V100-32, 1.5 TB RAM, 30 TB NVMe, 8 x 100 "
-                "Gb/s; four x16 uplinks, as ZeRO-Infinity (2104.07857) measures 3 GB/s a GPU"),
+                "Gb/s; four x16 uplinks, as ZeRO-Infinity (2104.07857) measures 3 GB/s a GPU",
+                NVLINK2),
     MachinePart("DGX A100-40", _BY_NAME["A100-40"], 8, 1024 * GIB, 128, 409.6 * GB, 4, GEN4_SERVER,
                 4, 200 * GB, "NVIDIA DGX A100 data sheet (320 GB): 1 TB RAM, 15 TB NVMe, 8 x 200 "
-                "Gb/s; two GPUs share an x16 switch port to the host"),
+                "Gb/s; two GPUs share an x16 switch port to the host", NVLINK3),
     MachinePart("DGX A100-80", _BY_NAME["A100-80"], 8, 2048 * GIB, 128, 409.6 * GB, 4, GEN4_SERVER,
                 8, 200 * GB, "NVIDIA DGX A100 data sheet (640 GB): 2 TB RAM, 30 TB NVMe, 8 x 200 "
-                "Gb/s"),
+                "Gb/s", NVLINK3),
     MachinePart("ND A100 v4", _BY_NAME["A100-40"], 8, 900 * GIB, 96, 409.6 * GB, 4, GEN4, 3,
                 200 * GB, "Azure ND A100 v4 series: 96 cores, 900 GiB RAM, 6.5 TB local NVMe, 8 x "
-                "200 Gb/s"),
+                "200 Gb/s", NVLINK3),
     MachinePart("DGX H100", _BY_NAME["H100"], 8, 2048 * GIB, 112, 614.4 * GB, 8, GEN4_SERVER, 8,
-                400 * GB, "NVIDIA DGX H100 data sheet: 2 TB RAM, 8 x 3.84 TB NVMe, 8 x 400 Gb/s"),
+                400 * GB, "NVIDIA DGX H100 data sheet: 2 TB RAM, 8 x 3.84 TB NVMe, 8 x 400 Gb/s",
+                NVLINK4),
     MachinePart("GH200", _BY_NAME["GH200"], 1, 480 * GB, 72, 512 * GB, 1, None, 0,
                 25 * GB, "NVIDIA GH200 data sheet: 480 GB LPDDR5X"),
 )  # fmt: skip

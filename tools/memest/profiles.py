@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload import machine
+from offload.planning.network import Network
 from offload.planning.plan import Hardware
 from offload.planning.speeds import Speeds
 from offload.planning.tuning import known
@@ -28,6 +29,7 @@ from offload.tools.memest.parts import (
     GEN4,
     GPUS,
     MACHINES,
+    NCCL,
     SSDS,
     TB,
     GpuPart,
@@ -35,11 +37,13 @@ from offload.tools.memest.parts import (
     MachinePart,
     SsdPart,
 )
+from offload.zero.sharding import ALONE, Sharding
 
 # What of a rated peak a training step reaches in the long run.
 MATMUL_SHARE = 0.5  # PaLM (2204.02311) counts 46 % of the peak, Megatron-LM (2104.04473) 44-52 %
 MEMORY_SHARE = 0.8  # GPU and host: STREAM copies reach 75-90 % of what the modules are rated at
 LINK_SHARE = 0.8  # pinned copies of megabytes: 12.3 of 15.75, 25 of 31.5 GB/s
+NETWORK_SHARE = 0.8  # of links between ranks: assumed to be as good as that of copies
 SSD_SHARE = 0.9  # large requests, several in flight, through a file system
 OPERATION_S = 6e-6  # PyTorch's eager dispatch takes 4-10 us per operation
 FILE_SYSTEM_SHARE = 0.95  # ext4 keeps 5 % for the administrator
@@ -68,6 +72,7 @@ class HardwareProfile:
     nvme_nbytes: int  # free
     ssds: tuple[SsdPart, ...]  # empty: rates and endurance unknown
     network_bytes_per_s: float = 0.0  # of one node; 0: unknown
+    inside: LinkPart | None = None  # of one GPU to those beside it; None: as to the host
     here: bool = False  # it computes where we are: speeds can be measured
     whole: bool = False  # a machine by name: no option gives it other GPUs
     own_ram: bool = False  # the RAM is this machine's, as this process sees it
@@ -97,7 +102,7 @@ class HardwareProfile:
             f"system: {format_bytes(self.usable_ram_nbytes)} can be filled"
         )
 
-    def hardware(self) -> Hardware:
+    def hardware(self, sharding: Sharding = ALONE) -> Hardware:
         """What one rank's plan may use: its GPU, and an even share of the node's RAM and disk."""
         ranks = self.ranks_per_node
         read, write = self._ssd_rates()
@@ -108,6 +113,7 @@ class HardwareProfile:
             nvme_free_nbytes=self.nvme_nbytes // ranks,
             measure_nvme=known(read, write) if self.ssds else None,
             kernels_missing=None if self.gpu_nbytes else "the model computes on the CPU",
+            sharding=sharding,
         )
 
     def speeds(self, measured: Speeds | None = None) -> Speeds | None:
@@ -135,6 +141,24 @@ class HardwareProfile:
             host_to_device_bytes_per_s=crossing,
             device_to_host_bytes_per_s=crossing,
             endurance_nbytes=sum(ssd.endurance_nbytes for ssd in self.ssds) // ranks,
+            network=self.network(),
+        )
+
+    def network(self) -> Network | None:
+        """Between all ranks; None where nothing is known of how GPUs are connected."""
+        inside = self.inside or self.link
+        if inside is None:
+            return None
+        # without links of their own they share the ways to the host
+        share = 1.0 if self.inside is not None else min(1.0, self.uplinks / self.ranks_per_node)
+        return Network(
+            ranks_per_machine=self.ranks_per_node,
+            inside_bytes_per_s=inside.bytes_per_s * NETWORK_SHARE * share,
+            between_bytes_per_s=self.network_bytes_per_s * NETWORK_SHARE,
+            begin_s=NCCL.begin_s,
+            inside_step_s=NCCL.inside_step_s,
+            between_step_s=NCCL.between_step_s,
+            message_s=NCCL.message_s,
         )
 
     def _with_drives(self, measured: Speeds) -> Speeds:
@@ -174,7 +198,7 @@ def read_profile(
         profile = _with_assumed_drive(profile, profile.nvme_nbytes)
     count = read_count(gpus, "--gpus", 0 if profile.gpu_nbytes == 0 else 1)
     if count is not None:
-        profile = _with_gpus(profile, count)
+        profile = with_gpus(profile, count)
     several = read_count(nodes, "--nodes", 1)
     profile = replace(profile, nodes=several or profile.nodes)
     if [ram, nvme, gpus] == [None] * 3 and (gpu is None or find_part(gpu, MACHINES) is not None):
@@ -275,6 +299,7 @@ def _of_machine(part: MachinePart) -> HardwareProfile:
         nvme_nbytes=int(sum(ssd.nbytes for ssd in ssds) * FILE_SYSTEM_SHARE),
         ssds=ssds,
         network_bytes_per_s=part.network_bytes_per_s,
+        inside=part.inside,
         whole=True,
         notes=(part.source,),
     )
@@ -332,7 +357,8 @@ def _with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfil
     return replace(profile, nvme_nbytes=nbytes, ssds=(drive,), notes=(*profile.notes, note))
 
 
-def _with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
+def with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
+    """With `gpus` of the same kind in a node. ConfigError where there is none."""
     if not profile.gpu_nbytes:
         if gpus:
             raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")

@@ -1,7 +1,7 @@
 """Our own runtime's memory, by the planner that trains, for comparison with other systems.
 
-Several ranks are not built yet: for N of them the states are taken as cut into even shards, each
-rank planned on its share of the node, and a block gathered whole where it computes.
+One rank is planned, on its share of the node, with the shards that it would own; what it needs for
+working with the others is in its plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from offload.planning.estimate import MemoryClass as M
 from offload.planning.estimate import Shortfall
 from offload.planning.plan import Hardware, Plan, needed_nbytes
-from offload.planning.plan_sizes import ITEMSIZE
 from offload.planning.planner import lay_out_plan
 from offload.planning.shortfalls import shortfalls
 from offload.tiers.extent import TierName
@@ -26,14 +25,13 @@ from offload.tools.memest.systems import (
     HOST_FRAMEWORK_NBYTES,
     Bytes,
 )
-from offload.zero.layout import ParamShape
-from offload.zero.model_shape import GroupShape, ModelShape
+from offload.zero.model_shape import ModelShape
 from offload.zero.records import Master
+from offload.zero.sharding import Sharding
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-EVEN_SHARDS = "several ranks are not built yet: even shards assumed"
 _CLASS = {
     StateClass.PARAMETERS: M.PARAMETERS,
     StateClass.GRADIENTS: M.GRADIENTS,
@@ -55,49 +53,26 @@ class OurPlan:
         return tuple(dict.fromkeys(each.tier for each in self.short))
 
 
-def shard(model: ModelShape, ranks: int) -> ModelShape:
-    """One rank's even part of every parameter."""
-    if ranks == 1:
-        return model
-    groups = (
-        GroupShape(
-            group.name,
-            tuple(ParamShape(p.names, (-(-p.numel // ranks),), p.trainable) for p in group.params),
-        )
-        for group in model.groups
-    )
-    return ModelShape(tuple(groups), model.units)
-
-
 def plan_ours(
-    config: OffloadConfig, sharded: ModelShape, subject: Subject, ranks: Ranks, room: Room
+    config: OffloadConfig, model: ModelShape, subject: Subject, ranks: Ranks, room: Room
 ) -> OurPlan:
     """Our runtime on one rank's share of `room`, its budgets what activations and libraries leave.
 
-    `sharded`: one rank's part of the model. Budgets that the configuration names are kept.
+    Budgets that the configuration names are kept. ConfigError if shard groups do not come out even.
     """
-    gathered = _gathered_nbytes(config, sharded, ranks)
-    hardware = _hardware(room, ranks)
-    aside = subject.activation_nbytes + gathered
-    config = _with_budgets(config, hardware, aside)
-    plan = lay_out_plan(config, sharded, hardware)
-    missing = shortfalls(plan, hardware)
-    return OurPlan(plan, _held(plan, subject, ranks, gathered), missing)
+    hardware = _hardware(config, room, ranks)
+    config = _with_budgets(config, hardware, subject.activation_nbytes)
+    plan = lay_out_plan(config, model, hardware)
+    return OurPlan(plan, _held(plan, subject, ranks), shortfalls(plan, hardware))
 
 
-def _hardware(room: Room, ranks: Ranks) -> Hardware:
+def _hardware(config: OffloadConfig, room: Room, ranks: Ranks) -> Hardware:
     host = room.host_nbytes // ranks.per_node
     return Hardware(
         room.device_nbytes, host, host, room.nvme_nbytes // ranks.per_node,
         kernels_missing=None if room.device_nbytes else "the model computes on the CPU",
+        sharding=Sharding.of(config.zero.stage, config.zero.shard_group, ranks.count, 0),
     )  # fmt: skip
-
-
-def _gathered_nbytes(config: OffloadConfig, sharded: ModelShape, ranks: Ranks) -> int:
-    """What the other ranks' shards of the largest unit take where it is gathered whole."""
-    numels = [group.numel for group in sharded.groups]
-    units = [sum(numels[index] for index in unit.groups) for unit in sharded.units]
-    return max(units, default=0) * (ranks.count - 1) * ITEMSIZE[config.precision]
 
 
 def _with_budgets(config: OffloadConfig, hardware: Hardware, aside_nbytes: int) -> OffloadConfig:
@@ -119,7 +94,7 @@ def _with_budgets(config: OffloadConfig, hardware: Hardware, aside_nbytes: int) 
     return config.model_copy(update={"budget": given.model_copy(update=update)})
 
 
-def _held(plan: Plan, subject: Subject, ranks: Ranks, gathered: int) -> Bytes:
+def _held(plan: Plan, subject: Subject, ranks: Ranks) -> Bytes:
     """The plan's tiers by class, of a GPU and of a whole node."""
     books: dict[TierName, dict[M, int]] = {tier: defaultdict(int) for tier in TierName}
     for tier, by_class in plan.expected.items():
@@ -134,7 +109,6 @@ def _held(plan: Plan, subject: Subject, ranks: Ranks, gathered: int) -> Bytes:
         book[M.STAGING] += max(0, needed_nbytes(plan, tier) - plan.total(tier))
     device = books[TierName.DEVICE]
     device[M.ACTIVATIONS] += subject.activation_nbytes
-    device[M.STAGING] += gathered
     device[M.FRAMEWORK] += GPU_FRAMEWORK_NBYTES
     books[TierName.HOST][M.FRAMEWORK] += HOST_FRAMEWORK_NBYTES
     for tier in (TierName.DEVICE, TierName.HOST):

@@ -53,7 +53,7 @@ def _header(
     peaks = (f"{bar.title} {format_bytes(bar.peak_nbytes)}" for bar in bars(estimate.memory))
     yield f"# predicted peaks: {', '.join(peaks)}"
     if ranks > 1:
-        yield f"# all of this is of one of {ranks} ranks; this version trains with one rank"
+        yield f"# all of this is of one of {ranks} ranks; start one process per rank (torchrun)"
     if source.train_model is not None and estimate.fits and ranks == 1:
         yield f"# Train with `offload train {_one_line(file_name)}`, or in a loop of your own:"
     else:
@@ -189,7 +189,7 @@ def _train(estimate: Estimate, source: ModelSource) -> Iterator[str]:
 def _changed(
     values: Mapping[str, Any], default: Any, without: set[str]
 ) -> Iterator[tuple[str, Any]]:
-    usual = default.model_dump(mode="json")
+    usual = default.model_dump(mode="json", exclude_none=True)
     for name, value in values.items():
         if name not in without and value is not None and value != usual.get(name):
             yield name, value

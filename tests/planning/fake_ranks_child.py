@@ -1,0 +1,96 @@
+"""One rank of many, the others faked: prints the calls of its third step, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the fake backend
+
+import offload
+from offload.zero import collectives as collectives_module
+from offload.zero import rank_watch
+from offload.zero import ranks as ranks_module
+from offload.zero.collectives import Collectives, Wire
+from offload.zero.ranks import Ranks
+from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
+
+STEPS = 3
+
+
+class Recorder:
+    """Stands before the calls of torch.distributed; keeps those of the last step, but for the small
+    ones with which ranks agree."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self.gathers: list[tuple[str, int, int]] = []
+        self.reductions: list[tuple[str, int, int]] = []
+        self._control: Any = None
+        self._replicas: Any = None
+        self._make = Ranks.collectives
+        self._gather = collectives_module.all_gather_flat
+        self._exchange = dist.all_to_all_single
+
+    def install(self) -> None:
+        def make(ranks: Ranks, wire: Wire) -> Collectives:
+            made = self._make(ranks, wire)
+            self._control, self._replicas = ranks.control, made.replica_group
+            return made
+
+        def gather(whole: Any, own: Any, group: Any) -> None:
+            log = self.reductions if group is self._replicas else self.gathers
+            self._note(log, "all-gather", whole, group)
+            self._gather(whole, own, group)
+
+        def exchange(received: Any, sent: Any, group: Any) -> None:
+            self._note(self.reductions, "all-to-all", sent, group)
+            self._exchange(received, sent, group=group)
+
+        Ranks.collectives = make  # type: ignore[method-assign]
+        collectives_module.all_gather_flat = gather
+        dist.all_to_all_single = exchange
+
+    def _note(self, log: list[tuple[str, int, int]], call: str, buffer: Any, group: Any) -> None:
+        if self.keeps and group is not self._control:
+            log.append((call, group.size(), buffer.numel() * buffer.element_size()))
+
+
+def main(asked: str) -> None:
+    world, rank, zero, blocks, folder = json.loads(asked)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+    new_group = dist.new_group
+
+    def new_fake_group(*args: Any, backend: str | None = None, **more: Any) -> Any:
+        """Also where one of gloo is asked for: nobody would come."""
+        return new_group(*args, **more)
+
+    dist.new_group = new_fake_group
+    for module in (ranks_module, rank_watch):
+        module.limit_waits = lambda group, limit: None  # type: ignore[attr-defined] # none waits
+    recorder = Recorder()
+    recorder.install()
+    keys = config(
+        Path(folder), HOST, zero=zero,
+        budget={"host": "4GiB", "nvme": "1GiB"},
+    )  # fmt: skip
+    with offload.initialize(seeded(lambda: TinyLM(blocks)), keys) as engine:
+        for step in range(STEPS):
+            recorder.keeps = step == STEPS - 1
+            losses_of(engine, batches(1))
+            engine.runtime.settle()
+        recorder.keeps = False
+        layouts = [group.layout for group in engine.plan.groups]
+    answer = {
+        "gathers": recorder.gathers,
+        "reductions": recorder.reductions,
+        "layouts": [[each.numel, each.numel_trainable, each.ranks] for each in layouts],
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,115 @@
+"""Ranks that train, until one of them fails in a way of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offload
+from tests.offload.engine_cases import WIDTH, TinyLM, batches, config, seeded
+
+TIMEOUT_S = 3.0
+_GOOD_STEPS = 2
+
+
+def train_until(fault: str, culprit: int, stage: int, folder: str) -> None:
+    """Train for some steps, in which nothing happens; then rank `culprit` has its `fault`."""
+    swap, here = Path(folder) / "swap", dist.get_rank() if dist.is_initialized() else None
+    keys: dict[str, Any] = {"zero": {"stage": stage, "timeout_s": TIMEOUT_S}}
+    with offload.initialize(seeded(TinyLM), config(swap, **keys)) as engine:
+        here = dist.get_rank() if here is None else here
+        data = batches(_GOOD_STEPS + 3, seed=here)
+        for tokens in data[:_GOOD_STEPS]:
+            _step(engine, tokens)
+        if here == culprit:
+            FAULTS[fault](engine, data[-1], lambda: _note(Path(folder)))
+        for tokens in data[_GOOD_STEPS:]:
+            _step(engine, tokens)
+
+
+def close_after_steps(stage: int, folder: str) -> float:
+    """The longest that closing took, of engines that are closed as soon as a step is taken, by one
+    rank somewhat later than by the others."""
+    took = []
+    for turn in range(4):
+        zero = {"stage": stage, "timeout_s": TIMEOUT_S}
+        engine = offload.initialize(seeded(TinyLM), config(Path(folder) / "swap", zero=zero))
+        _step(engine, batches(1, seed=dist.get_rank())[0])
+        time.sleep(0.05 * dist.get_rank() * (turn % 2))
+        began = time.monotonic()
+        engine.close()
+        took.append(time.monotonic() - began)
+    return max(took)
+
+
+def _step(engine: offload.Engine, tokens: Tensor) -> None:
+    engine.module.loss(tokens).backward()  # type: ignore[operator]
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def _note(folder: Path) -> None:
+    """When it happened: the clock is the same in all processes."""
+    (folder / "fault.part").write_text(str(time.monotonic()))
+    (folder / "fault.part").rename(folder / "fault")
+
+
+Note = Callable[[], None]
+
+
+def _signalled(number: int) -> Callable[[offload.Engine, Tensor, Note], None]:
+    def fault(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
+        """In the middle of the backward pass."""
+
+        def hook(*_: object) -> None:
+            note()
+            os.kill(os.getpid(), number)
+
+        _model(engine).blocks[0].register_full_backward_hook(hook)
+
+    return fault
+
+
+def _raised(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
+    _model(engine).loss(tokens).backward()
+    note()
+    raise ValueError("the data of this rank has come to its end")
+
+
+def _sleeping(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
+    _model(engine).loss(tokens).backward()
+    note()
+    time.sleep(120.0)
+
+
+def _elsewhere(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
+    """Another module than the others call."""
+    note()
+    with torch.no_grad():
+        _model(engine).blocks[1](torch.zeros(1, 2, WIDTH))
+
+
+def _model(engine: offload.Engine) -> Any:
+    model: nn.Module = engine.module
+    return model
+
+
+FAULTS: dict[str, Callable[[offload.Engine, Tensor, Note], None]] = {
+    "killed": _signalled(signal.SIGKILL),
+    "stopped": _signalled(signal.SIGSTOP),
+    "raised": _raised,
+    "sleeping": _sleeping,
+    "elsewhere": _elsewhere,
+}
+
+if __name__ == "__main__":  # under a launcher
+    train_until(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,80 @@
+"""Who is to blame, from what the ranks said of themselves before and after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload.zero.rank_findings import find_missing
+from offload.zero.rank_records import Activity, Record
+
+MINE = Activity("gather", 7, "the all-gather of blocks.3", 100.0)
+WAITING = Record(10, 101.0, doing=(MINE,))
+BEFORE = Activity("gather", 6, "the all-gather of blocks.2", 98.0)
+
+
+def found_among(*after: Record | None, silent: tuple[int, ...] = ()) -> tuple[tuple[int, ...], str]:
+    """`after`: what ranks 1, 2, ... say. Those that are not silent said something else before."""
+    records = dict(enumerate(after, 1))
+    before = {
+        rank: record if record is None or rank in silent else replace(record, beat=record.beat - 1)
+        for rank, record in records.items()
+    }
+    found = find_missing(MINE, records, before, records)
+    return found.ranks, found.text
+
+
+def test_who_waits_in_the_same_collective_is_not_to_blame() -> None:
+    assert found_among(WAITING, WAITING) == ((), "no rank is missing")
+
+
+def test_a_silent_rank_is_named_with_what_it_was_in() -> None:
+    ranks, text = found_among(WAITING, WAITING, silent=(2,))
+    assert ranks == (2,)
+    assert "has not been heard from since" in text
+    assert "when it was in the all-gather of blocks.3" in text
+
+
+def test_a_rank_that_never_spoke_is_named() -> None:
+    ranks, text = found_among(WAITING, None)
+    assert ranks == (2,)
+    assert "never come to offload.initialize" in text
+
+
+def test_who_left_because_of_others_is_not_named_beside_the_silent_one() -> None:
+    gave_up = Record(9, 101.0, left="RankError: rank 1: ...", blames=(2,))
+    assert found_among(gave_up, WAITING, silent=(2,))[0] == (2,)
+
+
+def test_who_left_because_of_others_is_named_if_nobody_else_is() -> None:
+    gave_up = Record(9, 101.0, left="RankError: rank 1: ...", blames=(2,))
+    assert found_among(gave_up, WAITING) == ((1,), "rank 1 has left: RankError: rank 1: ...")
+
+
+def test_who_left_is_named_before_those_who_are_late() -> None:
+    late = Record(9, 101.0, done={"gather": BEFORE})
+    assert found_among(late, Record(9, 101.0, left="ValueError: x"))[0] == (2,)
+    assert found_among(late, Record(9, 101.0, left="")) == ((2,), "rank 2 has closed its engine")
+
+
+def test_another_collective_in_the_same_place_is_told() -> None:
+    other = replace(MINE, what="the all-gather of blocks.1")
+    ranks, text = found_among(Record(9, 104.0, doing=(other,)), WAITING)
+    assert ranks == (1,)
+    assert "is in the all-gather of blocks.1 instead, for 4.0 s" in text
+
+
+def test_an_idle_rank_is_named_before_one_that_waits_elsewhere() -> None:
+    idle = Record(9, 101.0, done={"gather": BEFORE})
+    norms = Activity("control", 3, "the all-gather of gradient norms", 99.0)
+    busy = Record(9, 101.0, doing=(norms,), done={"gather": BEFORE})
+    ranks, text = found_among(busy, idle)
+    assert ranks == (2,)
+    assert "it had ended the all-gather of blocks.2 3.0 s before" in text
+    ranks, text = found_among(busy, WAITING)
+    assert ranks == (1,)
+    assert "it is in the all-gather of gradient norms, for 2.0 s" in text
+
+
+def test_records_survive_the_store() -> None:
+    record = Record(9, 1.5, (MINE,), {"gather": BEFORE}, "ValueError: ü", (1, 2))
+    assert Record.from_text(record.to_text()) == record

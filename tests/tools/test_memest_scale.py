@@ -1,0 +1,139 @@
+"""`memest scale`: shards of every rank, bytes, collectives and steps for sizes nobody has here."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.tiers.errors import StateError
+from offload.tiers.ledger import StateClass
+from offload.tools.memest.cli import main
+from offload.tools.memest.ladders import FamilyName, ladder, model_of
+from offload.tools.memest.shard_check import check_shards
+from offload.zero.layout import Layout, ParamShape
+from offload.zero.model_shape import GroupShape, ModelShape
+from offload.zero.sharding import Sharding
+
+SMALL = ["--layers", "3", "--hidden", "256", "--heads", "4", "--vocab", "512",
+         "--batch", "1", "--sequence", "64"]  # fmt: skip
+ON = ["--profile", "DGX A100-40"]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["scale", *arguments])
+    return int(caught.value.code or 0)
+
+
+def asked(capsys: Any, *arguments: str) -> dict[str, Any]:
+    assert run(*SMALL, *ON, "--format", "json", *arguments) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+# ---------------------------------------------------------------- shards
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1000, 4096])
+def test_the_shards_of_all_ranks_make_the_model(ranks: int) -> None:
+    model = model_of(ladder(FamilyName.LLAMA)[20])
+    found = check_shards(model, Sharding.of(3, None, ranks, 0))
+    assert found.numel == model.numel
+    assert found.padded_numel % ranks == 0
+    assert 0 <= found.padding < 0.5
+
+
+def test_a_layout_that_loses_elements_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = GroupShape("block", (ParamShape(("w",), (5000, 7)),))
+    layout = shape.layout
+
+    class Torn(GroupShape):
+        @property
+        def layout(self) -> Layout:  # type: ignore[override]
+            return replace(layout, numel_trainable=layout.numel_trainable // 2, ranks=self.ranks)
+
+    model = ModelShape((Torn("block", shape.params),), ())
+    with pytest.raises(StateError, match="w: rank 0 has another part"):
+        check_shards(model, Sharding.of(3, None, 1, 0))
+
+
+# ---------------------------------------------------------------- the answer
+def test_every_size_is_there_and_shares_shrink(capsys: Any) -> None:
+    found = asked(capsys, "--nodes", "16")
+    assert found["schema"] == "memest-scale/1"
+    whole, hybrid = found["series"]
+    assert [point["ranks"] for point in whole["points"]] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert [point["ranks"] for point in hybrid["points"]] == [8, 16, 32, 64, 128]
+    assert all(point["shards"] == 8 for point in hybrid["points"])
+    for name in (StateClass.PARAMETERS, StateClass.OPTIMIZER):
+        held = [point["by_class"][name] for point in whole["points"]]
+        assert held == sorted(held, reverse=True)
+        assert held[3] < held[0] / 7
+    assert whole["points"][0]["collectives"] == []
+    assert all(0 < point["computing"] <= 1 for point in whole["points"])
+
+
+def test_collectives_are_counted_as_they_come(capsys: Any) -> None:
+    point = asked(capsys, "--nodes", "1")["series"][0]["points"][-1]
+    by_name: dict[str, int] = {}
+    for call in point["sequence"]:
+        by_name[call["name"]] = by_name.get(call["name"], 0) + call["nbytes"]
+    assert by_name == {each["name"]: each["nbytes"] for each in point["collectives"]}
+    first, last = point["sequence"][0], point["sequence"][-1]
+    assert first["name"] == "all-gather in forward"
+    assert last["name"] == "reduce-scatter in backward"
+
+
+def test_a_stage_that_keeps_parameters_gathers_them_once(capsys: Any) -> None:
+    found = asked(capsys, "--nodes", "1", "-o", "zero.stage=2")
+    assert found["series"][0]["name"] == "ZeRO stage 2"
+    names = {call["name"] for call in found["series"][0]["points"][-1]["sequence"]}
+    assert names == {"all-gather in update", "reduce-scatter in backward"}
+
+
+def test_the_page_says_that_it_is_simulated(tmp_path: Path) -> None:
+    page = tmp_path / "scale.html"
+    assert run(*SMALL, *ON, "--nodes", "4", "--out", str(page)) == 0
+    text = page.read_text()
+    assert "nothing was measured on such a cluster" in text
+    for word in (
+        "data sheet",
+        "Assumed:",
+        "src/graph/tuning.cc",
+        "all-gather in forward",
+        "32 x 1",
+    ):
+        assert word in text
+    assert "<script" not in text
+    assert not re.search(r"https?://", text)
+
+
+def test_a_table_is_printed(capsys: Any) -> None:
+    assert run(*SMALL, *ON, "--nodes", "2") == 0
+    text = capsys.readouterr().out
+    assert "simulated" in text
+    assert "ZeRO stage 3, shard groups of 8" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*SMALL, "--gpu", "RTX 4090"], "nothing is known of the network between machines"),
+        ([*SMALL, "--gpu", "none"], "nothing is known of the network"),
+        ([*SMALL, *ON, "--nodes", "513"], "--nodes 513: 1 to 512 machines of 8 GPUs"),
+        ([*SMALL, *ON, "--nodes", "0"], "--nodes 0"),
+        ([*SMALL, *ON, "--nodes", "1", "-o", "zero.shard_group=3"], "zero.shard_group: 3 divides"),
+        ([*SMALL, *ON, "--format", "png", "--out", "a.png"], "scale: gives a table"),
+        ([*SMALL, *ON, "--nodes", "1", "--out", "a.txt"], "--out a.txt: a page or JSON"),
+        ([*SMALL, "--profile", "DGX X"], "--profile DGX X"),
+        (["--params", "1e9", "-o", "zero.stage=7", *ON], "zero.stage"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(arguments: list[str], said: str, capsys: Any) -> None:
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert said in " ".join(error.split())
+    assert "Traceback" not in error
