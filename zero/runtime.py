@@ -38,7 +38,7 @@ from offload.zero.local_tensors import local_of, spread_as
 from offload.zero.loss_scale import LossScale
 from offload.zero.micro_batches import MicroBatching
 from offload.zero.optimizer_state import Gradients, OptimizerState
-from offload.zero.pipeline_stages import refuse_scaling_schedule
+from offload.zero.pipeline_stages import check_schedule
 from offload.zero.rank_work import RankWork, SharedMemory
 from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
@@ -278,7 +278,7 @@ class Runtime:
     def _begin_forward(self) -> None:
         if not self._called:
             self._called = True
-            refuse_scaling_schedule()
+            check_schedule(self.options.step_rules)
         if self.rank_work is not None:
             self.rank_work.finish_pass()
             self.rank_work.refresh(self.groups)

@@ -255,6 +255,11 @@ def _states_of(engine: offload.Engine) -> dict[str, Any]:
     return {"model": engine.module.state_dict(), "optimizer": engine.optimizer.state_dict()}
 
 
+def in_turn(folder: str) -> tuple[Any, list[Outcome], dict[str, str]]:
+    """What needs two ranks, in one world."""
+    return overflow(folder), interrupted(folder, (1, 2), (3, 1)), refusals(folder)
+
+
 def refusals(folder: str) -> dict[str, str]:
     """What is raised, by what was asked for."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

@@ -45,15 +45,16 @@ def test_stages_with_replicas_shard_their_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "scaled", "why"),
+    ("schedule", "scaled", "clip", "why"),
     [
-        ("Schedule1F1B", True, "make it with scale_grads=False"),
-        ("ScheduleInterleavedZeroBubble", False, "was set by something else than a backward pass"),
+        ("Schedule1F1B", True, None, "make it with scale_grads=False"),
+        ("ScheduleGPipe", False, 1.0, "clip_grad_norm in a stage of a pipeline"),
+        ("ScheduleInterleavedZeroBubble", False, None, "was set by something else than a backward"),
     ],
 )
 def test_a_schedule_that_would_train_something_else_is_refused(
-    schedule: str, scaled: bool, why: str, tmp_path: Path
+    schedule: str, scaled: bool, clip: float | None, why: str, tmp_path: Path
 ) -> None:
-    case = Pipeline(schedule, Case(1, HOST, steps=1, keys=NO_CLIP), scaled)
+    case = Pipeline(schedule, Case(1, HOST, steps=1, keys={"clip_grad_norm": clip}), scaled)
     with pytest.raises(RanksFailed, match=why):
         run_ranks(2, tmp_path, pipelines.run, case, 1, str(tmp_path))

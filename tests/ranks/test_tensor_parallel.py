@@ -79,26 +79,30 @@ def test_it_trains_as_the_model_that_is_not_parallel(run: Run, tmp_path: Path) -
     assert first.states.keys() == expected.states.keys()
 
 
-def test_all_ranks_skip_a_step_in_which_one_overflows(tmp_path: Path) -> None:
-    first, second = run_ranks(2, tmp_path, parallel_models.overflow, str(tmp_path))
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    """By rank: a step that overflows, a run in two parts, and refusals."""
+    folder = tmp_path_factory.mktemp("small")
+    return run_ranks(2, folder, parallel_models.in_turn, str(folder))
+
+
+def test_all_ranks_skip_a_step_in_which_one_overflows(small: list[tuple[Any, ...]]) -> None:
+    first, second = (found for found, _, _ in small)
     assert first[0] == second[0] == 1
     assert first[1] == second[1] == [math.inf]
     assert_same_bits(first[2], second[2])
     assert all(value.isfinite().all() for value in first[2].values())
 
 
-def test_a_run_goes_on_from_a_distributed_checkpoint(tmp_path: Path) -> None:
-    by_rank = run_ranks(
-        4, tmp_path, parallel_models.interrupted, str(tmp_path), (2, 2), (3, 1)
-    )  # fmt: skip
-    for through, resumed in by_rank:
+def test_a_run_goes_on_from_a_distributed_checkpoint(small: list[tuple[Any, ...]]) -> None:
+    for _, (through, resumed), _ in small:
         assert resumed.losses == through.losses
         assert_same_bits(resumed.weights, through.weights)
         assert_same_bits(resumed.states, through.states)
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    for found in run_ranks(2, tmp_path, parallel_models.refusals, str(tmp_path)):
+def test_what_cannot_work_is_refused(small: list[tuple[Any, ...]]) -> None:
+    for _, _, found in small:
         expected = {
             "no mesh": 'ConfigError.*mesh=mesh\\["dp"\\]',
             "two dimensions": "ConfigError.*not one dimension of ranks",
