@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits
-from tests.ranks import parallel_models
+from tests.ranks import parallel_models, parallel_vocabulary
 from tests.ranks.parallel_models import Case, Outcome
 from tests.ranks.processes import run_ranks
 
@@ -77,6 +78,19 @@ def test_it_trains_as_the_model_that_is_not_parallel(run: Run, tmp_path: Path) -
         distance = (value - expected.weights[name]).norm() / expected.weights[name].norm()
         assert distance <= 1e-6, name
     assert first.states.keys() == expected.states.keys()
+
+
+def test_a_vocabulary_in_uneven_parts_trains_as_a_whole_one(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, tmp_path / "2", parallel_vocabulary.train, True, str(tmp_path))
+    losses, expected = parallel_vocabulary.train(False, str(tmp_path))
+    for found_losses, found in by_rank:
+        assert found_losses == pytest.approx(losses, rel=1e-6)
+        assert found.keys() == expected.keys()
+        assert torch.equal(found["twice"], 2 * found["head.weight"])
+        for name, value in found.items():
+            bound = 1e-5 if name.endswith("gradient") else 1e-6
+            distance = (value - expected[name]).norm() / expected[name].norm()
+            assert distance <= bound or expected[name].norm() < 1e-3, name
 
 
 @pytest.fixture(scope="module")
