@@ -55,6 +55,12 @@ class OrderedWork:
         self._worker.wake()
         return ended
 
+    @property
+    def pending(self) -> int:
+        """Jobs that have not ended."""
+        with self._lock:
+            return len(self._waiting) + (self._oldest is not None)
+
     def await_oldest(self) -> bool:
         """Wait for the oldest job that has not ended; False if there is none, or on the thread
         itself."""

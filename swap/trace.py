@@ -134,6 +134,13 @@ class Trace:
         for distance in range(len(uses)):
             yield uses[(start + distance) % len(uses)]
 
+    def rest(self) -> Iterator[int]:
+        """As `upcoming`, but for the next cycle: a step will have changed what is used then."""
+        if not self._on_trace and self._last is not None:
+            yield from self._by_successors(self._last)
+            return
+        yield from self._expected.uses[self._cursor :]
+
     def _by_successors(self, group: int) -> Iterator[int]:
         seen = {group}
         while (following := self._successors.get(group)) is not None and following not in seen:

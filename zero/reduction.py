@@ -33,7 +33,7 @@ from offload.tiers.memory_tier import Lease
 from offload.zero.collectives import Collectives, Workspace
 from offload.zero.gradients import GradientAccumulator, flat_gradient, total_square
 from offload.zero.ranks import Ranks
-from offload.zero.sharding import Part, PartOfParam
+from offload.zero.sharding import BUCKETS, Part, PartOfParam
 
 _MOST_BEHIND = 2  # complete groups that wait for one that may never be
 
@@ -211,6 +211,8 @@ class Reductions:
         dtype = self._summed_dtype if self._kept_passes else self._dtype
         if group.bucket is None:
             group.await_last()
+            while self._thread.pending >= BUCKETS and self._thread.await_oldest():
+                pass  # one bucket is filled while another one is reduced: so much is planned for
             nbytes = group.numel * dtype.itemsize
             name = f"{group.name}, to be reduced"
             group.bucket = self._memory.pool.demand(nbytes, name, StateClass.STAGING)

@@ -299,8 +299,8 @@ class Runtime:
         else:  # it gets its place before what comes next: that may leave no hole of its size
             group.state.bring(next_use=0, priority=Priority.URGENT)
         if self.rank_work is not None:
-            upcoming = (self.groups[index] for index in self.trace.upcoming())
-            self.rank_work.use(group, upcoming)
+            upcoming = self.trace.rest() if backward else self.trace.upcoming()
+            self.rank_work.use(group, (self.groups[index] for index in upcoming))
         if self.options.prefetch and self.trace.learnt:
             self._fetch_ahead()
 

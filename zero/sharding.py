@@ -51,6 +51,7 @@ class Sharding:
 
 ALONE = Sharding()
 
+BUCKETS = 2  # of gradients of a group: one is filled while the other is reduced
 CODE_BLOCK_NUMEL = 256  # elements that share a scale, where 8-bit codes travel (`block_codes`)
 
 

@@ -210,8 +210,10 @@ class _Copies:
         if self._learnt:
             # a repeat in a row is at the place of the use before it
             repeated = action.position > 0 and uses[action.position - 1] == group
-            following = uses[(action.position + (not repeated)) % len(uses)]
-            if following not in self._held:
+            place = action.position + (not repeated)
+            last = place >= len(uses) and action.verb is not Verb.FORWARD  # a step comes first
+            following = uses[place % len(uses)]
+            if following not in self._held and not last:
                 self._make_room(self._nbytes_of(following), {*kept, group})
                 if self._nbytes + self._nbytes_of(following) <= self._room:
                     yield self._gather(action, following)

@@ -31,11 +31,11 @@ from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.heap_holes import heap_holes_nbytes
 from offload.planning.plan import Plan, needed_nbytes
 from offload.planning.plan_sizes import ITEMSIZE, own_numel, pages, record_kinds
-from offload.planning.shared_plan import BUCKETS
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import round_up
 from offload.zero.records import RecordFormat
+from offload.zero.sharding import BUCKETS
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -10,12 +10,10 @@ from offload.planning.plan_sizes import GroupBytes, largest_unit, pages
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import Sharding, scales_numel
+from offload.zero.sharding import BUCKETS, Sharding, scales_numel
 
 if TYPE_CHECKING:
     from offload.planning.plan import Plan
-
-BUCKETS = 2  # one is filled while the other is reduced
 
 
 @dataclass(frozen=True)

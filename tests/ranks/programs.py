@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offload
+import offload.engine
 from tests.offload.engine_cases import TinyLM, batches, config, seeded, states_of
 
 BUDGET = {"host": "64MiB", "nvme": "64MiB"}
@@ -29,6 +32,7 @@ class Case:
     passes: int = 1  # per step
     local: bool = False  # all passes but the last one under `no_sync`
     idle: tuple[int, ...] = ()  # steps in which the last rank has no data
+    mirrored: bool = False  # planned as for a GPU, with host memory in its place
     keys: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,7 +105,10 @@ def train(case: Case, folder: str) -> Outcome:
     keys = {**keys, **case.keys}
     # every rank builds other weights: those of the first one count
     losses, norms = [], []
-    with offload.initialize(seeded(case.model, seed=rank), keys) as engine:
+    with (
+        _as_with_a_gpu(case.mirrored),
+        offload.initialize(seeded(case.model, seed=rank), keys) as engine,
+    ):
         for number, step in enumerate(data_of(case, world_size)):
             for index, per_rank in enumerate(step):
                 if number in case.idle and rank == world_size - 1:
@@ -124,6 +131,19 @@ def train(case: Case, folder: str) -> Outcome:
         for tier in report.tiers.values():
             assert tier.peak_nbytes <= tier.budget_nbytes
         return Outcome(losses, norms, states, dict(report.bytes_moved))
+
+
+@contextmanager
+def _as_with_a_gpu(mirrored: bool) -> Iterator[None]:
+    real = offload.engine.this_machine
+    if mirrored:
+        offload.engine.this_machine = lambda *args: dataclasses.replace(
+            real(*args), device_nbytes=1 << 30
+        )
+    try:
+        yield
+    finally:
+        offload.engine.this_machine = real
 
 
 def train_all(cases: Sequence[Case], folder: str) -> list[Outcome]:

@@ -27,6 +27,7 @@ MIXED: dict[str, Any] = {
     "gradients": {"host": "30%", "nvme": "70%"},
     "optimizer": {"host": "40%", "nvme": "60%"},
 }
+SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
 WORLDS = [2, 3, 4]
 BF16 = {"precision": "bf16"}
 HOST_SUMS = {**NVME, "gradients": "host"}  # sums in fp32 are refused on nvme
@@ -61,6 +62,13 @@ FAMILIES: dict[str, list[Case]] = {
         Case(3, {**NVME, "activations": {"tier": "nvme", "checkpoint": True}})
     ),
     "int8": every_stage(Case(3, HOST, keys={**BF16, "optimizer": {**OPTIMIZER, "states": "int8"}})),
+    "mirrored": [
+        *every_stage(Case(3, HOST)),
+        *(
+            case for homes in ("host", "nvme", SPLIT)
+            for case in every_stage(Case(3, {**HOST, "parameters": homes}, mirrored=True))
+        ),
+    ],
     "idle": every_stage(Case(3, HOST, idle=(1, 2))),
 }  # fmt: skip
 # What more than two ranks could change, in `make test`; `make test-long` takes all families.

@@ -172,3 +172,34 @@ def test_a_step_moves_two_or_three_times_the_parameters(
         # at the turn from forward to backward, what is in the room is not gathered again
         gathered = 2 * (trained + frozen)
         assert gathered - room <= moved["all-gather"] < gathered
+
+
+# ------------------------------------------------------------------------- steps are agreed on
+def not_finite_on_one(stage: int, precision: str, folder: str) -> tuple[int, list[float], Any]:
+    torch.set_num_threads(1)
+    keys = config(
+        Path(folder), HOST, budget=BUDGET, zero={"stage": stage}, optimizer=OPTIMIZER,
+        precision=precision, skip_nonfinite=True, clip_grad_norm=CLIP,
+        loss_scale={"initial": 64.0} if precision == "fp16" else None,
+    )  # fmt: skip
+    norms = []
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        for number, tokens in enumerate(mine()[:4]):
+            loss = engine.module.loss(tokens)  # type: ignore[operator]
+            if number == 2 and dist.get_rank() == 1:
+                loss = loss * torch.nan
+            engine.backward(loss)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            norms.append(engine.report().gradient_norm or 0.0)
+        report = engine.report()
+        return report.skipped_steps, [*norms, report.loss_scale or 0.0], parameters_of(engine)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_all_ranks_skip_what_is_not_finite_on_one(tmp_path: Path, precision: str) -> None:
+    first, second = run_ranks(2, tmp_path, not_finite_on_one, 3, precision, str(tmp_path))
+    assert first[0] == second[0] == 1
+    assert str(first[1]) == str(second[1])  # NaN is equal to NaN here
+    assert_same_bits(first[2], second[2])
+    assert all(bool(value.isfinite().all()) for value in first[2].values())
