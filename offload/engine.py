@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -32,12 +32,17 @@ from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 from offload.zero.loading import load_group
+from offload.zero.local_tensors import local_of
 from offload.zero.loss_scale import LossScale
-from offload.zero.ranks import Ranks
+from offload.zero.ranks import Ranks, data_ranks
 from offload.zero.runtime import Runtime, RuntimeOptions
 from offload.zero.sharding import ALONE
 from offload.zero.stepper import StepRules
+from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.values import ParameterValues
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("offload")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,6 +55,7 @@ def initialize(
     *,
     parameters: ParamGroups | None = None,
     weights: str | Path | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """Spread the model's states over tiers and make it train from there.
 
@@ -58,10 +64,14 @@ def initialize(
     `parameters` are the optimizer's param groups as torch.optim takes them; by default all
     trainable parameters. The module object stays the same and is used as before.
 
+    `mesh` (1D) holds the ranks that train this model together, each with other data: by default all
+    of the world. A model that is parallel in other ways as well needs it: one that
+    `parallelize_module` made (`mesh=mesh["dp"]`), or a stage of a pipeline.
+
     Raises ConfigError, PathError or BudgetError before anything is allocated.
     """
     loaded = OffloadConfig.load({} if config is None else config)
-    return Engine(model, loaded, parameters=parameters, weights=weights)
+    return Engine(model, loaded, parameters=parameters, weights=weights, mesh=mesh)
 
 
 class Engine:
@@ -69,7 +79,7 @@ class Engine:
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, *, parameters: ParamGroups | None = None,
-        weights: str | Path | None = None,
+        weights: str | Path | None = None, mesh: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
         config = config.settled()
         self.module = model
@@ -79,13 +89,17 @@ class Engine:
         _check_model(model)
         discovery = discover(model, config.groups.blocks)
         zero = config.zero
-        self._ranks = Ranks.join(zero.stage, zero.shard_group, self.device, zero.timeout_s)
+        self._tensor_parallel = TensorParallel.find(
+            model.named_parameters(), data_ranks(mesh), self.device, zero.timeout_s
+        )
+        _check_tensor_parallel(self._tensor_parallel, weights)
+        self._ranks = Ranks.join(zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh)
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         self.plan: Plan = make_plan(config, discovery.shape(), hardware)
         self.config = resolved_config(
-            config, self.plan, self.device.type, 1 if self._ranks is None else ranks_here()
-        )
+            config, self.plan, self.device.type, ranks_here()
+        )  # fmt: skip
         _look_ahead(self.plan, config, model)
         _say_slow(config.precision, self.device)
         optimized: Any = parameters
@@ -146,6 +160,7 @@ class Engine:
             staging,
             _loss_scale(config),
             self._ranks,
+            self._tensor_parallel,
         )
         self._homes.let_wait(runtime.await_progress)
         return runtime
@@ -158,7 +173,9 @@ class Engine:
         assert self._runtime is not None, "made just before"
         files = SafetensorsWeights(weights) if weights is not None else None
         for group, params in zip(self._runtime.groups, originals, strict=True):
-            values = _values(group, params, initialiser, files, self._ranks)
+            values = _values(
+                group, params, initialiser, files, self._ranks, self._tensor_parallel
+            )  # fmt: skip
             state = self._runtime.optimizer_states[group.index]
             load_group(state, self._runtime.own, values)
             group.adopt()
@@ -171,7 +188,8 @@ class Engine:
             _check_buffers(self.module)
         if self._ranks is not None:
             for buffer in self.module.buffers():
-                buffer.copy_(self._ranks.from_first(buffer))
+                own = local_of(buffer)
+                own.copy_(self._ranks.from_first(own))
 
     def _make_optimizer(
         self, given: Any, translate: Mapping[int, nn.Parameter]
@@ -261,17 +279,20 @@ class Engine:
 
     # ---------------------------------------------------------------- checkpoints
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write parameters, optimizer states and param groups into the folder `path`."""
+        """Write parameters, optimizer states and param groups into the folder `path`.
+
+        UnsupportedError where parameters are DTensors; their `state_dict()` is complete.
+        """
         from offload.checkpoint import save
 
-        self._open()
+        _refuse_parts("save_checkpoint", self._open())
         save(self, Path(path))
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Take over what `save_checkpoint` wrote. CheckpointError if it does not fit the model."""
         from offload.checkpoint import load
 
-        self._open()
+        _refuse_parts("load_checkpoint", self._open())
         load(self, Path(path))
 
     @property
@@ -334,7 +355,7 @@ def _close_all(runtime: Runtime | None, runner: ParallelRunner, homes: TieredHom
 def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
     """Refuse what this machine cannot do now, and say what will be slow, before allocating."""
     here = [p for p in model.parameters() if p.device.type == "cpu"]
-    freed = sum(p.numel() * p.element_size() for p in here)
+    freed = sum(local_of(p).nbytes for p in here)
     found = preflight(plan, config.nvme, nvme_paths(config.nvme), freed_nbytes=freed)
     found.refuse()
     for warning in found.warnings:
@@ -383,6 +404,25 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
+def _check_tensor_parallel(found: TensorParallel | None, weights: str | Path | None) -> None:
+    if found is not None and weights is not None:
+        raise UnsupportedError(
+            "weights= cannot fill a model whose parameters are DTensors; load them before "
+            "parallelize_module, or with torch.distributed.checkpoint after offload.initialize"
+        )
+
+
+def _refuse_parts(what: str, runtime: Runtime) -> None:
+    """A checkpoint's files have no place for parts of a parameter: each rank would write its own
+    over the others'."""
+    if runtime.tensor_parallel is not None:
+        raise UnsupportedError(
+            f"{what}: the model's parameters are DTensors, parts on several ranks; use "
+            "model.state_dict() and engine.optimizer.state_dict() with "
+            "torch.distributed.checkpoint, which knows them"
+        )
+
+
 def _initialiser(model: nn.Module, seed: int) -> MetaInitialiser | None:
     anything = [*model.parameters(), *model.buffers()]
     return MetaInitialiser(model, seed) if any(t.is_meta for t in anything) else None
@@ -396,6 +436,7 @@ def _translate_groups(discovery: Discovery, new: Mapping[int, nn.Parameter]) -> 
 def _values(
     group: ParamGroup, originals: Mapping[tuple[str, ...], nn.Parameter],
     initialiser: MetaInitialiser | None, files: SafetensorsWeights | None, ranks: Ranks | None,
+    tensor_parallel: TensorParallel | None,
 ) -> Any:  # fmt: skip
     """Where a group's initial values come from: of several ranks, the first one's model."""
     if files is not None:
@@ -407,7 +448,10 @@ def _values(
         found = fresh.get(spec.name)
         if found is not None:
             return found
-        given = originals[spec.names].detach()
+        param = originals[spec.names]
+        given = local_of(param).detach()
+        if tensor_parallel is not None:
+            given = tensor_parallel.agree_on(param, given)
         return given if ranks is None else ranks.from_first(given)
 
     return value

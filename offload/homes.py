@@ -309,8 +309,7 @@ def this_machine(
     # Folders on one file system share what is free there.
     free = sum({path.stat().st_dev: nbytes for path, nbytes in reports.items()}.values())
     device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    if here is None:
-        here = ranks_here() if sharding.world_size > 1 else 1
+    here = ranks_here() if here is None else here
     hardware = read_hardware(device_nbytes, free // here)
     cuda = device.type == "cuda"
     missing = triton_launch.missing() if cuda else "the model computes on the CPU"
@@ -324,9 +323,10 @@ def this_machine(
 
 def ranks_here() -> int:
     """Ranks that run on this machine, as `torchrun` says; else all of them."""
-    alone = not torch.distributed.is_initialized()
-    everywhere = 1 if alone else torch.distributed.get_world_size()
-    return int(os.environ.get("LOCAL_WORLD_SIZE", everywhere))
+    world = torch.distributed
+    if not (world.is_available() and world.is_initialized()):
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.get_world_size()))
 
 
 @functools.cache

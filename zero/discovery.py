@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from offload.zero.layout import ParamShape
+from offload.zero.local_tensors import local_of
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 from offload.zero.module_tree import (
     SMALL_UNIT_NUMEL,
@@ -69,8 +70,10 @@ class Discovery:
 def shapes_of(
     params: Iterable[tuple[tuple[str, ...], nn.Parameter]],
 ) -> tuple[ParamShape, ...]:
-    """`(names, parameter)` pairs without their values."""
-    return tuple(ParamShape(names, tuple(p.shape), p.requires_grad) for names, p in params)
+    """`(names, parameter)` pairs without their values; of DTensors, what this rank has."""
+    return tuple(
+        ParamShape(names, tuple(local_of(p).shape), p.requires_grad) for names, p in params
+    )  # fmt: skip
 
 
 def managed(param: nn.Parameter) -> bool:
@@ -122,7 +125,8 @@ class _Trees:
 
     def _param(self, param: nn.Parameter) -> TreeParam:
         if id(param) not in self._params:
-            made = TreeParam(tuple(param.shape), param.requires_grad, managed(param))
+            shape = tuple(local_of(param).shape)
+            made = TreeParam(shape, param.requires_grad, managed(param))
             self._params[id(param)] = made
             self.params[id(made)] = param
         return self._params[id(param)]

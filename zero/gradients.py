@@ -10,7 +10,7 @@ where the accumulator lives; how a gradient gets there is its path's secret.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 import torch
@@ -135,9 +135,10 @@ class GradientAccumulator:
     def _last_pass(self) -> bool:
         return self._used_after is not None and bool((self.passes >= self._used_after).all())
 
-    def squared_norm(self) -> list[float]:
-        """Sums of squares of what the accumulator holds, exact to sum with `math.fsum`."""
-        held = [index for index, passes in enumerate(self.passes) if passes]
+    def squared_norm(self, without: Container[int] = ()) -> list[float]:
+        """Sums of squares of what the accumulator holds, exact to sum with `math.fsum`; `without`
+        parameters of these indices."""
+        held = [i for i, passes in enumerate(self.passes) if passes and i not in without]
         return [float(part) for index in held for part in self._path.squares(index)]
 
     def read(self, index: int) -> torch.Tensor | None:
@@ -174,9 +175,14 @@ class GradientAccumulator:
 
 def total_norm(parts: list[float]) -> float:
     """The 2-norm from sums of squares; infinite or NaN if any gradient is."""
+    return math.sqrt(total_square(parts))
+
+
+def total_square(parts: Sequence[float]) -> float:
+    """The sum of sums of squares; infinite or NaN if any of them is."""
     if not all(map(math.isfinite, parts)):
         return math.nan if any(map(math.isnan, parts)) else math.inf
-    return math.sqrt(math.fsum(parts))
+    return math.fsum(parts)
 
 
 def flat_gradient(gradient: torch.Tensor) -> torch.Tensor:

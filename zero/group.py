@@ -1,6 +1,6 @@
 """A group of parameters: one flat buffer, gathered before use and released after it.
 
-Who owns the memory of `param.data`:
+Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
 
     RELEASED   a one-element placeholder (NaN) of the parameter's full shape; the state owns
                the bytes, wherever they are
@@ -21,6 +21,7 @@ import torch
 from offload.swap.state import State
 from offload.swap.transfer import Transfer
 from offload.zero.layout import Layout
+from offload.zero.local_tensors import hold
 
 
 class GroupState(enum.Enum):
@@ -76,7 +77,7 @@ class ParamGroup:
             return
         flat = self.flat()
         for param, spec in zip(self.params, self.layout.params, strict=True):
-            param.data = flat[spec.offset : spec.stop].view(spec.shape)
+            hold(param, flat[spec.offset : spec.stop].view(spec.shape))
         self.residing = GroupState.GATHERED
 
     @torch.inference_mode(False)
@@ -89,7 +90,7 @@ class ParamGroup:
     def _put_placeholders(self) -> None:
         self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
         for param, spec in zip(self.params, self.layout.params, strict=True):
-            param.data = self._placeholder.expand(spec.shape)
+            hold(param, self._placeholder.expand(spec.shape))
 
     def enter(self, user: object) -> None:
         """`user` (a module's call, a `gathered`) needs the parameters; it has to leave also where

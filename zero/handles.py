@@ -4,7 +4,8 @@
 backward. A handle `(group, shape, stride, offset)` is unpacked against the buffer that the group
 has by then. Tensors that are no views of a gathered buffer go to the hooks that were active before
 ours if there are any (`save_on_cpu`, a checkpoint around the whole model), else to the keeper of
-activations if there is one and it takes them; else they stay.
+activations if there is one and it takes them; else they stay. DTensors stay: what is written to one
+in place is not counted at its local tensor, so a keeper could not tell two versions apart.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.utils.checkpoint
 
 from offload.tiers.errors import StateError
 from offload.zero.group import ParamGroup
+from offload.zero.local_tensors import is_dtensor, local_of, memory_of, rebuilt
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -33,6 +38,7 @@ class Handle:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    spec: DTensorSpec | None = None  # of the DTensor whose local tensor it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +115,17 @@ class HandleTable:
     def note(self, group: ParamGroup) -> None:
         """`group` was gathered: views of its buffer are ours from now on."""
         for param in group.params:
-            if param.numel():
-                self._buffers[param.untyped_storage().data_ptr()] = group
+            local = local_of(param)
+            if local.numel():
+                self._buffers[local.untyped_storage().data_ptr()] = group
                 return
 
     def group_of(self, tensor: torch.Tensor) -> ParamGroup | None:
-        """The group whose buffer `tensor` is a view of."""
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        """The group whose buffer `tensor`, or a DTensor's local part, is a view of."""
+        memory = memory_of(tensor)
+        if memory is None or memory.layout is not torch.strided or memory.device.type == "meta":
             return None
-        return self._buffers.get(tensor.untyped_storage().data_ptr())
+        return self._buffers.get(memory.untyped_storage().data_ptr())
 
     def hooks(self) -> AbstractContextManager[Any]:
         """A context that packs views of buffers as handles, outside of any hooks set within it.
@@ -172,7 +180,8 @@ class HandleTable:
             )
         self._use(group)
         flat = group.flat().view(handle.dtype)
-        return flat.as_strided(handle.shape, handle.stride, handle.offset)
+        view = flat.as_strided(handle.shape, handle.stride, handle.offset)
+        return view if handle.spec is None else rebuilt(view, handle.spec)
 
 
 def _pass_on(tensor: torch.Tensor, outer: Hooks | None, keeper: Keeper | None = None) -> Any:
@@ -182,11 +191,13 @@ def _pass_on(tensor: torch.Tensor, outer: Hooks | None, keeper: Keeper | None = 
 
 
 def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
+    view = local_of(tensor)
     return Handle(
         group,
         group.version,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        int(tensor.storage_offset()),
+        view.dtype,
+        view.shape,
+        view.stride(),
+        int(view.storage_offset()),
+        tensor._spec if is_dtensor(tensor) else None,
     )

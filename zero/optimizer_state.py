@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,8 +42,9 @@ class Gradients(Protocol):
         """Let what arrived go home; False if there is nothing to let go."""
         ...
 
-    def squared_norm(self) -> list[float]:
-        """Sums of squares of what this rank updates with, exact to sum with `math.fsum`."""
+    def squared_norm(self, without: Container[int] = ()) -> list[float]:
+        """Sums of squares of what this rank updates with, exact to sum with `math.fsum`; `without`
+        parameters of these indices."""
         ...
 
     def spend(self) -> None:

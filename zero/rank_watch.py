@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,12 +60,12 @@ class RankWatch:
     """One rank's view of all that make the same engine. Thread-safe."""
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, timeout_s: float, device: torch.device
+        self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float, device: torch.device
     ) -> None:
-        """Begins to tell the others. `device` is where the model computes."""
+        """Begins to tell the others of `ranks`. `device` is where the model computes."""
         self.timeout_s = timeout_s
         self._rank = rank
-        self._others = [other for other in range(world_size) if other != rank]
+        self._others = [other for other in ranks if other != rank]
         self._device = device
         self._records = RankRecords(store, rank)
         self._lock = threading.Lock()  # of what follows; never held while anything blocks

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from offload.tiers.errors import RankError
+from offload.tiers.errors import ConfigError, RankError
 from offload.zero.collectives import Collectives, Group, Wire, all_gather_flat
 from offload.zero.rank_watch import RankWatch, limit_waits
 from offload.zero.sharding import Sharding
@@ -32,34 +32,42 @@ class Ranks:
     control: Group  # all ranks, between CPUs
     watch: RankWatch
     owns_world: bool  # the process group was made here
+    is_world: bool = True  # all of its ranks
 
     @classmethod
     def join(
-        cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float
-    ) -> Ranks | None:
+        cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float,
+        members: DeviceMesh | None = None,
+    ) -> Ranks | None:  # fmt: skip
         """The ranks of the process group that is there, or of the one that the environment asks for
         (`torchrun`); None for a process alone.
 
-        Every rank has to come here. ConfigError if the shard groups do not come out even, RankError
-        if a rank does not come within `timeout_s`.
+        `members`: only the ranks of this mesh (1D), each of which has to come here; every rank
+        otherwise. ConfigError if the shard groups do not come out even, RankError if a rank does
+        not come within `timeout_s`.
         """
         owns_world = start_world(device, timeout_s)
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if world_size == 1:
+        ranks = data_ranks(members)
+        if len(ranks) == 1:
             return None
-        sharding = Sharding.of(stage, shard_group, world_size, dist.get_rank())
+        mine = dist.get_rank()
+        sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
         assert dist.group.WORLD is not None, "there is a process group"
         store = dist.group.WORLD.get_group_store()
-        watch = RankWatch(store, dist.get_rank(), world_size, timeout_s, device)
+        watch = RankWatch(store, mine, ranks, timeout_s, device)
         try:
             with watch.during("control", "the meeting in offload.initialize") as limit:
-                control = dist.new_group(timeout=limit, backend="gloo")
-                mesh = _make_mesh(sharding, device, limit)
+                if members is None:
+                    control = dist.new_group(timeout=limit, backend="gloo")
+                    mesh = _make_mesh(sharding, device, limit)
+                else:
+                    control = _group_of(ranks, limit, "gloo")
+                    mesh = _mesh_of(ranks, sharding, device)
             assert control is not None, "every rank is in it"
         except BaseException:
             watch.close()
             raise
-        return cls(sharding, mesh, device, control, watch, owns_world)
+        return cls(sharding, mesh, device, control, watch, owns_world, members is None)
 
     @property
     def rank(self) -> int:
@@ -79,9 +87,10 @@ class Ranks:
             limit += _AFTER_OURS
         with self.watch.during("control", "the making of process groups"):
             gather, reduce, across = (
-                dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0]
+                dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0] if self.is_world
+                else _group_of(next(row for row in ranks if dist.get_rank() in row), limit)
                 for ranks in (shards, shards, replicas)
-            )
+            )  # fmt: skip
         return Collectives(gather, reduce, across, self.watch, wire)
 
     # ---------------------------------------------------------------- small things
@@ -128,14 +137,14 @@ class Ranks:
         """What the first rank has of a tensor; all ranks have one of this shape."""
         moved = tensor.detach().to(self._control_device, copy=True).contiguous()
         with self._during("the broadcast of initial values"):
-            dist.broadcast(moved.view(-1).view(torch.uint8), 0, group=self.control)
+            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Give a tensor (1D) to another rank, which is to `receive` it."""
         moved = tensor.to(self._control_device).contiguous()
         with self._between(self.rank, to) as limit:
-            work = dist.isend(moved, to, group=self.control)
+            work = dist.isend(moved, group=self.control, group_dst=to)
             assert work is not None, "of this group"
             work.wait(limit)
 
@@ -143,7 +152,7 @@ class Ranks:
         """What another rank sends, in host memory."""
         found = torch.empty(numel, dtype=dtype, device=self._control_device)
         with self._between(source, self.rank) as limit:
-            work = dist.irecv(found, source, group=self.control)
+            work = dist.irecv(found, group=self.control, group_src=source)
             assert work is not None, "of this group"
             work.wait(limit)
         return found.cpu()
@@ -171,6 +180,7 @@ class Ranks:
         return self.watch.during("control", what, self.control)
 
     def _between(self, source: int, to: int) -> AbstractContextManager[timedelta]:
+        source, to = (dist.get_global_rank(self.control, each) for each in (source, to))
         what = f"the sending of tensors from rank {source} to rank {to}"
         return self.watch.during(f"{source} to {to}", what, members=(source, to))
 
@@ -189,6 +199,40 @@ def start_world(device: torch.device, timeout_s: float) -> bool:
         return False
     _make_world(device, timeout_s)
     return True
+
+
+def data_ranks(members: DeviceMesh | None) -> list[int]:
+    """The ranks, as the world counts them, that get different data: those of `members`, or all.
+
+    ConfigError where `members` is no line of ranks with this one in it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
+    if members is None:
+        return list(range(dist.get_world_size()))
+    ranks = [int(rank) for rank in members.mesh.flatten()]
+    if members.ndim != 1 or dist.get_rank() not in ranks:
+        raise ConfigError(
+            f"mesh: {members} is not one dimension of ranks with rank {dist.get_rank()} in it; "
+            'give the data-parallel dimension of a larger mesh: mesh["dp"]'
+        )
+    return ranks
+
+
+def _mesh_of(ranks: Sequence[int], sharding: Sharding, device: torch.device) -> DeviceMesh:
+    """Of some ranks of the world, without process groups, which all others would have to make."""
+    table = torch.tensor(ranks).view(sharding.replicas, sharding.ranks)
+    names = ("replicas", "shards")
+    return DeviceMesh(device.type, table, mesh_dim_names=names, _init_backend=False)
+
+
+def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None) -> Group:
+    """A process group made by its own ranks alone, this one among them."""
+    group: Group | None = dist.new_group(
+        list(ranks), timeout=limit, backend=backend, use_local_synchronization=True
+    )
+    assert group is not None, "this rank is one of them"
+    return group
 
 
 def end_world() -> None:

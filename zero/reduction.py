@@ -14,8 +14,7 @@ it. A parameter that no rank has a gradient of is not updated, as on one rank.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +31,7 @@ from offload.swap.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.collectives import Collectives, Workspace
-from offload.zero.gradients import GradientAccumulator, flat_gradient, total_norm
+from offload.zero.gradients import GradientAccumulator, flat_gradient, total_square
 from offload.zero.ranks import Ranks
 from offload.zero.sharding import BUCKETS, Part, PartOfParam
 
@@ -90,9 +89,9 @@ class ReducedGradients:
         """Nothing is ever left open: each reduction sends the accumulator home."""
         return False
 
-    def squared_norm(self) -> list[float]:
+    def squared_norm(self, without: Container[int] = ()) -> list[float]:
         """Of this rank's part."""
-        return self.own.squared_norm()
+        return self.own.squared_norm({n for n, p in enumerate(self.parts) if p.index in without})
 
     def spend(self) -> None:
         self.landed.wait()
@@ -349,11 +348,9 @@ class Reductions:
         self._kept_passes = False
         self._completed.clear()
 
-    def total_norm(self, parts: list[float]) -> float:
-        """The 2-norm over all ranks' parts, the same on every rank."""
-        finite = all(map(math.isfinite, parts))
-        mine = math.fsum(parts) if finite else total_norm(parts)
-        return total_norm(self._ranks.exchange_sums(mine))
+    def all_squares(self, parts: list[float]) -> list[float]:
+        """Sums of squares over all ranks' parts, the same on every rank."""
+        return self._ranks.exchange_sums(total_square(parts))
 
     def await_progress(self, *, in_backward: bool) -> bool:
         """For a pool that is out of room: wait for a reduction under way, or begin one that others

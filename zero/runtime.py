@@ -34,9 +34,11 @@ from offload.zero.handles import HandleTable, Keeper
 from offload.zero.hooks import UnitHooks
 from offload.zero.hyper import HyperOf
 from offload.zero.layout import Layout, lay_out
+from offload.zero.local_tensors import local_of, spread_as
 from offload.zero.loss_scale import LossScale
 from offload.zero.micro_batches import MicroBatching
 from offload.zero.optimizer_state import Gradients, OptimizerState
+from offload.zero.pipeline_stages import check_schedule
 from offload.zero.rank_work import RankWork, SharedMemory
 from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
@@ -44,6 +46,7 @@ from offload.zero.reduction import ReducedGradients, Reductions
 from offload.zero.session import in_backward
 from offload.zero.sharding import ALONE, Part
 from offload.zero.stepper import StepOutcome, Stepper, StepRules
+from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import ExpectedUses, UpdateQueue
 
 _LEAST_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
@@ -111,10 +114,13 @@ class Runtime:
     def __init__(
         self, discovery: Discovery, options: RuntimeOptions, homes: Homes, run: ParallelRunner,
         staging: Sequence[torch.Tensor], loss_scale: LossScale | None, ranks: Ranks | None = None,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:  # fmt: skip
-        """`ranks`: those that train together, if there are several."""
+        """`ranks`: those that train together, if there are several. `tensor_parallel`: those that
+        have other parts of this rank's parameters, if they are parts."""
         self.options = options
         self.ranks = ranks
+        self.tensor_parallel = tensor_parallel
         self._sharding = ALONE if ranks is None else ranks.sharding
         self.own = FLOAT_OF[options.dtype]
         self.loss_scale = loss_scale
@@ -127,6 +133,7 @@ class Runtime:
         self._needed: int | None = None  # the group that was asked for last
         self.unusable: str | None = None  # why nothing may be read or trained (a torn load)
         self._scaled_backward = False
+        self._called = False  # ... for a forward
         self.groups: list[ParamGroup] = []
         self.optimizer_states: list[OptimizerState] = []
         self._backward_thread = 0  # the one that gave the last gradient
@@ -152,7 +159,7 @@ class Runtime:
         late = self._shared if options.micro_batches > 1 else frozenset()
         self.stepper = Stepper(
             self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale, late,
-            self.reductions,
+            self.reductions, tensor_parallel,
         )  # fmt: skip
         self._handles = HandleTable(self.use, homes.keeper)
         self._units = discovery.units
@@ -269,6 +276,9 @@ class Runtime:
 
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
+        if not self._called:
+            self._called = True
+            check_schedule(self.options.step_rules)
         if self.rank_work is not None:
             self.rank_work.finish_pass()
             self.rank_work.refresh(self.groups)
@@ -323,6 +333,7 @@ class Runtime:
                 "precision fp16 scales the loss: call engine.backward(loss) instead of "
                 "loss.backward()"
             )
+        gradient = spread_as(param, gradient)
         group, index = self._where[id(param)]
         if self._sums is not None and self._sums.takes(group):
             self._sums.add(group, index, gradient)
@@ -402,7 +413,7 @@ class Runtime:
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
         self.check_usable()
-        self._check_frozen()
+        self._check_params()
         if self.rank_work is not None:
             self.rank_work.finish_pass()
         outcome = self.stepper.step(hyper_of)
@@ -416,13 +427,22 @@ class Runtime:
         self.check_usable()
         self.stepper.zero_grad()
 
-    def _check_frozen(self) -> None:
+    def _check_params(self) -> None:
         for group in self.groups:
             for param, spec in zip(group.params, group.layout.params, strict=True):
                 if param.requires_grad and not spec.trainable:
                     raise UnsupportedError(
                         f"{spec.name} was frozen when the engine was made and requires a gradient "
                         "now; set requires_grad before offload.initialize"
+                    )
+                found = None if param.grad is None else local_of(param.grad)
+                if found is not None and spec.trainable and found.any():
+                    raise UnsupportedError(
+                        f"{spec.name}.grad was set by something else than a backward pass through "
+                        "the model, and no update would see it: pipeline schedules that compute "
+                        "gradients of weights apart from those of inputs do that "
+                        "(InterleavedZeroBubble, ZBVZeroBubble, DualPipeV); use ScheduleGPipe, "
+                        "Schedule1F1B or ScheduleInterleaved1F1B, or set .grad to None"
                     )
 
     # ---------------------------------------------------------------- the whole

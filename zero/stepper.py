@@ -32,11 +32,12 @@ from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.zero.chunks import GroupUpdate, Segment
-from offload.zero.gradients import total_norm
+from offload.zero.gradients import total_norm, total_square
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.loss_scale import LossScale
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.reduction import Reductions
+from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import UpdateQueue, merge
 
 _log = logging.getLogger("offload")
@@ -68,10 +69,11 @@ class Stepper:
     def __init__(
         self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
         trace: Trace, loss_scale: LossScale | None, late: frozenset[int] = frozenset(),
-        reductions: Reductions | None = None,
+        reductions: Reductions | None = None, tensor_parallel: TensorParallel | None = None,
     ) -> None:  # fmt: skip
         """Groups in `late` get an unknown number of gradients and are never updated ahead.
-        `reductions` are there where other ranks have gradients, too."""
+        `reductions` are there where other ranks have gradients of the same parameters, too,
+        `tensor_parallel` where they have those of other parts."""
         self._states = states
         self._updates = updates
         self._rules = rules
@@ -90,6 +92,12 @@ class Stepper:
         self._ahead: set[int] = set()
         self._late = late
         self._reductions = reductions
+        self._tensor_parallel = tensor_parallel
+        self._counted_elsewhere = [
+            frozenset() if tensor_parallel is None
+            else tensor_parallel.counted_elsewhere(state.group.params)
+            for state in states
+        ]  # fmt: skip
         self._arrived = [np.zeros_like(state.steps) for state in states]
 
     def check_arrival(self, state: OptimizerState) -> None:
@@ -219,9 +227,14 @@ class Stepper:
                 state.group.gather()  # an update ahead withheld it
 
     def gradient_norm(self) -> float:
-        """2-norm of all gradients as accumulated (scaled under loss scaling)."""
-        parts = [part for s in self._states for part in s.gradients.squared_norm()]
-        return total_norm(parts) if self._reductions is None else self._reductions.total_norm(parts)
+        """2-norm of all gradients as accumulated (scaled under loss scaling), on every rank."""
+        pairs = zip(self._states, self._counted_elsewhere, strict=True)
+        parts = [part for s, without in pairs for part in s.gradients.squared_norm(without)]
+        if self._reductions is not None:
+            parts = self._reductions.all_squares(parts)
+        if self._tensor_parallel is not None:
+            parts = self._tensor_parallel.exchange_sums(total_square(parts))
+        return total_norm(parts)
 
     def _wait_for_reading_updates(self) -> None:
         """A group has one update at a time, and zero_grad counts from when it was called."""

@@ -24,6 +24,7 @@ from offload.zero.bits import DTYPE_OF, array_of, flat_array
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
+from offload.zero.local_tensors import like, local_of, spread_as
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.records import Master, RecordFormat
 from offload.zero.reduction import ReducedGradients
@@ -51,7 +52,7 @@ class ParameterValues:
     # ---------------------------------------------------------------- one parameter's arrays
     def read(self, param: nn.Parameter, field: str) -> torch.Tensor:
         """A copy of one of the optimizer's states or of `master` (fp32, the shape of the
-        parameter)."""
+        parameter; a DTensor where that is one)."""
         group, index = self._find(param)
         spec = group.layout.params[index]
         out = np.zeros(spec.numel, dtype=np.float32)
@@ -60,7 +61,7 @@ class ParameterValues:
                 self._master(chunk) if field == "master"
                 else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
             )  # fmt: skip
-        return self._whole(torch.from_numpy(out)).view(spec.shape)
+        return like(param, self._whole(torch.from_numpy(out)).view(spec.shape))
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
         """What this rank has a part of, and zeros elsewhere."""
@@ -70,7 +71,7 @@ class ParameterValues:
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
         """Overwrite one of the arrays that `read` names; `master` sets the weight as well."""
         group, index = self._find(param)
-        spec = group.layout.params[index]
+        spec, value = group.layout.params[index], spread_as(param, value)
         if value.shape != spec.shape:
             raise StateError(
                 f"{field} of {spec.name} has shape {tuple(value.shape)}, expected "
@@ -255,7 +256,7 @@ class ParameterValues:
         """A copy of a parameter in its own precision."""
         group, index = self._find(param)
         spec = group.layout.params[index]
-        return group.flat()[spec.offset : spec.stop].view(spec.shape).clone()
+        return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of the accumulated gradient, or None."""
@@ -266,9 +267,11 @@ class ParameterValues:
         state = self._state_of(group)
         gradients = state.gradients
         if isinstance(gradients, ReducedGradients):
-            return self._reduced(gradients, state, index)
-        assert isinstance(gradients, GradientAccumulator), "one or the other"
-        return gradients.read(index)
+            found = self._reduced(gradients, state, index)
+        else:
+            assert isinstance(gradients, GradientAccumulator), "one or the other"
+            found = gradients.read(index)
+        return None if found is None else like(param, found)
 
     def _reduced(
         self, gradients: ReducedGradients, state: OptimizerState, index: int
@@ -316,5 +319,5 @@ def _digests(group: ParamGroup) -> list[int]:
 
 
 def _digest(param: torch.Tensor) -> int:
-    flat = param.detach().cpu().reshape(-1).view(torch.uint8)
+    flat = local_of(param).detach().cpu().reshape(-1).view(torch.uint8)
     return int(xxhash.xxh3_64_intdigest(flat.numpy().data))

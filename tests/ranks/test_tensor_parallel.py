@@ -1,0 +1,131 @@
+"""A model parallelised by DTensor trains as one that is not: stages and placements agree to the
+last bit, with the unparallelised model to rounding."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits
+from tests.ranks import parallel_models, parallel_vocabulary
+from tests.ranks.parallel_models import Case, Outcome
+from tests.ranks.processes import run_ranks
+
+PARKED: dict[str, Any] = {**NVME, "activations": {"tier": "nvme", "checkpoint": True}}
+BF16 = {"precision": "bf16"}
+PIECES = {"micro_batches": 2}
+# Cases that only differ in stage and placement must not differ in a bit.
+FAMILIES: dict[str, list[Case]] = {
+    "fp32": [
+        *(Case(stage, homes) for homes in (HOST, NVME) for stage in (1, 2, 3)),
+        Case(3, PARKED),
+    ],
+    "bf16": [Case(1, HOST, keys=BF16), Case(3, NVME, keys=BF16)],
+    "micro-batches": [Case(1, HOST, keys=PIECES), Case(3, NVME, keys=PIECES)],
+}
+OF_SHAPE = {
+    (2, 2): {"fp32": FAMILIES["fp32"]},
+    (1, 2): {**FAMILIES, "fp32": [Case(1, HOST), Case(1, NVME)]},  # stages are alike then
+}
+Run = tuple[tuple[int, int], dict[str, list[list[Outcome]]]]
+
+
+@pytest.fixture(scope="module", params=OF_SHAPE, ids=str)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The mesh, and every rank's outcomes of every family."""
+    shape, folder = request.param, tmp_path_factory.mktemp("mesh")
+    families = OF_SHAPE[shape]
+    cases = [case for family in families.values() for case in family]
+    by_rank = run_ranks(
+        shape[0] * shape[1], folder, parallel_models.train_all, cases, shape, str(folder)
+    )  # fmt: skip
+    found = {}
+    for name, family in families.items():
+        found[name] = [outcomes[: len(family)] for outcomes in by_rank]
+        by_rank = [outcomes[len(family) :] for outcomes in by_rank]
+    return shape, found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_stage_and_no_placement_changes_a_bit(run: Run, family: str) -> None:
+    if family not in run[1]:
+        pytest.skip("on the smaller mesh")
+    by_rank = run[1][family]
+    norms, weights = by_rank[0][0].norms, by_rank[0][0].weights
+    for outcomes in by_rank:
+        for found in outcomes:
+            assert found.losses == outcomes[0].losses
+            assert found.norms == norms
+            assert_same_bits(found.weights, weights)
+            assert_same_bits(found.states, by_rank[0][0].states)
+
+
+def test_it_trains_as_the_model_that_is_not_parallel(run: Run, tmp_path: Path) -> None:
+    (ranks, ways), by_rank = run[0], run[1]["fp32"]
+    expected = parallel_models.alone(Case(1, HOST), ranks, str(tmp_path))
+    losses = [by_rank[rank * ways][0].losses for rank in range(ranks)]
+    found = [loss for step in zip(*losses, strict=True) for loss in step]
+    assert found == pytest.approx(expected.losses, rel=1e-6)
+    first = by_rank[0][0]
+    assert first.norms == pytest.approx(expected.norms, rel=1e-6)
+    assert min(first.norms) > parallel_models.CLIP
+    for name, value in first.weights.items():
+        distance = (value - expected.weights[name]).norm() / expected.weights[name].norm()
+        assert distance <= 1e-6, name
+    assert first.states.keys() == expected.states.keys()
+
+
+def test_a_vocabulary_in_uneven_parts_trains_as_a_whole_one(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, tmp_path / "2", parallel_vocabulary.train, True, str(tmp_path))
+    losses, expected = parallel_vocabulary.train(False, str(tmp_path))
+    for found_losses, found in by_rank:
+        assert found_losses == pytest.approx(losses, rel=1e-6)
+        assert found.keys() == expected.keys()
+        assert torch.equal(found["twice"], 2 * found["head.weight"])
+        for name, value in found.items():
+            bound = 1e-5 if name.endswith("gradient") else 1e-6
+            distance = (value - expected[name]).norm() / expected[name].norm()
+            assert distance <= bound or expected[name].norm() < 1e-3, name
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    """By rank: a step that overflows, a run in two parts, and refusals."""
+    folder = tmp_path_factory.mktemp("small")
+    return run_ranks(2, folder, parallel_models.in_turn, str(folder))
+
+
+def test_all_ranks_skip_a_step_in_which_one_overflows(small: list[tuple[Any, ...]]) -> None:
+    first, second = (found for found, _, _ in small)
+    assert first[0] == second[0] == 1
+    assert first[1] == second[1] == [math.inf]
+    assert_same_bits(first[2], second[2])
+    assert all(value.isfinite().all() for value in first[2].values())
+
+
+def test_a_run_goes_on_from_a_distributed_checkpoint(small: list[tuple[Any, ...]]) -> None:
+    for _, (through, resumed), _ in small:
+        assert resumed.losses == through.losses
+        assert_same_bits(resumed.weights, through.weights)
+        assert_same_bits(resumed.states, through.states)
+
+
+def test_what_cannot_work_is_refused(small: list[tuple[Any, ...]]) -> None:
+    for _, _, found in small:
+        expected = {
+            "no mesh": 'ConfigError.*mesh=mesh\\["dp"\\]',
+            "two dimensions": "ConfigError.*not one dimension of ranks",
+            "on two": "UnsupportedError.*last.weight is a DTensor on a mesh of 2 dimensions",
+            "meta": "UnsupportedError.*on the meta device",
+            "weights": "UnsupportedError.*weights=",
+            "save": "UnsupportedError: save_checkpoint.*torch.distributed.checkpoint",
+            "load": "UnsupportedError: load_checkpoint",
+        }
+        assert found.keys() == expected.keys()
+        for what, pattern in expected.items():
+            assert re.match(pattern, found[what]), found[what]

@@ -1,0 +1,94 @@
+"""Parameters that are DTensors: of each, this rank has the part that tensor parallelism gave it.
+
+    model       DTensor     whole shape, device mesh, placements; what modules compute with
+    group       its local   a view of the flat buffer, as `param.data` is for a plain parameter
+
+Everything below here counts, moves and updates local tensors, and knows no meshes: two ranks with
+different parts of one parameter are two owners of different parameters. Plain tensors go through
+unchanged, and without an import of `torch.distributed.tensor`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    if type(tensor) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # whoever made one has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, without a graph; waits if a collective is still to bring it.
+    A plain tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    local: torch.Tensor = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What holds the memory of a tensor's values; None where it has none of its own (the result of
+    a collective under way, other wrappers)."""
+    if is_dtensor(tensor):
+        tensor = tensor._local_tensor
+    wraps_another: bool = is_traceable_wrapper_subclass(tensor)
+    return None if wraps_another else tensor
+
+
+def hold(param: torch.Tensor, values: torch.Tensor) -> None:
+    """Let `values`, of the shape of `local_of(param)`, be what a parameter's values are read from.
+    Their format becomes the parameter's."""
+    if not is_dtensor(param):
+        param.data = values
+        return
+    if param.dtype is not values.dtype:
+        spec = param._spec
+        assert spec.tensor_meta is not None, "of a tensor with values"
+        param._spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=values.dtype))
+        param.data = rebuilt(values, param._spec)  # the format that the wrapper shows
+    param._local_tensor = values
+
+
+def rebuilt(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor without a graph around a local tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
+
+
+def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as a part of a tensor that is spread over ranks as `param` is."""
+    if not is_dtensor(param):
+        return local
+    spec = param._spec
+    assert spec.tensor_meta is not None, "of a tensor with values"
+    return rebuilt(
+        local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def spread_as(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `tensor`, spread as `param` is: a gradient may come as sums to be added
+    up (Partial) or in other shards. A collective of the mesh's ranks where it does."""
+    if not is_dtensor(param) or not is_dtensor(tensor):
+        return local_of(tensor)
+    if tensor.placements != param.placements:
+        tensor = tensor.redistribute(param.device_mesh, param.placements)
+    return local_of(tensor)

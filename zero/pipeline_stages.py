@@ -1,0 +1,54 @@
+"""A model that is a stage of a pipeline (`torch.distributed.pipelining`).
+
+Each stage trains through an engine of its own, whose data-parallel mesh is that of the stage. To it
+a schedule is a loop that runs some forwards before their backwards and takes one step in the end:
+
+    Schedule1F1B, stage 0       F0 F1 B0 F2 B1 F3 B2 B3 | step      gradients: the sum of B0 to B3
+
+Two things would train something else without an error, and are refused at the first forward: a
+schedule that divides `param.grad` in the end finds none, as gradients go into the engine's
+accumulators when they come; and what looks at all gradients of a model sees those of one stage.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from offload.tiers.errors import UnsupportedError
+from offload.zero.stepper import StepRules
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+
+
+def check_schedule(rules: StepRules) -> None:
+    """UnsupportedError if the caller, however far up, is a schedule that cannot be followed. For
+    the first forward of a model."""
+    schedule = _calling_schedule()
+    if schedule is None:
+        return
+    name = type(schedule).__name__
+    if getattr(schedule, "scale_grads", False):
+        raise UnsupportedError(
+            f"{name} would divide gradients by the number of micro-batches where the engine does "
+            "not keep them (param.grad); make it with scale_grads=False, and divide the loss by "
+            "that number in its loss_fn"
+        )
+    key = "clip_grad_norm" if rules.clip_grad_norm is not None else "skip_nonfinite"
+    if rules.clip_grad_norm is not None or rules.skip_nonfinite:
+        raise UnsupportedError(
+            f"{key} in a stage of a pipeline ({name}): each stage's engine knows the norm of its "
+            f"own gradients only, and the stages would decide differently; leave {key} out"
+        )
+
+
+def _calling_schedule() -> object | None:
+    if _SCHEDULES not in sys.modules:
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if type(found).__module__ == _SCHEDULES and hasattr(found, "scale_grads"):
+            return found
+        frame = frame.f_back
+    return None
