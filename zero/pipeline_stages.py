@@ -47,8 +47,11 @@ def _calling_schedule() -> object | None:
         return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if type(found).__module__ == _SCHEDULES and hasattr(found, "scale_grads"):
-            return found
+        # of the schedules' own frames alone: to look at the names of a frame keeps what they stand
+        # for alive as long as the frame, also what the caller deletes
+        if frame.f_globals.get("__name__") == _SCHEDULES:
+            found = frame.f_locals.get("self")
+            if hasattr(found, "scale_grads"):
+                return found
         frame = frame.f_back
     return None
