@@ -142,6 +142,14 @@ class Gatherer:
         if self._held_nbytes + state.nbytes <= self._room:
             self._begin(state)
 
+    def begin_pass(self) -> None:
+        """The model is called: every pass begins alike, whatever came before it, so that a rank
+        without data can repeat the last one."""
+        for state in list(self._gathered.values()):
+            if not state.is_held():
+                self.give_up(state)
+        self.log.begin_pass()
+
     def give_up(self, state: GatheredState) -> None:
         """Forget a gathered copy; its memory is free once nobody looks at it."""
         del self._gathered[id(state)]

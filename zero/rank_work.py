@@ -91,6 +91,10 @@ class RankWork:
         """What the passes of this rank did that others took part in."""
         return self._gatherer.log
 
+    def begin_pass(self) -> None:
+        """The model is called."""
+        self._gatherer.begin_pass()
+
     def finish_pass(self) -> None:
         """The model is called again, or a step is taken: a pass is over, if one was under way."""
         if self._reductions is not None:

@@ -282,7 +282,7 @@ class Runtime:
         if self.rank_work is not None:
             self.rank_work.finish_pass()
             self.rank_work.refresh(self.groups)
-            self.rank_work.log.begin_pass()
+            self.rank_work.begin_pass()
         self.trace.begin_forward()
 
     def use(self, group: ParamGroup) -> None:

@@ -189,7 +189,12 @@ class _Copies:
     def step(self, program: StepProgram) -> list[Collective]:
         found: list[Collective] = []
         reduced: set[int] = set()
+        forward = False
         for action in program.actions:
+            if action.verb is Verb.FORWARD and not forward:  # a pass begins without copies
+                self._forget(list(self._held))
+            if action.verb in (Verb.FORWARD, Verb.BACKWARD):
+                forward = action.verb is Verb.FORWARD
             if action.verb is Verb.GRADIENT:
                 reduced.add(action.group)
             elif action.verb is not Verb.UPDATE:
