@@ -10,10 +10,11 @@ Action = Callable[[], object]
 
 
 class PassLog:
-    """Actions of the pass under way, and of the one before it. For the thread of the model."""
+    """Actions of the pass under way, and of the last one that gave gradients."""
 
     def __init__(self) -> None:
         self._under_way: list[Action] | None = None  # None: between passes
+        self._gave_gradients = False  # ... the one under way: it is no evaluation
         self._last: list[Action] = []
 
     def begin_pass(self) -> None:
@@ -26,14 +27,19 @@ class PassLog:
         if self._under_way is not None:
             self._under_way.append(action)
 
+    def note_gradient(self) -> None:
+        """The pass under way has a backward."""
+        self._gave_gradients = True
+
     def end_pass(self) -> None:
         """A step is taken, or the model is called again."""
-        if self._under_way:
+        if self._under_way and self._gave_gradients:
             self._last = self._under_way
         self._under_way = None
+        self._gave_gradients = False
 
     def repeat(self) -> None:
-        """Do what the last pass did. StateError if there was none."""
+        """Do what the last pass with gradients did. StateError if there was none."""
         self.end_pass()
         if not self._last:
             raise StateError(

@@ -333,6 +333,8 @@ class Runtime:
                 "precision fp16 scales the loss: call engine.backward(loss) instead of "
                 "loss.backward()"
             )
+        if self.rank_work is not None:
+            self.rank_work.log.note_gradient()
         gradient = spread_as(param, gradient)
         group, index = self._where[id(param)]
         if self._sums is not None and self._sums.takes(group):

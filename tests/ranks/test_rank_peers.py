@@ -203,3 +203,28 @@ def test_all_ranks_skip_what_is_not_finite_on_one(tmp_path: Path, precision: str
     assert str(first[1]) == str(second[1])  # NaN is equal to NaN here
     assert_same_bits(first[2], second[2])
     assert all(bool(value.isfinite().all()) for value in first[2].values())
+
+
+# ------------------------------------------------------------------------- a rank without data
+def idle_after_an_evaluation(folder: str) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    keys = config(
+        Path(folder), HOST, budget=BUDGET, zero={"stage": 3, "timeout_s": 10}, optimizer=OPTIMIZER
+    )
+    with offload.initialize(seeded(lambda: TinyLM(4)), keys) as engine:
+        for number, tokens in enumerate(mine()[:4]):
+            if number == 2:  # leaves the tied weight gathered, which the forward begins with
+                with torch.no_grad():
+                    engine.module.loss(tokens)  # type: ignore[operator]
+            if number == 2 and dist.get_rank() == 1:
+                engine.idle()
+            else:
+                engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        return parameters_of(engine)
+
+
+def test_a_rank_is_idle_right_after_an_evaluation(tmp_path: Path) -> None:
+    first, second = run_ranks(2, tmp_path, idle_after_an_evaluation, str(tmp_path))
+    assert_same_bits(first, second)
