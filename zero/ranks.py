@@ -47,9 +47,17 @@ class Ranks:
         not come within `timeout_s`.
         """
         owns_world = start_world(device, timeout_s)
-        ranks = data_ranks(members)
-        if len(ranks) == 1:
+        if len(data_ranks(members)) == 1:
             return None
+        return cls.meet(stage, shard_group, device, timeout_s, members, owns_world=owns_world)
+
+    @classmethod
+    def meet(
+        cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float,
+        members: DeviceMesh | None = None, *, owns_world: bool = False,
+    ) -> Ranks:  # fmt: skip
+        """`join` where there is a process group, also of one rank."""
+        ranks = data_ranks(members)
         mine = dist.get_rank()
         sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
         assert dist.group.WORLD is not None, "there is a process group"

@@ -37,6 +37,14 @@ Folder = Annotated[
     Path | None,
     typer.Option("--path", metavar="DIR", help="Folder for files. Default: the temporary folder."),
 ]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Train as FILE says. Default: a 151 M Llama."),
+]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--option", metavar="KEY=VALUE", help="Replace a value. Repeatable."),
+]
 
 
 def _size(option: str, text: str) -> int:
@@ -47,6 +55,10 @@ def _size(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 @bench_app.command()
@@ -129,16 +141,8 @@ def copy(
 
 @bench_app.command()
 def step(
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="Train as FILE says. Default: a 151 M Llama."
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--option", metavar="KEY=VALUE", help="Replace a value. Repeatable."),
-    ] = None,
+    config: Config = None,
+    option: Override = None,
     systems: Annotated[
         str,
         typer.Option(
@@ -162,8 +166,7 @@ def step(
 
     check_json(json)
     overrides = [*(option or []), *([f"precision={precision}"] if precision else [])]
-    names = tuple(name.strip() for name in systems.split(",") if name.strip())
-    options = StepOptions(config, tuple(overrides), path, names, rounds)
+    options = StepOptions(config, tuple(overrides), path, _names(systems), rounds)
     with _saying() as say:
         record = run_step(options, say)
     _finish(record, COLUMNS, json)
@@ -174,16 +177,8 @@ def ranks(
     count: Annotated[
         int, typer.Option("--ranks", metavar="N", help="Processes that train together.")
     ] = 2,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="Train as FILE says. Default: a 151 M Llama."
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--option", metavar="KEY=VALUE", help="Replace a value. Repeatable."),
-    ] = None,
+    config: Config = None,
+    option: Override = None,
     systems: Annotated[
         str,
         typer.Option(
@@ -202,8 +197,8 @@ def ranks(
     from offload.bench.record import check_json
 
     check_json(json)
-    names = tuple(name.strip() for name in systems.split(",") if name.strip())
-    options = RanksOptions(count, config, tuple(option or []), path, names, rounds)
+    overrides = tuple(option or [])
+    options = RanksOptions(count, config, overrides, path, _names(systems), rounds)
     with _saying() as say:
         record = run_ranks(options, say)
     _finish(record, COLUMNS, json)
