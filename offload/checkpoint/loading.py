@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
 from offload.zero.optimizer_state import OptimizerState
+from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -32,37 +35,49 @@ def load_engine(engine: Engine, path: Path, *, verify: bool = True) -> None:
     """See `offload.checkpoint.load`."""
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be loaded")
-    ranks = engine.runtime.ranks
-    if ranks is None:
-        _load(engine, path, verify=verify)
-        return
-    error: BaseException | None = None
+    runtime = engine.runtime
+    with ExitStack() as stack:
+        with _on_all(runtime.ranks, path):
+            loader = _open(engine, path, stack, verify=verify)
+        runtime.unusable = (
+            f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
+            "load a checkpoint again, or make a new engine"
+        )
+        with _on_all(runtime.ranks, path):
+            loader.apply()
+        runtime.unusable = None
+
+
+def _open(engine: Engine, path: Path, stack: ExitStack, *, verify: bool) -> _Loader:
+    """All that can be refused is refused here. Of several ranks, each verifies some files."""
+    _adopt(path)
+    reader = stack.enter_context(CheckpointReader(path))
+    reader.check(contents=False)
+    loader = _Loader(engine, reader, match(engine, reader.manifest, path))
+    if verify:
+        ranks = engine.runtime.ranks
+        rank, count = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+        reader.check(contents=True, share=slice(rank, None, count))
+    return loader
+
+
+@contextmanager
+def _on_all(ranks: Ranks | None, path: Path) -> Iterator[None]:
+    """What goes wrong inside on any rank is raised on every rank."""
+    error: Exception | None = None
     try:
-        _load(engine, path, verify=verify and ranks.rank == 0)
-    except Exception as failure:  # noqa: BLE001 - raised below, on every rank
+        yield
+    except Exception as failure:
+        if ranks is None:
+            raise
         error = failure
+    if ranks is None:
+        return
     told = ranks.all_succeeded(error)
     if error is not None:
         raise error
     if told is not None:
-        engine.runtime.unusable = f"loading {path} failed ({told}); load a checkpoint again"
         raise CheckpointError(f"{path} was not loaded; {told}")
-
-
-def _load(engine: Engine, path: Path, *, verify: bool) -> None:
-    """On this rank."""
-    _adopt(path)
-    with CheckpointReader(path) as reader:
-        reader.check(contents=False)
-        loader = _Loader(engine, reader, match(engine, reader.manifest, path))
-        if verify:
-            reader.check(contents=True)
-        engine.runtime.unusable = (
-            f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
-            "load a checkpoint again, or make a new engine"
-        )
-        loader.apply()
-        engine.runtime.unusable = None
 
 
 def _adopt(path: Path) -> None:

@@ -19,6 +19,7 @@ from offload.tiers.units import format_bytes
 
 _READ_NBYTES = 4 << 20
 _AHEAD_NBYTES = 16 << 20
+_ALL = slice(None)
 _REMEDY = "load another checkpoint, or restore this one from a copy"
 
 
@@ -96,13 +97,14 @@ class CheckpointReader:
             read_all(fd, buffer, tensor.offset_bytes + start_bytes, path)
 
     # ---------------------------------------------------------------- checks
-    def check(self, *, contents: bool) -> None:
+    def check(self, *, contents: bool, share: slice = _ALL) -> None:
         """CheckpointError at the first problem."""
-        for problem in self.problems(contents=contents):
+        for problem in self.problems(contents=contents, share=share):
             raise CheckpointError(f"{problem}; {_REMEDY}")
 
-    def problems(self, *, contents: bool) -> Iterator[str]:
-        """What is wrong with the files: missing, of another size or, with `contents`, changed."""
+    def problems(self, *, contents: bool, share: slice = _ALL) -> Iterator[str]:
+        """What is wrong with the files: missing, of another size or, with `contents`, changed: of
+        the files in the order of their sizes, `share` is read for that."""
         sound = []
         for name, record in self.manifest.files.items():
             problem = self._size_problem(name, record)
@@ -112,8 +114,11 @@ class CheckpointReader:
                 yield problem
         if contents:
             buffer = memoryview(bytearray(_READ_NBYTES))
+            by_size = sorted(sound, key=lambda each: -each[1].nbytes)
+            chosen = {name for name, _ in by_size[share]}
             for name, record in sound:
-                yield from self._changed_sections(name, record, buffer)
+                if name in chosen:
+                    yield from self._changed_sections(name, record, buffer)
 
     def _size_problem(self, name: str, record: FileRecord) -> str | None:
         path = self.path / name

@@ -141,6 +141,7 @@ class _Saver:
             yield self._reader.weights(state)
             if state.group.layout.numel_trainable:
                 yield self._reader.records(state, self._saved_format)
+            yield self._reader.meet()
 
     def _take(self) -> Iterator[Any]:
         """What is to be written next."""
@@ -172,6 +173,8 @@ class _Saver:
             self._write_parameters(folder, group, record, weights)
             if record.optimizer is not None:
                 self._write_optimizer(folder, group, record.optimizer, self._take())
+            for _ in self._take():
+                pass
         self._write_others(folder)
         manifest = self._manifest.model_copy(update={"files": self._files})
         _write_text(folder / MANIFEST, manifest.to_json())

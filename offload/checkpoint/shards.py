@@ -114,6 +114,13 @@ class ShardReader:
                 array[:] = arrays[name]
             yield elements, packed
 
+    def meet(self) -> Iterator[None]:
+        """All ranks, after each group: those with nothing to send must not wait for the whole of a
+        long save, which `zero.timeout_s` would end."""
+        if self._ranks is not None:
+            self._ranks.exchange([1], "which group is saved")
+        yield from ()
+
     def _in_turn(self, own: Callable[[], Weights]) -> Weights:
         """What each rank of the first shard group has of a group, one rank after the other."""
         ranks = self._ranks

@@ -212,8 +212,8 @@ def test_a_load_does_not_mix_with_a_save_that_replaces_what_it_reads(
     with offload.initialize(seeded(TinyLM, 2), config(tmp_path, HOST)) as other:
         check = CheckpointReader.check
 
-        def checked(reader: Any, *, contents: bool) -> None:
-            check(reader, contents=contents)
+        def checked(reader: Any, *, contents: bool, **share: slice) -> None:
+            check(reader, contents=contents, **share)
             if contents:
                 losses_of(engine, batches(1))
                 engine.save_checkpoint(path)

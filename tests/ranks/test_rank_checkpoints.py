@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offload
+from offload.checkpoint.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, PathError
 from tests.offload.engine_cases import (
     HOST,
@@ -113,3 +116,57 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, tmp_path, fail_to_save, str(tmp_path))
     assert len(first) == len(second) == 2
     assert "rank 0: " in second[0]
+
+
+def save_slowly(folder: str) -> float:
+    """A save that takes longer than the longest wait for another rank; seconds."""
+    finish = SafetensorsWriter.finish
+
+    def slowly(writer: SafetensorsWriter) -> Any:
+        time.sleep(0.8)
+        return finish(writer)
+
+    SafetensorsWriter.finish = slowly  # type: ignore[method-assign]
+    with offload.initialize(
+        seeded(lambda: TinyLM(2)), keys_of(folder, 0, HOST, timeout_s=3)
+    ) as engine:
+        steps(engine, 0, 1)
+        started = time.monotonic()
+        engine.save_checkpoint(Path(folder) / "slow")
+        return time.monotonic() - started
+
+
+def test_a_save_may_take_longer_than_the_longest_wait(tmp_path: Path) -> None:
+    assert min(run_ranks(2, tmp_path, save_slowly, str(tmp_path))) > 3
+
+
+def load_damaged(folder: str, damaged: list[str]) -> list[str]:
+    """What is said of damage in each of the files, whichever rank verifies it; then training goes
+    on with the weights that were there."""
+    told = []
+    with offload.initialize(seeded(TinyLM), keys_of(folder, 3, HOST)) as engine:
+        steps(engine, 0, 1)
+        before = states_of(engine)
+        for name in damaged:
+            try:
+                engine.load_checkpoint(Path(folder) / name)
+            except CheckpointError as error:
+                told.append(str(error))
+        assert_same_bits(states_of(engine), before)
+        steps(engine, 1, 2)
+    return told
+
+
+def test_damage_is_found_before_any_rank_has_loaded_anything(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, train_and_save, str(tmp_path), 3, "whole", {})
+    files = [Path("parameters/000.safetensors"), Path("optimizer/001.safetensors")]
+    for number, file in enumerate(files):
+        copy = tmp_path / f"damaged {number}"
+        shutil.copytree(tmp_path / "whole", copy)
+        content = bytearray((copy / file).read_bytes())
+        content[-1] ^= 1
+        (copy / file).write_bytes(content)
+    for told in run_ranks(2, tmp_path, load_damaged, str(tmp_path), ["damaged 0", "damaged 1"]):
+        assert len(told) == 2
+        for text, file in zip(told, files, strict=True):
+            assert f"{file} is damaged" in text
