@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from offload.zero.block_codes import add_decoded, decode, encode
 from offload.zero.rank_watch import RankWatch
-from offload.zero.sharding import scales_numel
+from offload.zero.sharding import codes_nbytes, scales_numel
 
 Group = dist.ProcessGroup
 
@@ -41,7 +41,7 @@ class Traffic:
 class Workspace:
     """Memory for one reduction at a time, where the model computes. All 1D uint8."""
 
-    received: torch.Tensor  # as long as the largest contribution of a rank
+    received: torch.Tensor  # the largest contribution of a rank, in the format that travels
     summed: torch.Tensor  # fp32, as long as the largest shard
     codes: torch.Tensor | None = None  # of the largest group's parameters in 8 bits, being gathered
 
@@ -97,7 +97,7 @@ class Collectives:
         the codes say. `room` (1D uint8) holds the codes meanwhile."""
         rank, values, shard = self.gather_group.rank(), whole.view(dtype), own.view(dtype)
         numel, step, blocks = values.numel(), shard.numel(), scales_numel(shard.numel())
-        cut = numel + 4 * scales_numel(numel)
+        cut = codes_nbytes(numel)
         codes, scales = room[:numel].view(torch.int8), room[numel:cut].view(torch.float32)
         own_codes = codes[rank * step : (rank + 1) * step]
         own_scales = scales[rank * blocks : (rank + 1) * blocks]
@@ -124,15 +124,13 @@ class Collectives:
             self._reduce_codes(contribution, work.received, summed)
         else:
             self.traffic.reduced_nbytes += contribution.numel() * contribution.element_size()
-            received = work.received.view(contribution.dtype)[: contribution.numel()]
-            _exchange_and_sum(contribution, received, summed, self.reduce_group)
+            _exchange_and_sum(contribution, work.received, summed, self.reduce_group)
         if replicas > 1:
             self.traffic.all_reduced_nbytes += summed.numel() * 4
-            received = work.received.view(torch.float32)[:numel]
             rank, piece = self.replica_group.rank(), numel // replicas
             mine = summed[rank * piece : (rank + 1) * piece]
-            # what was received is summed before `summed` is written to: they are apart
-            _exchange_and_sum(summed, received, mine, self.replica_group)
+            # this rank's own elements, which the sum is written over, have been sent by then
+            _exchange_and_sum(summed, work.received, mine, self.replica_group)
             whole = summed.view(torch.uint8)
             _all_gather(whole, mine.view(torch.uint8), self.replica_group, arrival)
         return summed.div_(ranks * replicas)
@@ -140,9 +138,9 @@ class Collectives:
     def _reduce_codes(
         self, contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """out = the sum of what codes of all contributions say. `room` has 4 bytes per element."""
+        """out = the sum of what codes of all contributions say. `room` has `codes_nbytes` twice."""
         ranks, numel = self.reduce_group.size(), contribution.numel()
-        nbytes = 4 * scales_numel(numel)
+        nbytes = codes_nbytes(numel) - numel
         sizes = (numel, numel, nbytes, nbytes)
         codes, theirs, scales, their_scales = room[: sum(sizes)].split(sizes)
         encode(contribution, codes.view(torch.int8), scales.view(torch.float32))
@@ -164,16 +162,32 @@ def _named(name: str) -> str:
 
 
 def _exchange_and_sum(
-    contribution: torch.Tensor, received: torch.Tensor, out: torch.Tensor, group: Group
+    contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor, group: Group
 ) -> None:
-    """out = the sum, in the order of the ranks, of what all of them contribute to this one."""
-    ranks = group.size()
+    """out = the sum, in the order of the ranks, of what all of them contribute to this one. `room`
+    (1D uint8) holds that; if it is too small, piece by piece, with copies of what is sent."""
+    ranks, numel = group.size(), contribution.numel()
     if ranks == 1:
         out.copy_(contribution)
         return
-    dist.all_to_all_single(received, contribution, group=group)
-    parts = received.view(ranks, -1)
-    if received.dtype is torch.float32:
+    room = room.view(contribution.dtype)
+    if numel <= room.numel():
+        received = room[:numel]
+        dist.all_to_all_single(received, contribution, group=group)
+        _sum_in_order(received.view(ranks, -1), out)
+        return
+    shards = contribution.view(ranks, -1)
+    most = room.numel() // (2 * ranks)
+    for start in range(0, out.numel(), most):
+        stop = min(start + most, out.numel())
+        sent, received = room[: 2 * ranks * (stop - start)].view(2, -1)
+        sent.view(ranks, -1).copy_(shards[:, start:stop])
+        dist.all_to_all_single(received, sent, group=group)
+        _sum_in_order(received.view(ranks, -1), out[start:stop])
+
+
+def _sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
+    if parts.dtype is torch.float32:
         torch.add(parts[0], parts[1], out=out)
         rest = parts[2:]
     else:

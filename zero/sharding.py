@@ -60,6 +60,11 @@ def scales_numel(numel: int) -> int:
     return numel // CODE_BLOCK_NUMEL
 
 
+def codes_nbytes(numel: int) -> int:
+    """Bytes of 8-bit codes of `numel` elements, and of their scales."""
+    return numel + 4 * scales_numel(numel)
+
+
 @dataclass(frozen=True, slots=True)
 class PartOfParam:
     """What of one parameter lies in a rank's part."""

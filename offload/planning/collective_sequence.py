@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.shared_plan import gather_room
+from offload.planning.shared_plan import gather_room, sent_nbytes
 from offload.planning.step_program import Action, StepProgram, Verb, write_program
 from offload.zero.layout import Layout
 from offload.zero.model_shape import ModelShape
@@ -124,7 +124,7 @@ class _Format:
     @classmethod
     def of(cls, config: OffloadConfig) -> _Format:
         zero, itemsize = config.zero, ITEMSIZE[config.precision]
-        gradient = itemsize if zero.reduce_dtype == "fp32" else ITEMSIZE[zero.reduce_dtype]
+        gradient = sent_nbytes(zero, itemsize)
         return cls(itemsize, gradient, zero.quantized_weights, zero.quantized_gradients)
 
 

@@ -66,8 +66,8 @@ class PlanBuilder:
                 model,
                 self.groups,
                 self.sizes.itemsize,
+                self.config.zero,
                 moves=moves,
-                quantized=self.config.zero.quantized_weights,
             )
             for moves in (False, True)
         }

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.planning.plan_sizes import GroupBytes, largest_unit, pages
+from offload.planning.plan_sizes import ITEMSIZE, GroupBytes, largest_unit, pages
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import BUCKETS, Sharding, scales_numel
+from offload.zero.sharding import BUCKETS, Sharding, codes_nbytes
 
 if TYPE_CHECKING:
+    from offload.config import ZeroConfig
     from offload.planning.plan import Plan
 
 
@@ -22,7 +23,7 @@ class SharedPlan:
 
     gather_nbytes: int  # parameters of the unit that runs and of the group behind it, whole
     bucket_nbytes: int  # a group's gradients, before they are reduced
-    received_nbytes: int  # what all ranks send to this one of a group's gradients
+    received_nbytes: int  # what all ranks send to this one of a group's gradients, or their codes
     summed_nbytes: int  # their sum, fp32
     codes_nbytes: int = 0  # a group's parameters in 8 bits, on their way
 
@@ -37,27 +38,29 @@ class SharedPlan:
 
 def plan_shared(
     sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int,
-    *, moves: bool, quantized: bool = False,
+    zero: ZeroConfig, *, moves: bool,
 ) -> SharedPlan | None:  # fmt: skip
     """What a rank needs for working with others; None for one alone. `moves`: some parameters are
-    at home elsewhere than where the model computes; `quantized`: they are gathered in 8 bits."""
+    at home elsewhere than where the model computes."""
     if sharding.world_size == 1:
         return None
+    whole = max((group.layout.numel for group in groups), default=0)
     trained = max((group.layout.numel_trainable for group in groups), default=0)
     shard = max((group.layout.shard_trainable for group in groups), default=0)
+    contribution = trained * sent_nbytes(zero, itemsize)
+    received = 2 * codes_nbytes(trained) if zero.quantized_gradients else contribution
     return SharedPlan(
         gather_nbytes=_gather_nbytes(sharding, model, groups, itemsize, moves=moves),
-        bucket_nbytes=pages(trained * itemsize),
-        received_nbytes=pages(trained * 4),
+        bucket_nbytes=pages(contribution),
+        received_nbytes=pages(received),
         summed_nbytes=pages(shard * 4),
-        codes_nbytes=_codes_nbytes(groups) if quantized else 0,
+        codes_nbytes=pages(codes_nbytes(whole)) if zero.quantized_weights else 0,
     )
 
 
-def _codes_nbytes(groups: Sequence[GroupBytes]) -> int:
-    """Of the largest group: a byte per element, and scales."""
-    numel = max((group.layout.numel for group in groups), default=0)
-    return pages(numel + 4 * scales_numel(numel))
+def sent_nbytes(zero: ZeroConfig, itemsize: int) -> int:
+    """Of an element of a gradient on its way; `itemsize` is a parameter's."""
+    return itemsize if zero.reduce_dtype == "fp32" else ITEMSIZE[zero.reduce_dtype]
 
 
 def _gather_nbytes(

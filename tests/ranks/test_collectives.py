@@ -9,15 +9,15 @@ from torch import Tensor
 from offload.zero.block_codes import add_decoded, decode, encode
 from offload.zero.collectives import Collectives, Wire, Workspace
 from offload.zero.layout import SHARD_ALIGN_NUMEL, ParamShape, lay_out
-from offload.zero.sharding import CODE_BLOCK_NUMEL, Part, Sharding, scales_numel
+from offload.zero.sharding import CODE_BLOCK_NUMEL, Part, Sharding, codes_nbytes, scales_numel
 from tests.ranks.threads import run_threads
 
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 1), (4, 2), (6, 3), (6, 2)]
 
 
-def workspace(numel: int, ranks: int) -> Workspace:
+def workspace(numel: int, ranks: int, received_nbytes: int) -> Workspace:
     byte = {"dtype": torch.uint8}
-    return Workspace(torch.empty(numel * 4, **byte), torch.empty(numel // ranks * 4, **byte))
+    return Workspace(torch.empty(received_nbytes, **byte), torch.empty(numel // ranks * 4, **byte))
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -25,15 +25,17 @@ def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(numel, generator=generator) * 10.0 ** (rank % 5)).to(dtype)
 
 
+@pytest.mark.parametrize("room", [1.0, 0.5, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("world_size", "ranks"), WORLDS)
 def test_a_reduction_is_the_sum_in_the_order_of_ranks_divided_once(
-    world_size: int, ranks: int, dtype: torch.dtype
+    world_size: int, ranks: int, dtype: torch.dtype, room: float
 ) -> None:
+    """`room`: of what a contribution takes; with less, it travels in pieces."""
     numel = 2 * SHARD_ALIGN_NUMEL * world_size
 
     def reduce(rank: int, collectives: Collectives) -> Tensor:
-        memory = workspace(numel, ranks)
+        memory = workspace(numel, ranks, int(numel * dtype.itemsize * room) // 4 * 4)
         return collectives.reduce(contribution(rank, numel, dtype), memory, "g").clone()
 
     found = run_threads(world_size, ranks, reduce, Wire())
@@ -82,7 +84,9 @@ def test_codes_are_off_by_half_a_scale_and_the_same_on_every_rank(world_size: in
             whole.view(torch.uint8), own.view(torch.uint8), "g", torch.float32, room
         )
         summed = collectives.reduce(
-            contribution(rank, numel, torch.float32), workspace(numel, world_size), "g"
+            contribution(rank, numel, torch.float32),
+            workspace(numel, world_size, 2 * codes_nbytes(numel)),
+            "g",
         )
         return whole, summed.clone()
 
