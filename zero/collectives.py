@@ -34,7 +34,7 @@ class Traffic:
 
     gathered_nbytes: int = 0
     reduced_nbytes: int = 0
-    all_reduced_nbytes: int = 0
+    all_reduced_nbytes: int = 0  # exchanged among replicas, and gathered again
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +120,24 @@ class Collectives:
         ranks, replicas = self.reduce_group.size(), self.replica_group.size()
         numel = contribution.numel() // ranks
         summed = work.summed.view(torch.float32)[:numel]
-        if self.wire.quantized_gradients and ranks > 1:
+        own = summed
+        if ranks == 1:
+            own = contribution
+        elif self.wire.quantized_gradients:
             self._reduce_codes(contribution, work.received, summed)
         else:
-            self.traffic.reduced_nbytes += contribution.numel() * contribution.element_size()
+            self.traffic.reduced_nbytes += contribution.nbytes
             _exchange_and_sum(contribution, work.received, summed, self.reduce_group)
         if replicas > 1:
-            self.traffic.all_reduced_nbytes += summed.numel() * 4
+            self.traffic.all_reduced_nbytes += own.nbytes + summed.nbytes
             rank, piece = self.replica_group.rank(), numel // replicas
             mine = summed[rank * piece : (rank + 1) * piece]
             # this rank's own elements, which the sum is written over, have been sent by then
-            _exchange_and_sum(summed, work.received, mine, self.replica_group)
+            _exchange_and_sum(own, work.received, mine, self.replica_group)
             whole = summed.view(torch.uint8)
             _all_gather(whole, mine.view(torch.uint8), self.replica_group, arrival)
+        elif ranks == 1:
+            summed.copy_(contribution)
         return summed.div_(ranks * replicas)
 
     def _reduce_codes(
@@ -167,9 +172,6 @@ def _exchange_and_sum(
     """out = the sum, in the order of the ranks, of what all of them contribute to this one. `room`
     (1D uint8) holds that; if it is too small, piece by piece, with copies of what is sent."""
     ranks, numel = group.size(), contribution.numel()
-    if ranks == 1:
-        out.copy_(contribution)
-        return
     room = room.view(contribution.dtype)
     if numel <= room.numel():
         received = room[:numel]

@@ -208,7 +208,7 @@ class Reductions:
         return True
 
     def _bucket(self, group: ReducedGradients) -> torch.Tensor:
-        dtype = self._summed_dtype if self._kept_passes else self._dtype
+        dtype = self._summed_dtype if self._folds(group) else self._dtype
         if group.bucket is None:
             group.await_last()
             while self._thread.pending >= BUCKETS and self._thread.await_oldest():

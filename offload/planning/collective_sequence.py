@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.planning.plan_sizes import ITEMSIZE
+from offload.planning.plan_sizes import ITEMSIZE, late_groups
 from offload.planning.shared_plan import gather_room, sent_nbytes
 from offload.planning.step_program import Action, StepProgram, Verb, write_program
 from offload.zero.layout import Layout
@@ -103,11 +103,14 @@ def collective_sequence(
         held = copies.most_nbytes
     elif sharding.ranks > 1:
         gathers = tuple(_of_updated(program, layouts, wire))
+    late = late_groups(config, model)
+    ready = [action for action in program.actions if action.verb is Verb.GRADIENT]
+    ready.sort(key=lambda action: (action.number, action.group in late))
     reductions = tuple(
-        Collective(action, action.group, tuple(_reduction(layout, wire, sharding)))
-        for action in program.actions
-        if action.verb is Verb.GRADIENT and sharding.world_size > 1
+        Collective(action, action.group, tuple(_reduction(layout, wire, sharding, itemsize)))
+        for action in (ready if sharding.world_size > 1 else ())
         for layout in (layouts[action.group],)
+        for itemsize in (sent_nbytes(config, late=action.group in late),)
     )
     return CollectiveSequence(program, gathers, reductions, held)
 
@@ -117,15 +120,13 @@ class _Format:
     """In which elements travel (`zero.collectives.Wire`)."""
 
     weight_nbytes: int
-    gradient_nbytes: int
     codes_weights: bool
     codes_gradients: bool
 
     @classmethod
     def of(cls, config: OffloadConfig) -> _Format:
-        zero, itemsize = config.zero, ITEMSIZE[config.precision]
-        gradient = sent_nbytes(zero, itemsize)
-        return cls(itemsize, gradient, zero.quantized_weights, zero.quantized_gradients)
+        zero = config.zero
+        return cls(ITEMSIZE[config.precision], zero.quantized_weights, zero.quantized_gradients)
 
 
 def _lengths(numel: int, itemsize: int, *, codes: bool) -> tuple[int, ...]:
@@ -133,16 +134,18 @@ def _lengths(numel: int, itemsize: int, *, codes: bool) -> tuple[int, ...]:
     return (numel, 4 * scales_numel(numel)) if codes else (numel * itemsize,)
 
 
-def _reduction(layout: Layout, wire: _Format, sharding: Sharding) -> Iterator[Exchange]:
+def _reduction(
+    layout: Layout, wire: _Format, sharding: Sharding, itemsize: int
+) -> Iterator[Exchange]:
     """As `zero.collectives.Collectives.reduce`: 16-bit gradients travel as they are to the owner of
     their shard, their fp32 sums among its replicas."""
     if sharding.ranks > 1:
-        numel, itemsize = layout.numel_trainable, wire.gradient_nbytes
-        for nbytes in _lengths(numel, itemsize, codes=wire.codes_gradients):
+        for nbytes in _lengths(layout.numel_trainable, itemsize, codes=wire.codes_gradients):
             yield Exchange(Call.ALL_TO_ALL, Among.SHARDS, nbytes)
+        itemsize = 4
     if sharding.replicas > 1:
-        for call in (Call.ALL_TO_ALL, Call.ALL_GATHER):
-            yield Exchange(call, Among.REPLICAS, layout.shard_trainable * 4)
+        yield Exchange(Call.ALL_TO_ALL, Among.REPLICAS, layout.shard_trainable * itemsize)
+        yield Exchange(Call.ALL_GATHER, Among.REPLICAS, layout.shard_trainable * 4)
 
 
 def _gather(layout: Layout, wire: _Format, *, frozen: bool) -> Iterator[Exchange]:

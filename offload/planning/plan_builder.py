@@ -61,14 +61,7 @@ class PlanBuilder:
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
         self.shared = {  # by whether some parameters are at home elsewhere than where it computes
-            moves: plan_shared(
-                sharding,
-                model,
-                self.groups,
-                self.sizes.itemsize,
-                self.config.zero,
-                moves=moves,
-            )
+            moves: plan_shared(sharding, model, self.groups, self.config, moves=moves)
             for moves in (False, True)
         }
         self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for

@@ -62,14 +62,20 @@ class Sizes:
         return pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
 
 
+def late_groups(config: OffloadConfig, model: ModelShape) -> frozenset[int]:
+    """Groups whose parameters get several gradients in one backward pass: they are summed in fp32,
+    and the sums are complete at its end."""
+    return model.shared if config.micro_batches > 1 else frozenset()
+
+
 def measure(
     config: OffloadConfig, model: ModelShape, sharding: Sharding = ALONE
 ) -> tuple[GroupBytes, ...]:
     """Bytes of every group's states on one rank. `model` is cut into its shards."""
     sizes = sizes_of(config)
-    shared = model.shared if config.micro_batches > 1 else frozenset[int]()
+    late = late_groups(config, model)
     return tuple(
-        _group_bytes(group.name, group.layout, sizes, sharding, several=index in shared)
+        _group_bytes(group.name, group.layout, sizes, sharding, several=index in late)
         for index, group in enumerate(model.groups)
     )
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.planning.plan_sizes import ITEMSIZE, GroupBytes, largest_unit, pages
+from offload.planning.plan_sizes import ITEMSIZE, GroupBytes, largest_unit, late_groups, pages
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape
 from offload.zero.sharding import BUCKETS, Sharding, codes_nbytes
 
 if TYPE_CHECKING:
-    from offload.config import ZeroConfig
+    from offload.config import OffloadConfig
     from offload.planning.plan import Plan
 
 
@@ -37,17 +37,23 @@ class SharedPlan:
 
 
 def plan_shared(
-    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int,
-    zero: ZeroConfig, *, moves: bool,
+    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], config: OffloadConfig,
+    *, moves: bool,
 ) -> SharedPlan | None:  # fmt: skip
     """What a rank needs for working with others; None for one alone. `moves`: some parameters are
     at home elsewhere than where the model computes."""
     if sharding.world_size == 1:
         return None
+    zero, itemsize = config.zero, ITEMSIZE[config.precision]
     whole = max((group.layout.numel for group in groups), default=0)
     trained = max((group.layout.numel_trainable for group in groups), default=0)
     shard = max((group.layout.shard_trainable for group in groups), default=0)
-    contribution = trained * sent_nbytes(zero, itemsize)
+    late = late_groups(config, model)
+    sent = [
+        group.layout.numel_trainable * sent_nbytes(config, late=index in late)
+        for index, group in enumerate(groups)
+    ]
+    contribution = max(sent, default=0)
     received = 2 * codes_nbytes(trained) if zero.quantized_gradients else contribution
     return SharedPlan(
         gather_nbytes=_gather_nbytes(sharding, model, groups, itemsize, moves=moves),
@@ -58,9 +64,12 @@ def plan_shared(
     )
 
 
-def sent_nbytes(zero: ZeroConfig, itemsize: int) -> int:
-    """Of an element of a gradient on its way; `itemsize` is a parameter's."""
-    return itemsize if zero.reduce_dtype == "fp32" else ITEMSIZE[zero.reduce_dtype]
+def sent_nbytes(config: OffloadConfig, *, late: bool) -> int:
+    """Of an element of a gradient on its way."""
+    rounded = config.zero.reduce_dtype
+    if rounded != "fp32":
+        return ITEMSIZE[rounded]
+    return 4 if late else ITEMSIZE[config.precision]
 
 
 def _gather_nbytes(

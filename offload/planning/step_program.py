@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offload.planning.plan_sizes import late_groups
 from offload.zero.model_shape import ModelShape, UnitShape
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def write_program(
     forward, backward = _forward_uses(model), _backward_uses(model)
     ends = _gradient_ends(model)
     ahead = config.optimizer.in_backward is True
-    late = model.shared if config.micro_batches > 1 else frozenset[int]()
+    late = late_groups(config, model)
     trained = {i for i, group in enumerate(model.groups) if group.layout.numel_trainable}
     behind = sorted(trained if not ahead else trained & late, key=_rank(forward, len(trained)))
     uses: list[int] = []

@@ -299,10 +299,9 @@ class _Pipeline:
         return end_s
 
     def _exchange(self, ready_s: float, collective: Collective, label: str) -> float:
-        network = self._speeds.network
-        if network is None:
+        network, sharding = self._speeds.network, self._plan.sharding
+        if network is None or not network.knows(sharding):
             return ready_s
-        sharding = self._plan.sharding
         seconds = sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
         start_s, end_s = self._clocks[NETWORK].take(ready_s, seconds)
         self._note(NETWORK, label, start_s, end_s)

@@ -60,7 +60,7 @@ class Recorder:
 
 
 def main(asked: str) -> None:
-    world, rank, zero, blocks, folder = json.loads(asked)
+    world, rank, asked_keys, blocks, folder = json.loads(asked)
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     new_group = dist.new_group
 
@@ -74,8 +74,7 @@ def main(asked: str) -> None:
     recorder = Recorder()
     recorder.install()
     keys = config(
-        Path(folder), HOST, zero=zero,
-        budget={"host": "4GiB", "nvme": "1GiB"},
+        Path(folder), HOST, budget={"host": "4GiB", "nvme": "1GiB"}, **asked_keys
     )  # fmt: skip
     with offload.initialize(seeded(lambda: TinyLM(blocks)), keys) as engine:
         for step in range(STEPS):

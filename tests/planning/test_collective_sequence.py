@@ -28,9 +28,9 @@ BLOCKS = 5
 PLAIN = OffloadConfig.load({"precision": "fp32"})
 
 
-def recorded(folder: Path, world: int, rank: int, zero: dict[str, Any]) -> dict[str, Any]:
+def recorded(folder: Path, world: int, rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     """What one rank calls in its third step."""
-    asked = json.dumps([world, rank, zero, BLOCKS, str(folder)])
+    asked = json.dumps([world, rank, keys, BLOCKS, str(folder)])
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning.fake_ranks_child", asked], cwd=ROOT, text=True,
         capture_output=True, check=False, timeout=240,
@@ -42,28 +42,31 @@ def recorded(folder: Path, world: int, rank: int, zero: dict[str, Any]) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("world", "rank", "zero"),
+    ("world", "rank", "zero", "more"),
     [
-        (64, 5, {"stage": 0}),
-        (64, 63, {"stage": 1}),
-        (64, 5, {"stage": 2, "shard_group": 8}),
-        (64, 5, {"stage": 3}),
-        (64, 17, {"stage": 3, "shard_group": 8}),
-        (64, 9, {"quantized_weights": True, "quantized_gradients": True}),
-        (64, 9, {"reduce_dtype": "bf16"}),
-        (4096, 4095, {"stage": 3, "shard_group": 64}),
-        (4096, 7, {"stage": 3}),
+        (64, 5, {"stage": 0}, {}),
+        (64, 5, {"stage": 0}, {"precision": "bf16"}),
+        (64, 63, {"stage": 1}, {}),
+        (64, 63, {"stage": 2}, {"precision": "bf16", "micro_batches": 2}),
+        (64, 5, {"stage": 2, "shard_group": 8}, {}),
+        (64, 5, {"stage": 3}, {}),
+        (64, 17, {"stage": 3, "shard_group": 8}, {"precision": "bf16"}),
+        (64, 9, {"quantized_weights": True, "quantized_gradients": True}, {}),
+        (64, 9, {"reduce_dtype": "bf16"}, {}),
+        (4096, 4095, {"stage": 3, "shard_group": 64}, {}),
+        (4096, 7, {"stage": 3}, {}),
     ],
 )
 def test_one_rank_of_many_calls_what_was_predicted(
-    world: int, rank: int, zero: dict[str, Any], tmp_path: Path
+    world: int, rank: int, zero: dict[str, Any], more: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = OffloadConfig.load({"precision": "fp32", "zero": zero})
+    keys = {"precision": "fp32", "zero": zero, **more}
+    config = OffloadConfig.load(keys)
     sharding = Sharding.of(config.zero.stage, config.zero.shard_group, world, rank)
     shape = discover(TinyLM(BLOCKS), ()).shape()
     found = collective_sequence(config, shape, sharding, 1)
     sizes = {Among.SHARDS: sharding.ranks, Among.REPLICAS: sharding.replicas}
-    answer = recorded(tmp_path, world, rank, zero)
+    answer = recorded(tmp_path, world, rank, keys)
 
     def calls(collectives: Any) -> list[list[Any]]:
         return [
