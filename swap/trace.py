@@ -23,10 +23,11 @@ LONGEST_CYCLE = 1 << 14
 
 
 class _Cycle:
-    """Groups in the order of their use."""
+    """Groups in the order of their use, and where forwards of the whole model began."""
 
-    def __init__(self, uses: list[int]) -> None:
+    def __init__(self, uses: list[int], forwards: list[int]) -> None:
         self.uses = uses
+        self._forwards = forwards
         self._positions: dict[int, list[int]] = {}
         for position, group in enumerate(uses):
             self._positions.setdefault(group, []).append(position)
@@ -37,15 +38,23 @@ class _Cycle:
         index = bisect.bisect_left(positions, start)
         return positions[index] if index < len(positions) else None
 
+    def pass_from(self, start: int) -> list[int]:
+        """What is used from `start` on before the next forward begins."""
+        index = bisect.bisect_left(self._forwards, start)
+        stop = self._forwards[index] if index < len(self._forwards) else len(self.uses)
+        return self.uses[start:stop]
+
 
 class Trace:
     """Uses of groups, named by small integers. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._steps = _Cycle([])  # the last complete cycle that ended with a step
+        self._steps = _Cycle([], [])  # the last complete cycle that ended with a step
         self._expected = self._steps  # that, or the last forward without a backward pass
         self._recorded: list[int] = []  # this cycle so far
+        self._forwards: list[int] = []  # where in it forwards began
         self._forward_start = 0  # of the last forward, in `_recorded`
+        self._backward_start = 0
         self._in_backward = False  # a backward pass has come since
         self._last: int | None = None
         self._successors: dict[int, int] = {}
@@ -65,8 +74,8 @@ class Trace:
             self._begin_backward()
         if self._last == group:
             return False
-        if self._last is not None:
-            self._successors[self._last] = group
+        if self._last is not None and self._forwards[-1:] != [len(self._recorded)]:
+            self._successors[self._last] = group  # of the same pass
         if len(self._recorded) >= LONGEST_CYCLE:
             self.end_cycle()
         self._last = group
@@ -93,13 +102,16 @@ class Trace:
         if alone and not self._in_backward:
             del self._recorded[self._forward_start :]
             self._last = None
-            self._expect(_Cycle(alone))
+            self._expect(_Cycle(alone, []))
+            self._forwards = [start for start in self._forwards if start < self._forward_start]
         self._forward_start = len(self._recorded)
+        self._forwards.append(self._forward_start)
         self._in_backward = False
 
     def _begin_backward(self) -> None:
         """This cycle will end with a step: expect what such a cycle has after what is recorded."""
         self._in_backward = True
+        self._backward_start = len(self._recorded)
         if self._expected is self._steps:
             return
         self._expect(self._steps)
@@ -111,8 +123,8 @@ class Trace:
         """A step: what was recorded is what the next cycle is expected to be."""
         if not self._recorded:
             return
-        self._steps = _Cycle(self._recorded)
-        self._recorded = []
+        self._steps = _Cycle(self._recorded, self._forwards)
+        self._recorded, self._forwards = [], []
         self._forward_start = 0
         self._in_backward = False
         self._last = None
@@ -135,11 +147,20 @@ class Trace:
             yield uses[(start + distance) % len(uses)]
 
     def rest(self) -> Iterator[int]:
-        """As `upcoming`, but for the next cycle: a step will have changed what is used then."""
+        """As `upcoming`, but for what comes after this pass of the model: a step may have changed
+        what is used then."""
         if not self._on_trace and self._last is not None:
             yield from self._by_successors(self._last)
             return
-        yield from self._expected.uses[self._cursor :]
+        yield from self._expected.pass_from(self._cursor)
+
+    def is_over(self, group: int) -> bool:
+        """Whether this pass, which is in its backward, is expected not to use the group again: as
+        the last step did, or as often as its forward did."""
+        if self.learnt and self._on_trace:
+            return group not in self._expected.pass_from(self._cursor)
+        forward = self._recorded[self._forward_start : self._backward_start]
+        return self._recorded[self._backward_start :].count(group) >= forward.count(group)
 
     def _by_successors(self, group: int) -> Iterator[int]:
         seen = {group}

@@ -74,6 +74,10 @@ class GradientAccumulator:
     def has_any(self) -> bool:
         return bool(self.passes.any())
 
+    @property
+    def holds_any(self) -> bool:
+        return self.has_any
+
     def add(self, index: int, gradient: torch.Tensor) -> bool:
         """Take in the gradient of parameter `index`; the pass ends with that of the last one. True:
         it is there at once."""

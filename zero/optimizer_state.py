@@ -33,6 +33,11 @@ class Gradients(Protocol):
     @property
     def has_any(self) -> bool: ...
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether there is anything to be cleared."""
+        ...
+
     def add(self, index: int, gradient: torch.Tensor) -> bool:
         """Take in a gradient of parameter `index`. False if the update must not count on it before
         the step."""

@@ -10,12 +10,13 @@ Action = Callable[[], object]
 
 
 class PassLog:
-    """Actions of the pass under way, and of the last one that gave gradients."""
+    """Actions of the pass under way, and of the last ones that gave gradients: one that reduced
+    them, and one that did not."""
 
     def __init__(self) -> None:
         self._under_way: list[Action] | None = None  # None: between passes
-        self._gave_gradients = False  # ... the one under way: it is no evaluation
-        self._last: list[Action] = []
+        self._reduced: bool | None = None  # ... the one under way; None: it is an evaluation
+        self._last: dict[bool, list[Action]] = {}
 
     def begin_pass(self) -> None:
         """The model is called."""
@@ -27,24 +28,25 @@ class PassLog:
         if self._under_way is not None:
             self._under_way.append(action)
 
-    def note_gradient(self) -> None:
+    def note_gradient(self, *, reduced: bool) -> None:
         """The pass under way has a backward."""
-        self._gave_gradients = True
+        self._reduced = reduced
 
     def end_pass(self) -> None:
         """A step is taken, or the model is called again."""
-        if self._under_way and self._gave_gradients:
-            self._last = self._under_way
-        self._under_way = None
-        self._gave_gradients = False
+        if self._under_way and self._reduced is not None:
+            self._last[self._reduced] = self._under_way
+        self._under_way = self._reduced = None
 
-    def repeat(self) -> None:
-        """Do what the last pass with gradients did. StateError if there was none."""
+    def repeat(self, *, reduced: bool) -> None:
+        """Do what the last pass with gradients did, if possible one that reduced them, or did not.
+        StateError if there was none."""
         self.end_pass()
-        if not self._last:
+        actions = self._last.get(reduced) or self._last.get(not reduced)
+        if not actions:
             raise StateError(
                 "engine.idle() repeats what this rank did in its last pass, and there was none "
                 "yet; give every rank data in the first step"
             )
-        for action in self._last:
+        for action in actions:
             action()

@@ -10,6 +10,7 @@ import torch
 from offload.swap.fences import Fences
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
+from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.zero.collectives import Wire, Workspace
 from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
@@ -105,19 +106,19 @@ class RankWork:
         """Take part in one forward and backward pass of the other ranks without data."""
         assert self._reductions is not None, "made with the groups"
         self.finish_pass()
-        self.log.repeat()
+        self.log.repeat(reduced=self._reductions.synchronising)
         self._reductions.take_nothing()
 
     # ---------------------------------------------------------------- gradients
     def reduce(
-        self, groups: list[ReducedGradients], dtype: torch.dtype, *, patient: bool
+        self, groups: list[ReducedGradients], dtype: torch.dtype, trace: Trace, *, patient: bool
     ) -> Reductions:
-        """From here on gradients of `groups` are reduced."""
+        """From here on gradients of `groups` are reduced (see `Reductions`)."""
         memory = self._memory
         self._reductions = Reductions(
             groups, self.ranks, self.collectives,
             ReductionMemory(memory.pool, memory.workspace, memory.fences),
-            self.collectives.wire.reduce_dtype or dtype, patient=patient,
+            self.collectives.wire.reduce_dtype or dtype, self.log, trace, patient=patient,
         )  # fmt: skip
         return self._reductions
 

@@ -27,11 +27,13 @@ from offload.swap.ordered import OrderedWork
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
 from offload.swap.streams import mark_here
+from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.collectives import Collectives, Workspace
 from offload.zero.gradients import GradientAccumulator, flat_gradient, total_square
+from offload.zero.pass_log import PassLog
 from offload.zero.ranks import Ranks
 from offload.zero.sharding import BUCKETS, Part, PartOfParam
 
@@ -70,6 +72,8 @@ class ReducedGradients:
         self.awaited = np.ones(count, dtype=bool)  # what came here in the last round
         self.bucket: Lease | None = None
         self.issued = False
+        self.submitted = False  # something was reduced since the last `clear`
+        self.when_issued: Callable[[], None] | None = None
         self.landed: Transfer[None] = Transfer.completed(None)
 
     # ---------------------------------------------------------------- as the update sees it
@@ -84,6 +88,11 @@ class ReducedGradients:
     @property
     def has_any(self) -> bool:
         return bool(self.passes.any())
+
+    @property
+    def holds_any(self) -> bool:
+        """Also where it is other ranks' gradients that this rank has a part of."""
+        return self.submitted or self.has_any
 
     def close(self) -> bool:
         """Nothing is ever left open: each reduction sends the accumulator home."""
@@ -104,6 +113,7 @@ class ReducedGradients:
 
     def clear(self) -> None:
         self.landed.wait()
+        self.submitted = False
         self.passes[:] = 0
         self.own.clear()
         self.forget_local()
@@ -162,11 +172,12 @@ class Reductions:
 
     def __init__(
         self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
-        memory: ReductionMemory, dtype: torch.dtype, *, patient: bool,
+        memory: ReductionMemory, dtype: torch.dtype, log: PassLog, trace: Trace, *, patient: bool,
     ) -> None:  # fmt: skip
         """`dtype` is that of contributions; sums of several passes are fp32, unless the wire rounds
-        them. `patient`: a group is updated as soon as it is reduced,
-        so it must not be reduced before all its gradients are there."""
+        them. `log` is told what a rank without data has to repeat; `trace` has what this pass has
+        used. `patient`: a group is updated as soon as it is reduced, so it should not be reduced
+        before all its gradients are there."""
         self._groups = groups
         self._ranks = ranks
         self._collectives = collectives
@@ -174,9 +185,14 @@ class Reductions:
         self._dtype = dtype
         self._summed_dtype = collectives.wire.reduce_dtype or torch.float32
         self._patient = patient
+        self._log = log
+        self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
         self.synchronising = True
-        self._order = [group.index for group in reversed(groups) if group.specs]
+        self._order: list[int] = []
+        self._places: dict[int, int] = {}  # in it, of groups
+        self._is_agreed = False  # ... on all ranks
+        self._issuing = False
         self._place = 0  # in the order: everything before it was issued in this round
         self._completed: list[int] = []  # groups in the order in which they were complete
         self._open = False
@@ -193,10 +209,11 @@ class Reductions:
             group.keep(index, gradient)
             return False
         if group.arrived[index] and not group.late:
+            self._log.note(self._repeat_round)
             self.finish()  # another pass has begun
-        self._open = True
+        self._begin_round()
         group.arrived[index] = True
-        if group.issued or group.late or group.index not in self._order:
+        if group.issued or group.late or group.index not in self._places:
             group.keep(index, gradient)
             return False
         spec = group.specs[index]
@@ -207,11 +224,46 @@ class Reductions:
             self._issue_ready()
         return True
 
+    def reach(self, index: int) -> None:
+        """Backward uses the group `index` now: what is two places before it and not used again is
+        reduced with what is there of it. A rank that got no gradients there, having taken another
+        branch, must not keep the others waiting: where they wait, they have gathered all that this
+        rank needs to come here."""
+        gathers = self._ranks.sharding.parameters
+        if not self.synchronising or not (self._open or gathers):
+            return
+        self._begin_round()
+        while self._place + BUCKETS <= self._places.get(index, 0):
+            if not self._trace.is_over(self._order[self._place]):
+                return
+            self._issue_head()
+
+    def _begin_round(self) -> None:
+        self._open = True
+        if not self._is_agreed:
+            self._agree_on_first_order()
+
+    def _agree_on_first_order(self) -> None:
+        """Gradients come in the reverse of the order of first uses, and then those of groups whose
+        use was not seen. Where parameters are sharded all ranks use the same groups."""
+        used = [index for index in self._trace.first_uses() if self._groups[index].specs]
+        rest = [group.index for group in reversed(self._groups) if group.specs]
+        order = list(dict.fromkeys([*reversed(used), *rest]))
+        if not self._ranks.sharding.parameters:
+            order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
+        self._put_in_order(order)
+
+    def _put_in_order(self, order: list[int]) -> None:
+        self._order = order
+        self._places = {index: place for place, index in enumerate(order)}
+        self._is_agreed = True
+
     def _bucket(self, group: ReducedGradients) -> torch.Tensor:
         dtype = self._summed_dtype if self._folds(group) else self._dtype
         if group.bucket is None:
             group.await_last()
-            while self._thread.pending >= BUCKETS and self._thread.await_oldest():
+            begun = sum(other.bucket is not None for other in self._groups)
+            while self._thread.pending + begun >= BUCKETS and self._thread.await_oldest():
                 pass  # one bucket is filled while another one is reduced: so much is planned for
             nbytes = group.numel * dtype.itemsize
             name = f"{group.name}, to be reduced"
@@ -230,8 +282,27 @@ class Reductions:
                 behind = sum(self._groups[index].is_complete for index in later)
                 if self._patient or behind < _MOST_BEHIND:
                     return
+            self._issue_head()
+
+    def _issue_head(self) -> None:
+        head = self._groups[self._order[self._place]]
+        self._log.note(self._repeat_head)
+        self._place += 1
+        self._issuing = True
+        try:
             self._issue(head)
-            self._place += 1
+        finally:
+            self._issuing = False
+
+    def _repeat_head(self) -> None:
+        """`_issue_head` of a rank without data."""
+        if self.synchronising and self._place < len(self._order):
+            self._open = True
+            self._issue_head()
+
+    def _repeat_round(self) -> None:
+        """The end of a round before that of a pass, of a rank without data."""
+        self.take_nothing()
 
     def _issue(self, group: ReducedGradients) -> None:
         """Reduce what is there of a group, with zeros for the rest."""
@@ -249,8 +320,20 @@ class Reductions:
                 place.zero_()
         if self._folds(group):
             group.forget_local()
-        group.issued = True
+        group.issued = group.submitted = True
         self._submit(group, bucket)
+        if group.when_issued is not None:
+            begin, group.when_issued = group.when_issued, None
+            begin()
+
+    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
+        """Call `begin` as soon as the reduction of a complete group is on its way: what waits for
+        it before that could wait for ever."""
+        group = self._groups[index]
+        if group.issued:
+            begin()
+        else:
+            group.when_issued = begin
 
     def _folds(self, group: ReducedGradients) -> bool:
         """Whether what was kept is reduced in this round: alike on all ranks."""
@@ -285,8 +368,9 @@ class Reductions:
         """The backward pass under way is over: reduce what is left of its round."""
         if not self._open:
             return
-        for index in self._order[self._place :]:
-            self._issue(self._groups[index])
+        self._begin_round()
+        while self._place < len(self._order):
+            self._issue_head()
         for group in self._groups:
             group.begin_round()
         self._place = 0
@@ -298,6 +382,8 @@ class Reductions:
         if self.synchronising:
             self._open = True
             self.finish()
+        else:
+            self._kept_passes = True  # as on the others: what is reduced later is in fp32
 
     def agree(self) -> None:
         """Once per step, on every rank: what any rank has gradients of is reduced, and all ranks
@@ -311,7 +397,8 @@ class Reductions:
     def _what_is_here(self) -> list[int]:
         present = [int(passes > 0) for group in self._groups for passes in group.passes]
         kept = [int(group.local is not None) for group in self._groups]
-        order = dict.fromkeys([*self._completed, *self._order])
+        rest = self._order or [group.index for group in reversed(self._groups)]
+        order = dict.fromkeys([*self._completed, *rest])
         place = {index: number for number, index in enumerate(order)}
         return [*present, *kept, *(place.get(g.index, len(place)) for g in self._groups)]
 
@@ -333,7 +420,7 @@ class Reductions:
         self._rounds = 0
         self._completed.clear()
         used = [group.index for group in self._groups if group.has_any]
-        self._order = sorted(used, key=lambda index: (places[index], -index))
+        self._put_in_order(sorted(used, key=lambda index: (places[index], -index)))
 
     @property
     def forward_order(self) -> list[int]:
@@ -343,6 +430,8 @@ class Reductions:
 
     def discard(self) -> None:
         """`zero_grad` instead of a step: the round under way is reduced all the same."""
+        for group in self._groups:
+            group.when_issued = None  # nothing is updated with it
         self.finish()
         self._rounds = 0
         self._kept_passes = False
@@ -358,10 +447,11 @@ class Reductions:
         if self._thread.await_oldest():
             return True
         left = self._order[self._place :]
-        if not in_backward or self._patient or not any(self._groups[g].bucket for g in left):
+        if not in_backward or self._patient or self._issuing:
             return False
-        self._issue(self._groups[left[0]])
-        self._place += 1
+        if not left or self._groups[left[0]].bucket is None:
+            return False
+        self._issue_head()
         return True
 
     def drain(self, timeout_s: float) -> None:

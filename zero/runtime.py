@@ -256,7 +256,7 @@ class Runtime:
         found = [state.gradients for state in self.optimizer_states]
         reduced = [each for each in found if isinstance(each, ReducedGradients)]
         in_backward = self.options.step_rules.in_backward
-        return self.rank_work.reduce(reduced, self.options.dtype, patient=in_backward)
+        return self.rank_work.reduce(reduced, self.options.dtype, self.trace, patient=in_backward)
 
     def start(self, model: nn.Module, written: Callable[[ParamGroup, list[int]], None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime."""
@@ -299,6 +299,9 @@ class Runtime:
         else:  # it gets its place before what comes next: that may leave no hole of its size
             group.state.bring(next_use=0, priority=Priority.URGENT)
         if self.rank_work is not None:
+            assert self.reductions is not None, "made with it"
+            if backward:
+                self.reductions.reach(group.index)
             upcoming = self.trace.rest() if backward else self.trace.upcoming()
             self.rank_work.use(group, (self.groups[index] for index in upcoming))
         if self.options.prefetch and self.trace.learnt:
@@ -334,7 +337,8 @@ class Runtime:
                 "loss.backward()"
             )
         if self.rank_work is not None:
-            self.rank_work.log.note_gradient()
+            assert self.reductions is not None, "made with it"
+            self.rank_work.log.note_gradient(reduced=self.reductions.synchronising)
         gradient = spread_as(param, gradient)
         group, index = self._where[id(param)]
         if self._sums is not None and self._sums.takes(group):

@@ -118,7 +118,11 @@ class Stepper:
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
         if (arrived >= self._rules.passes).all():
-            self._update_ahead(state)
+            begin = partial(self._update_ahead, state)
+            if self._reductions is None:
+                begin()
+            else:
+                self._reductions.when_issued(state.group.index, begin)
 
     def _update_ahead(self, state: OptimizerState) -> None:
         """Begin the update of one group before its step."""
@@ -209,7 +213,7 @@ class Stepper:
                 if state.group.index in self._read_by_update:
                     self._clear_after_update.add(state.group.index)
                     continue
-            if state.gradients.has_any:
+            if state.gradients.holds_any:
                 state.gradients.clear()
 
     def forget(self) -> None:
@@ -218,10 +222,10 @@ class Stepper:
         self.has_unstepped_gradients = False
         if self._reductions is not None:
             self._reductions.discard()
-        having = [state for state in self._states if state.gradients.has_any]
+        having = [state for state in self._states if state.gradients.holds_any]
         self._end_ahead()
         for state in having:
-            if state.gradients.has_any:
+            if state.gradients.holds_any:
                 state.gradients.clear()
             if state.group.state.in_place:
                 state.group.gather()  # an update ahead withheld it

@@ -39,12 +39,13 @@ def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, 
     if not state.owns_shard:
         yield range(len(elements)), elements
         return
-    cut = len(state.part.trainable)
-    for region, first in ((range(cut), 0), (range(cut, cut + len(state.part.frozen)), cut)):
-        begin = state.part.trainable.start if not first else state.part.frozen.start
-        lo, hi = max(elements.start, region.start), min(elements.stop, region.stop)
+    first = 0
+    for region in (state.part.trainable, state.part.frozen):
+        lo, hi = max(elements.start, first), min(elements.stop, first + len(region))
         if lo < hi:
-            yield shifted(range(lo, hi), -elements.start), shifted(range(lo, hi), begin - first)
+            here = range(lo, hi)
+            yield shifted(here, -elements.start), shifted(here, region.start - first)
+        first += len(region)
 
 
 class ShardReader:

@@ -173,6 +173,15 @@ def _of_updated(
         yield Collective(asks, group, tuple(exchanges))
 
 
+def _begins(program: StepProgram) -> dict[int, Action]:
+    """The first forward of every pass."""
+    found: dict[int, Action] = {}
+    for action in program.actions:
+        if action.verb is Verb.FORWARD:
+            found.setdefault(action.number, action)
+    return found
+
+
 class _Copies:
     """Stage 3: which groups are whole in memory, by the rules of `zero.gathered.Gatherer`."""
 
@@ -192,16 +201,16 @@ class _Copies:
     def step(self, program: StepProgram) -> list[Collective]:
         found: list[Collective] = []
         reduced: set[int] = set()
-        forward = False
+        begins = _begins(program)
         for action in program.actions:
-            if action.verb is Verb.FORWARD and not forward:  # a pass begins without copies
+            if action is begins[action.number]:  # a pass begins without copies
                 self._forget(list(self._held))
-            if action.verb in (Verb.FORWARD, Verb.BACKWARD):
-                forward = action.verb is Verb.FORWARD
             if action.verb is Verb.GRADIENT:
                 reduced.add(action.group)
             elif action.verb is not Verb.UPDATE:
-                found += self._use(action, program.uses)
+                later = begins.get(action.number + 1)
+                end = len(program.uses) if later is None else later.position
+                found += self._use(action, program.uses, end)
             elif action.group in reduced:  # within backward
                 self._forget([action.group])
         self._learnt = True
@@ -209,7 +218,8 @@ class _Copies:
         self._forget(trained)  # their updates are pending
         return found
 
-    def _use(self, action: Action, uses: Sequence[int]) -> Iterator[Collective]:
+    def _use(self, action: Action, uses: Sequence[int], end: int) -> Iterator[Collective]:
+        """`end`: of the uses of this pass."""
         group = action.group
         kept = self._kept if action.verb is Verb.FORWARD else frozenset[int]()
         if group not in self._held:
@@ -219,7 +229,7 @@ class _Copies:
             # a repeat in a row is at the place of the use before it
             repeated = action.position > 0 and uses[action.position - 1] == group
             place = action.position + (not repeated)
-            last = place >= len(uses) and action.verb is not Verb.FORWARD  # a step comes first
+            last = place >= end and action.verb is not Verb.FORWARD  # of this pass
             following = uses[place % len(uses)]
             if following not in self._held and not last:
                 self._make_room(self._nbytes_of(following), {*kept, group})

@@ -16,7 +16,7 @@ from offload.zero import rank_watch
 from offload.zero import ranks as ranks_module
 from offload.zero.collectives import Collectives, Wire
 from offload.zero.ranks import Ranks
-from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
+from tests.offload.engine_cases import HOST, TinyLM, batches, config, seeded
 
 STEPS = 3
 
@@ -79,7 +79,10 @@ def main(asked: str) -> None:
     with offload.initialize(seeded(lambda: TinyLM(blocks)), keys) as engine:
         for step in range(STEPS):
             recorder.keeps = step == STEPS - 1
-            losses_of(engine, batches(1))
+            for tokens in batches(engine.config.gradient_accumulation_steps):
+                engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
             engine.runtime.settle()
         recorder.keeps = False
         layouts = [group.layout for group in engine.plan.groups]

@@ -50,6 +50,7 @@ def recorded(folder: Path, world: int, rank: int, keys: dict[str, Any]) -> dict[
         (64, 63, {"stage": 2}, {"precision": "bf16", "micro_batches": 2}),
         (64, 5, {"stage": 2, "shard_group": 8}, {}),
         (64, 5, {"stage": 3}, {}),
+        (64, 5, {"stage": 3}, {"gradient_accumulation_steps": 2}),
         (64, 17, {"stage": 3, "shard_group": 8}, {"precision": "bf16"}),
         (64, 9, {"quantized_weights": True, "quantized_gradients": True}, {}),
         (64, 9, {"reduce_dtype": "bf16"}, {}),
@@ -64,7 +65,8 @@ def test_one_rank_of_many_calls_what_was_predicted(
     config = OffloadConfig.load(keys)
     sharding = Sharding.of(config.zero.stage, config.zero.shard_group, world, rank)
     shape = discover(TinyLM(BLOCKS), ()).shape()
-    found = collective_sequence(config, shape, sharding, 1)
+    passes = config.gradient_accumulation_steps
+    found = collective_sequence(config, shape, sharding, passes)
     sizes = {Among.SHARDS: sharding.ranks, Among.REPLICAS: sharding.replicas}
     answer = recorded(tmp_path, world, rank, keys)
 
