@@ -102,6 +102,9 @@ class State(abc.ABC):
     def overwritten(self) -> None:  # noqa: B027 - what only this rank has is as it was written
         """Every rank has overwritten the whole buffer: each part counts as its owner wrote it."""
 
+    def left(self) -> None:  # noqa: B027 - memory that nobody needs is taken when it is wanted
+        """Nobody computes with the whole buffer any more, for now."""
+
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
         """The compute side needs the buffer: counted, to tell how much was still in memory."""
 

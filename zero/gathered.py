@@ -8,7 +8,8 @@ groups are used and from a room that all ranks agree on, never from what memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.state import HostPiece, State
 from offload.swap.streams import CopyMark, mark_here
 from offload.swap.transfer import Transfer
-from offload.tiers.errors import StateError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
@@ -106,9 +107,15 @@ class Gatherer:
         self._fences = fences
         self._dtype = dtype
         self._codes = codes
+        self.gathers_codes = codes is not None
         self._gathered: dict[int, GatheredState] = {}  # the least recently used first
         self._held_nbytes = 0
         self.log = PassLog()
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the model is computed with what 8-bit codes say."""
+        return self._codes is not None
 
     def gather(self, state: GatheredState) -> None:
         """Begin to gather `state`, which is not."""
@@ -122,12 +129,13 @@ class Gatherer:
         self._gathered[id(state)] = state
         state.begin(lease, self._fences.claim(lease.extent))
 
-    def collect(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
+    def collect(self, whole: torch.Tensor, own: torch.Tensor, name: str, *, codes: bool) -> None:
         """On the gathering thread: all ranks' shards, exactly or as 8-bit codes say."""
-        if self._codes is None:
+        if not codes:
             self.collectives.gather(whole, own, name)
-        else:
-            self.collectives.gather_codes(whole, own, name, self._dtype, self._codes)
+            return
+        assert self._codes is not None, "room for them"
+        self.collectives.gather_codes(whole, own, name, self._dtype, self._codes)
 
     def used(self, state: GatheredState) -> None:
         """`state` is the most recently used now."""
@@ -142,13 +150,29 @@ class Gatherer:
         if self._held_nbytes + state.nbytes <= self._room:
             self._begin(state)
 
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """What is gathered inside are the values themselves, also where 8-bit codes travel."""
+        if self._codes is None:
+            yield
+            return
+        self._give_up([state for state in self._gathered.values() if state.is_coded])
+        self.gathers_codes = False
+        try:
+            yield
+        finally:
+            self.gathers_codes = True
+
     def begin_pass(self) -> None:
         """The model is called: every pass begins alike, whatever came before it, so that a rank
         without data can repeat the last one."""
-        for state in list(self._gathered.values()):
+        self._give_up(list(self._gathered.values()))
+        self.log.begin_pass()
+
+    def _give_up(self, states: Sequence[GatheredState]) -> None:
+        for state in states:
             if not state.is_held():
                 self.give_up(state)
-        self.log.begin_pass()
 
     def give_up(self, state: GatheredState) -> None:
         """Forget a gathered copy; its memory is free once nobody looks at it."""
@@ -187,6 +211,8 @@ class GatheredState(SharedState):
         self._update = update
         self._lease: Lease | None = None
         self._arrival: Transfer[CopyMark] | None = None
+        self.is_coded = False  # the copy is what 8-bit codes say
+        self._ends_unheld = False  # the copy is given up when nobody holds it any more
 
     @property
     def is_gathered(self) -> bool:
@@ -195,13 +221,15 @@ class GatheredState(SharedState):
     # ---------------------------------------------------------------- for the gatherer
     def begin(self, lease: Lease, before: tuple[CopyMark, ...]) -> None:
         self._lease = lease
+        self.is_coded = self._gatherer.gathers_codes
         whole, update = lease.tensor[: self.nbytes], self._update()
-        run = partial(self._gather, whole, update, before)
+        run = partial(self._gather, whole, update, before, codes=self.is_coded)
         self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
 
     def _gather(
-        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[CopyMark, ...]
-    ) -> CopyMark:
+        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[CopyMark, ...],
+        *, codes: bool,
+    ) -> CopyMark:  # fmt: skip
         """On the gathering thread."""
         if update is not None:
             update.wait()
@@ -209,9 +237,9 @@ class GatheredState(SharedState):
             mark.before_compute()
         own, cut = self.home.tensor(), self._own_trainable
         if self._trainable:
-            self._gatherer.collect(whole[: self._trainable], own[:cut], self.name)
+            self._gatherer.collect(whole[: self._trainable], own[:cut], self.name, codes=codes)
         if self.nbytes > self._trainable:
-            self._gatherer.collect(whole[self._trainable :], own[cut:], self.name)
+            self._gatherer.collect(whole[self._trainable :], own[cut:], self.name, codes=codes)
         return mark_here(self._gatherer.device)
 
     def end(self) -> Lease:
@@ -219,6 +247,7 @@ class GatheredState(SharedState):
         lease, arrival = self._copy()
         arrival.wait()
         self._lease = self._arrival = None
+        self._ends_unheld = False
         return lease
 
     def _copy(self) -> tuple[Lease, Transfer[CopyMark]]:
@@ -249,6 +278,12 @@ class GatheredState(SharedState):
     def wrote(self, *, soon: bool = False) -> None:
         """Whoever changed the whole copy changed this rank's part of it."""
         lease, _ = self._copy()
+        if self.is_coded:
+            raise UnsupportedError(
+                f"{self.name} was written while a forward holds it as 8-bit codes have it, and "
+                "would be rounded as a whole; write outside of forwards, or set "
+                "zero.quantized_weights: false"
+            )
         rank = self._gatherer.collectives.gather_group.rank()
         cut, rest = self._own_trainable, self.home.nbytes - self._own_trainable
         whole, own = lease.tensor[: self.nbytes], self.home.tensor()
@@ -258,7 +293,14 @@ class GatheredState(SharedState):
         self.home.wrote()
 
     def overwritten(self) -> None:
-        self.outdate()
+        if self.is_held():  # by whoever wrote, and by others outside of that
+            self._ends_unheld = True
+        else:
+            self.outdate()
+
+    def left(self) -> None:
+        if self.is_gathered and (self._ends_unheld or self.is_coded < self._gatherer.has_codes):
+            self.outdate()
 
     def residency(self) -> Residency:
         return Residency.CLEAN if self.is_gathered else self.home.residency()
@@ -338,9 +380,9 @@ class ReplicatedState(SharedState):
         if frozen and self.nbytes > cut:
             start = cut + rank * self._own_frozen
             collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
-        del whole
         mark = mark_here(self._gatherer.device)
         self.home.wrote()
+        del whole  # not before: what is in nobody's hands may be dropped
         return mark
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:

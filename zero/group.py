@@ -103,6 +103,7 @@ class ParamGroup:
         self._users.discard(user)
         if not self._users:
             self.release()
+            self.state.left()
 
     def await_or_withhold(self) -> None:
         """An update was submitted: no parameter at home in place may show half of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,10 @@ class RankWork:
         following = next(upcoming, None)
         if following is not None and isinstance(following.state, GatheredState):
             self._gatherer.expect(following.state, group.state)
+
+    def exactly(self) -> AbstractContextManager[None]:
+        """Parameters that are gathered inside are exact, also where 8-bit codes travel."""
+        return self._gatherer.exactly()
 
     # ---------------------------------------------------------------- passes
     @property

@@ -7,7 +7,7 @@ step works through: at most one group's weights and one record are in memory at 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,7 +198,8 @@ class ParameterValues:
         """BudgetError when they do not fit together."""
         for count, group in enumerate(groups):
             try:
-                group.enter(user)
+                with self._exactly():
+                    group.enter(user)
                 group.state.settle()  # what goes home must not be half of what the caller writes
             except TierFullError as error:
                 raise BudgetError(
@@ -256,7 +257,12 @@ class ParameterValues:
         """A copy of a parameter in its own precision."""
         group, index = self._find(param)
         spec = group.layout.params[index]
-        return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
+        with self._exactly():
+            return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
+
+    def _exactly(self) -> AbstractContextManager[None]:
+        work = self._runtime.rank_work
+        return nullcontext() if work is None else work.exactly()
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of the accumulated gradient, or None."""
