@@ -175,7 +175,9 @@ class ZeroConfig(Section):
         False, description="Send gradients to be summed in 8 bits per element (as ZeRO++): "
         "approximate."
     )  # fmt: skip
-    timeout_s: float = Field(600.0, gt=0, description="Longest wait for other ranks, in seconds.")
+    timeout_s: float = Field(
+        600.0, gt=0, le=1e6, description="Longest wait for other ranks, in seconds."
+    )
 
     @model_validator(mode="after")
     def _check_quantized(self) -> Self:
@@ -185,6 +187,28 @@ class ZeroConfig(Section):
                 "all parameters exactly; remove quantized_weights, or set stage: 3",
                 ("quantized_weights",),
                 ("stage",),
+            )
+        if self.stage == 0 and self.shard_group is not None:
+            raise KeyedError(
+                f"shard_group: {self.shard_group} contradicts stage: 0, which shards nothing; "
+                "remove shard_group, or set stage: 1 or more",
+                ("shard_group",),
+                ("stage",),
+            )
+        if self.quantized_gradients and (self.stage == 0 or self.shard_group == 1):
+            other = "stage: 0" if self.stage == 0 else "shard_group: 1"
+            raise KeyedError(
+                f"quantized_gradients: true contradicts {other}: only gradients that are sharded "
+                "are sent in 8 bits; remove quantized_gradients, or shard over several ranks",
+                ("quantized_gradients",),
+                ("stage",) if self.stage == 0 else ("shard_group",),
+            )
+        if self.quantized_weights and self.shard_group == 1:
+            raise KeyedError(
+                "quantized_weights: true contradicts shard_group: 1, where every rank keeps all "
+                "parameters exactly; remove quantized_weights, or shard over several ranks",
+                ("quantized_weights",),
+                ("shard_group",),
             )
         return self
 

@@ -85,7 +85,10 @@ class Engine:
         self.module = model
         self.device = compute_device(config)
         self._closed = False
-        dtype = _DTYPES[config.precision]
+        self._run: ParallelRunner
+        self._homes: TieredHomes
+        self._runtime: Runtime | None = None
+        self._activations: Activations | None = None
         _check_model(model)
         discovery = discover(model, config.groups.blocks)
         zero = config.zero
@@ -93,7 +96,24 @@ class Engine:
             model.named_parameters(), data_ranks(mesh), self.device, zero.timeout_s
         )
         _check_tensor_parallel(self._tensor_parallel, weights)
-        self._ranks = Ranks.join(zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh)
+        self._ranks = Ranks.join(
+            zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
+            _alike(config, discovery),
+        )  # fmt: skip
+        try:
+            self._build(model, config, discovery, parameters, weights)
+        except BaseException:
+            self.close()
+            raise
+        self.optimizer.engine = self  # whoever keeps the optimizer keeps what it works with
+        self._finalizer = weakref.finalize(self, _close_all, self._runtime, self._run, self._homes)
+
+    # ---------------------------------------------------------------- building
+    def _build(
+        self, model: nn.Module, config: OffloadConfig, discovery: Discovery,
+        parameters: ParamGroups | None, weights: str | Path | None,
+    ) -> None:  # fmt: skip
+        dtype = _DTYPES[config.precision]
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         self.plan: Plan = make_plan(config, discovery.shape(), hardware)
@@ -115,23 +135,14 @@ class Engine:
         if self.config.threads.torch != "auto":
             torch.set_num_threads(self.config.threads.torch)
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
-        self._runtime: Runtime | None = None
-        self._activations: Activations | None = None
-        try:
-            self._runtime = self._make_runtime(discovery, dtype)
-            self._load(originals, initialiser, weights)
-            self.values = ParameterValues(self._runtime)
-            self.optimizer = self._make_optimizer(optimized, translate)
-            self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
-            self._activations = Activations(model, discovery, config, self._homes.activations)
-            self._runtime.start(model, self.values.adopt_written)
-        except BaseException:
-            self.close()
-            raise
-        self.optimizer.engine = self  # whoever keeps the optimizer keeps what it works with
-        self._finalizer = weakref.finalize(self, _close_all, self._runtime, self._run, self._homes)
+        self._runtime = self._make_runtime(discovery, dtype)
+        self._load(originals, initialiser, weights)
+        self.values = ParameterValues(self._runtime)
+        self.optimizer = self._make_optimizer(optimized, translate)
+        self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
+        self._activations = Activations(model, discovery, config, self._homes.activations)
+        self._runtime.start(model, self.values.adopt_written)
 
-    # ---------------------------------------------------------------- building
     def _make_runtime(self, discovery: Discovery, dtype: torch.dtype) -> Runtime:
         config = self.config
         options = RuntimeOptions(
@@ -321,7 +332,8 @@ class Engine:
         if self._activations is not None:
             self._activations.remove()
         try:
-            _close_all(self._runtime, self._run, self._homes)
+            made = getattr(self, "_run", None), getattr(self, "_homes", None)
+            _close_all(self._runtime, *made)
         finally:
             if self._ranks is not None:
                 self._ranks.watch.close()
@@ -342,14 +354,38 @@ class Engine:
             _log.warning("while closing after an error: %s", closing)
 
 
-def _close_all(runtime: Runtime | None, runner: ParallelRunner, homes: TieredHomes) -> None:
+def _close_all(
+    runtime: Runtime | None, runner: ParallelRunner | None, homes: TieredHomes | None
+) -> None:
     """Threads, files and memory, in this order; also of an engine that was never closed."""
     try:
         if runtime is not None:
             runtime.close()
     finally:
-        runner.close()
-        homes.close()
+        if runner is not None:
+            runner.close()
+        if homes is not None:
+            homes.close()
+
+
+def _alike(config: OffloadConfig, discovery: Discovery) -> dict[str, str]:
+    """What ranks that train together have to agree on; budgets, placements and folders are each
+    rank's own."""
+    keys: dict[str, Any] = {
+        "precision": config.precision,
+        "clip_grad_norm": config.clip_grad_norm,
+        "skip_nonfinite": config.skip_nonfinite,
+        "loss_scale": config.loss_scale and config.loss_scale.model_dump(),
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "micro_batches": config.micro_batches,
+        "placement.activations.checkpoint": config.placement.activations.checkpoint,
+    }
+    for name in ("zero", "optimizer"):
+        section = getattr(config, name).model_dump(exclude={"timeout_s", "chunk"})
+        keys |= {f"{name}.{key}": value for key, value in section.items()}
+    shape = discovery.shape()
+    keys["the model (names, shapes, what is trained, groups)"] = shape.groups, shape.units
+    return {key: str(value) for key, value in keys.items()}
 
 
 def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -281,15 +281,45 @@ def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:
     """The configured folders, or one in the temporary folder. `{rank}` and `{local_rank}` in a path
-    are this process's among those that `torchrun` has started."""
+    are this process's: in the process group, and as `torchrun` has it."""
     if not nvme.paths:
         return [str(Path(tempfile.gettempdir()))]
-    numbers = {f"{{{name.lower()}}}": os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}
-    return [functools.reduce(_with_number, numbers.items(), path) for path in nvme.paths]
+    return [_of_rank(path, *_numbers()) for path in nvme.paths]
 
 
-def _with_number(path: str, number: tuple[str, str]) -> str:
-    return path.replace(*number)
+def _numbers() -> tuple[int, int]:
+    """This process's rank, and its number among those of this machine."""
+    world = torch.distributed
+    joined = world.is_available() and world.is_initialized()
+    rank = world.get_rank() if joined else int(os.environ.get("RANK", "0"))
+    return rank, int(os.environ.get("LOCAL_RANK", rank if joined else 0))
+
+
+def _of_rank(path: str, rank: int, local_rank: int) -> str:
+    return path.replace("{rank}", str(rank)).replace("{local_rank}", str(local_rank))
+
+
+def _free_nbytes(nvme: NvmeConfig, free: Mapping[str, int], here: int) -> int:
+    """Of the free bytes of each folder's disk, what is left to this rank of `here` ones: those that
+    have a folder on the same disk share what is free there."""
+    rank, local_rank = _numbers()
+    found: dict[int, int] = {}
+    for template, path in zip(nvme.paths or nvme_paths(nvme), nvme_paths(nvme), strict=True):
+        disk = os.stat(path).st_dev
+        sharing = sum(
+            _disk_of(_of_rank(template, rank - local_rank + other, other)) in (disk, None)
+            for other in range(here)
+        )
+        found[disk] = free[path] // max(1, sharing)
+    return sum(found.values())
+
+
+def _disk_of(path: str) -> int | None:
+    """None for a folder that is not there (yet)."""
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return None
 
 
 def this_machine(
@@ -301,16 +331,15 @@ def this_machine(
     PathError where a folder cannot be used.
     """
     reports: dict[Path, int] = {}
+    free: dict[str, int] = {}  # by folder, as it is named
     for path in nvme_paths(nvme):
         report = check_directory(path)
         if report.path in reports:
             raise ConfigError(f"nvme.paths: {report.path} is named twice; remove one")
-        reports[report.path] = report.free_nbytes
-    # Folders on one file system share what is free there.
-    free = sum({path.stat().st_dev: nbytes for path, nbytes in reports.items()}.values())
-    device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        reports[report.path] = free[path] = report.free_nbytes
     here = ranks_here() if here is None else here
-    hardware = read_hardware(device_nbytes, free // here)
+    device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    hardware = read_hardware(device_nbytes, _free_nbytes(nvme, free, here))
     cuda = device.type == "cuda"
     missing = triton_launch.missing() if cuda else "the model computes on the CPU"
     return replace(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -37,29 +38,32 @@ class Ranks:
     @classmethod
     def join(
         cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float,
-        members: DeviceMesh | None = None,
+        members: DeviceMesh | None = None, alike: Mapping[str, str] | None = None,
     ) -> Ranks | None:  # fmt: skip
         """The ranks of the process group that is there, or of the one that the environment asks for
         (`torchrun`); None for a process alone.
 
         `members`: only the ranks of this mesh (1D), each of which has to come here; every rank
-        otherwise. ConfigError if the shard groups do not come out even, RankError if a rank does
-        not come within `timeout_s`.
+        otherwise. `alike`: keys and values that have to be the same everywhere. ConfigError if one
+        is not, or if the shard groups do not come out even; RankError if a rank does not come
+        within `timeout_s`.
         """
         owns_world = start_world(device, timeout_s)
         if len(data_ranks(members)) == 1:
             return None
-        return cls.meet(stage, shard_group, device, timeout_s, members, owns_world=owns_world)
+        return cls.meet(
+            stage, shard_group, device, timeout_s, members, alike or {}, owns_world=owns_world
+        )
 
     @classmethod
     def meet(
         cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float,
-        members: DeviceMesh | None = None, *, owns_world: bool = False,
+        members: DeviceMesh | None = None, alike: Mapping[str, str] | None = None,
+        *, owns_world: bool = False,
     ) -> Ranks:  # fmt: skip
         """`join` where there is a process group, also of one rank."""
         ranks = data_ranks(members)
         mine = dist.get_rank()
-        sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
         assert dist.group.WORLD is not None, "there is a process group"
         store = dist.group.WORLD.get_group_store()
         watch = RankWatch(store, mine, ranks, timeout_s, device)
@@ -67,11 +71,16 @@ class Ranks:
             with watch.during("control", "the meeting in offload.initialize") as limit:
                 if members is None:
                     control = dist.new_group(timeout=limit, backend="gloo")
-                    mesh = _make_mesh(sharding, device, limit)
                 else:
                     control = _group_of(ranks, limit, "gloo")
+                assert control is not None, "every rank is in it"
+                _check_alike(alike or {}, control, device)
+            sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
+            with watch.during("control", "the making of a mesh of ranks") as limit:
+                if members is None:
+                    mesh = _make_mesh(sharding, device, limit)
+                else:
                     mesh = _mesh_of(ranks, sharding, device)
-            assert control is not None, "every rank is in it"
         except BaseException:
             watch.close()
             raise
@@ -227,6 +236,24 @@ def data_ranks(members: DeviceMesh | None) -> list[int]:
     return ranks
 
 
+def _check_alike(alike: Mapping[str, str], control: Group, device: torch.device) -> None:
+    """ConfigError, on every rank, for the first key with another value on another rank."""
+    digests = [crc32(value.encode()) >> 1 for value in alike.values()]
+    mine = torch.tensor(digests, dtype=torch.int32, device=control_device(device, control))
+    rows = mine.new_empty(control.size() * len(digests))
+    if digests:
+        all_gather_flat(rows, mine, control)
+    table = rows.cpu().view(control.size(), len(digests))
+    for column, (key, value) in enumerate(alike.items()):
+        others = [rank for rank, found in enumerate(table[:, column]) if found != table[0, column]]
+        if others:
+            here = f"; here, on rank {control.rank()}, it is {value}" if len(value) < 80 else ""
+            raise ConfigError(
+                f"{key} has to be the same on all ranks, and rank {others[0]} has another one than "
+                f"rank 0{here}"
+            )
+
+
 def _mesh_of(ranks: Sequence[int], sharding: Sharding, device: torch.device) -> DeviceMesh:
     """Of some ranks of the world, without process groups, which all others would have to make."""
     table = torch.tensor(ranks).view(sharding.replicas, sharding.ranks)
@@ -260,7 +287,7 @@ def _make_world(device: torch.device, timeout_s: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         world, rank = (os.environ.get(name, "?") for name in ("WORLD_SIZE", "RANK"))
         raise RankError(
             f"rank {rank}: the meeting of {world} ranks at {os.environ.get('MASTER_ADDR', '?')} "
