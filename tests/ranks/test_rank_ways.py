@@ -1,0 +1,341 @@
+"""Ranks that go different ways: no data, other branches, a use order unlike the registration order,
+passes that are dropped; and what is written and read by all of them together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offload
+from offload.errors import ConfigError
+from tests.offload.engine_cases import (
+    HOST,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    parameters_of,
+    seeded,
+    states_of,
+)
+from tests.ranks.processes import run_ranks
+from tests.ranks.programs import BUDGET, OPTIMIZER
+
+WIDTH, STEPS = 32, 4
+IN_BACKWARD: dict[str, Any] = {"optimizer": {**OPTIMIZER, "in_backward": True}}
+PICKS: dict[str, Any] = {"groups": {"blocks": ["Pick"]}}
+Values = dict[str, Tensor]
+
+
+def keys_of(folder: str, stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "timeout_s": 10, **more.pop("zero", {})}
+    keys = {"budget": BUDGET, "optimizer": OPTIMIZER, **more}
+    return config(Path(folder), HOST, zero=zero, **keys)
+
+
+class Pick(nn.Module):
+    """One of two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        return x + torch.tanh(self.branches[choice](x))
+
+
+class Picks(nn.Module):
+    def __init__(self, blocks: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Pick() for _ in range(blocks))
+
+    def forward(self, x: Tensor, choices: int) -> Tensor:
+        """`choices`: a bit per block."""
+        x = self.first(x.to(self.first.weight.dtype))
+        for block in self.blocks:
+            x = block(x, choices % 2)
+            choices //= 2
+        loss: Tensor = x.square().mean()
+        return loss
+
+
+class Backwards(nn.Module):
+    """Uses its blocks in the reverse of the order in which they are registered."""
+
+    def __init__(self, blocks: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        loss: Tensor = x.square().mean()
+        return loss
+
+
+def inputs(number: int) -> Tensor:
+    seed = 10 * number + dist.get_rank()
+    return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def step(engine: offload.Engine) -> None:
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------- branches and orders
+def pick(folder: str, stage: int, more: dict[str, Any]) -> Values:
+    torch.set_num_threads(1)
+    # where rank 0 takes the branches of the step before, rank 1 takes others, and so on
+    choices = ([0, 0, 255, 240], [0, 255, 255, 15])[dist.get_rank()]
+    with offload.initialize(seeded(Picks), keys_of(folder, stage, **PICKS, **more)) as engine:
+        for number in range(STEPS):
+            engine.backward(engine.module(inputs(number), choices[number]))
+            step(engine)
+        return states_of(engine)
+
+
+@pytest.mark.parametrize("more", [{}, IN_BACKWARD, {"precision": "bf16"}])
+def test_ranks_on_other_branches_do_not_wait_for_each_other(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Nine groups: more than are reduced at a time."""
+    found = [run_ranks(2, tmp_path, pick, str(tmp_path), stage, more) for stage in (1, 2, 3)]
+    for first, second in found:
+        assert_same_bits(first, found[0][0])
+        assert_same_bits(second, found[0][0])
+
+
+def use_backwards(folder: str, stage: int, more: dict[str, Any]) -> Values:
+    """With no more memory than is planned."""
+    torch.set_num_threads(1)
+    keys = keys_of(folder, stage, **more)
+    with offload.initialize(seeded(Backwards), keys) as engine:
+        needed = max(sum(by_class.values()) for by_class in engine.plan.expected.values())
+    with offload.initialize(seeded(Backwards), {**keys, "budget": {"host": needed}}) as engine:
+        for number in range(STEPS):
+            engine.backward(engine.module(inputs(number)))
+            step(engine)
+        return dict(engine.module.state_dict())  # one group at a time
+
+
+@pytest.mark.parametrize("more", [{}, IN_BACKWARD])
+def test_what_is_planned_is_enough_for_any_order_of_use(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    found = [run_ranks(2, tmp_path, use_backwards, str(tmp_path), stage, more) for stage in (1, 3)]
+    for values in (*found[0], *found[1]):
+        assert_same_bits(values, found[0][0])
+
+
+def stop_in_backward(folder: str) -> str:
+    class Stop(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    torch.set_num_threads(1)
+    keys = keys_of(folder, 2, zero={"timeout_s": 4}, **IN_BACKWARD)
+    try:
+        with offload.initialize(seeded(Backwards), keys) as engine:
+            loss = engine.module(inputs(0))
+            if dist.get_rank() == 1:
+                engine.module.blocks[3].register_full_backward_hook(stop)
+                loss = engine.module(inputs(0))
+            engine.backward(loss)
+            step(engine)
+    except (Stop, offload.OffloadError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_an_engine_closes_after_an_exception_in_backward(tmp_path: Path) -> None:
+    found = run_ranks(2, tmp_path, stop_in_backward, str(tmp_path), timeout_s=30)
+    assert found == ["RankError", "Stop"]
+
+
+# ------------------------------------------------------------------------- a rank without data
+def idle_at(
+    folder: str, stage: int, blocks: int, idle: tuple[int, ...], local: bool, more: dict[str, Any]
+) -> Values:
+    """Two passes per step; in the third step the last rank has no data in the passes `idle`, the
+    first of which `local` says not to reduce."""
+    torch.set_num_threads(1)
+    keys = keys_of(folder, stage, gradient_accumulation_steps=2, **more)
+    data = batches(2 * STEPS, seed=dist.get_rank())
+    with offload.initialize(seeded(lambda: TinyLM(blocks)), keys) as engine:
+
+        def one_pass(number: int, index: int) -> None:
+            if number == 2 and index in idle and dist.get_rank() == dist.get_world_size() - 1:
+                engine.idle()
+            else:
+                loss: Tensor = engine.module.loss(data[2 * number + index])  # type: ignore[operator]
+                engine.backward(loss)
+
+        for number in range(STEPS):
+            if local:
+                with engine.no_sync():
+                    one_pass(number, 0)
+            else:
+                one_pass(number, 0)
+            one_pass(number, 1)
+            step(engine)
+        return parameters_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "blocks", "idle", "local", "more"),
+    [
+        (2, 12, (0, 1), False, {}),  # more blocks than reductions under way
+        (3, 8, (1,), False, {}),
+        (2, 4, (0,), False, {"precision": "bf16"}),
+        (2, 4, (0,), True, {"precision": "bf16"}),
+        (2, 8, (1,), True, {"precision": "bf16"}),
+        (2, 8, (0, 1), True, {}),
+    ],
+)
+def test_a_rank_is_idle_in_some_passes_of_a_step(
+    world_size: int, blocks: int, idle: tuple[int, ...], local: bool, more: dict[str, Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    args = (str(tmp_path), 2, blocks, idle, local, more)
+    expected = run_ranks(world_size, tmp_path, idle_at, *args)[0]
+    args = (str(tmp_path), 3, blocks, idle, local, more)
+    for values in run_ranks(world_size, tmp_path, idle_at, *args):
+        assert_same_bits(values, expected)
+
+
+def drop_a_pass(folder: str, stage: int, dropped: bool) -> Values:
+    torch.set_num_threads(1)
+    data = batches(STEPS + 1, seed=dist.get_rank())
+    with offload.initialize(seeded(TinyLM), keys_of(folder, stage)) as engine:
+        for number in range(STEPS):
+            if number == 2 and dropped:
+                if dist.get_rank() == 1:
+                    engine.idle()
+                else:
+                    engine.backward(engine.module.loss(data[-1]))  # type: ignore[operator]
+                engine.optimizer.zero_grad()
+            engine.backward(engine.module.loss(data[number]))  # type: ignore[operator]
+            step(engine)
+        return parameters_of(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_dropped_pass_leaves_nothing_behind_on_any_rank(tmp_path: Path, stage: int) -> None:
+    expected = run_ranks(2, tmp_path, drop_a_pass, str(tmp_path), stage, False)[0]
+    for values in run_ranks(2, tmp_path, drop_a_pass, str(tmp_path), stage, True):
+        assert_same_bits(values, expected)
+
+
+# ------------------------------------------------------------------------- written together
+def write_one(folder: str) -> tuple[Values, Values, Values]:
+    """State dicts before and after one parameter is written, and what a checkpoint has."""
+    keys = keys_of(folder, 3, zero={"quantized_weights": True})
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        engine.backward(engine.module.loss(batches(1, seed=dist.get_rank())[0]))  # type: ignore[operator]
+        step(engine)
+        before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        bias = engine.module.blocks[0].norm.bias
+        with engine.gathered(bias), engine.gathered(bias), torch.no_grad():
+            bias.fill_(0.25)
+        after = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.save_checkpoint(Path(folder) / "written")
+    with offload.initialize(seeded(TinyLM, seed=3), keys_of(folder, 1)) as engine:
+        engine.load_checkpoint(Path(folder) / "written")
+        return before, after, dict(engine.module.state_dict())
+
+
+def test_one_parameter_is_written_and_nothing_else_changes(tmp_path: Path) -> None:
+    """Also where 8-bit codes travel, and within another `gathered`."""
+    for before, after, saved in run_ranks(2, tmp_path, write_one, str(tmp_path)):
+        assert_same_bits(saved, after)
+        assert (after.pop("blocks.0.norm.bias") == 0.25).all()
+        before.pop("blocks.0.norm.bias")
+        assert_same_bits(before, after)
+
+
+def load_into(folder: str, stage: int) -> tuple[Values, Values]:
+    given = {name: value + 1 for name, value in seeded(TinyLM).state_dict().items()}
+    with offload.initialize(seeded(TinyLM, seed=2), keys_of(folder, stage)) as engine:
+        engine.module.load_state_dict(given)
+        return given, dict(engine.module.state_dict())
+
+
+def test_a_state_dict_is_loaded_where_parameters_are_sharded(tmp_path: Path) -> None:
+    for given, found in run_ranks(2, tmp_path, load_into, str(tmp_path), 3):
+        assert_same_bits(found, given)
+
+
+class Frozen(nn.Module):
+    """Groups without anything trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body:
+            x = torch.tanh(layer(x))
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def save_and_load_frozen(folder: str, first: int, second: int) -> tuple[Values, Values]:
+    path = Path(folder) / f"{first}"
+    with offload.initialize(seeded(Frozen), keys_of(folder, first)) as engine:
+        engine.backward(engine.module(inputs(0)))
+        step(engine)
+        engine.save_checkpoint(path)
+        saved = parameters_of(engine)
+    with offload.initialize(seeded(Frozen, seed=1), keys_of(folder, second)) as engine:
+        engine.load_checkpoint(path)
+        return saved, parameters_of(engine)
+
+
+@pytest.mark.parametrize("stages", [(1, 3), (3, 1)])
+def test_frozen_groups_are_saved_and_loaded(tmp_path: Path, stages: tuple[int, int]) -> None:
+    for saved, loaded in run_ranks(2, tmp_path, save_and_load_frozen, str(tmp_path), *stages):
+        assert_same_bits(loaded, saved)
+
+
+# ------------------------------------------------------------------------- what has to be alike
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "zero.stage": {"zero": {"stage": 2}},
+    "zero.reduce_dtype": {"zero": {"stage": 3, "reduce_dtype": "bf16"}},
+    "precision": {"precision": "bf16"},
+    "optimizer.lr": {"optimizer": {**OPTIMIZER, "lr": 1e-5}},
+    "the model": {},
+}
+
+
+def initialize_otherwise(folder: str) -> list[tuple[str, str]]:
+    found = []
+    for key, other in DIFFERENT.items():
+        keys, blocks = keys_of(folder, 3), 2
+        if dist.get_rank() == 1:
+            keys |= other
+            blocks = 3 if key == "the model" else 2
+        try:
+            offload.initialize(TinyLM(blocks), keys).close()
+        except ConfigError as error:
+            found.append((key, str(error)))
+    return found
+
+
+def test_ranks_with_other_configurations_are_told_which_key(tmp_path: Path) -> None:
+    for found in run_ranks(2, tmp_path, initialize_otherwise, str(tmp_path)):
+        assert [key for key, _ in found] == list(DIFFERENT)
+        for key, text in found:
+            assert text.startswith(key)
+            assert "rank 1 has another one than rank 0" in text
