@@ -41,7 +41,8 @@ def guarded(run: Callable[[], Any], *, debug: bool, failed: int = EXIT_FAILED) -
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()
-        print("\ninterrupted", file=sys.stderr)
+        if _rank() == "0":
+            print("\ninterrupted", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
@@ -77,8 +78,15 @@ def print_error(message: str) -> None:
     """`error: message` on stderr, red on a terminal."""
     # written without rich: its wrapping would cut paths that users copy
     red, plain = ("\x1b[31m", "\x1b[0m") if _colours(sys.stderr.isatty()) else ("", "")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "rank" not in message.partition(":")[0]:
+        message = f"rank {_rank()}: {message}"
     indented = message.replace("\n", "\n       ")
     print(f"{red}error:{plain} {indented}", file=sys.stderr)
+
+
+def _rank() -> str:
+    """This process's, of those that `torchrun` has started."""
+    return os.environ.get("RANK", "0")
 
 
 def _colours(is_tty: bool) -> bool:

@@ -87,7 +87,10 @@ def run(
         else:
             world.tell(str(folder.path.absolute()))
         console = console or Console(highlight=False)
-        return _run(config, folder, world, console, initialize, resume=resume)
+        try:
+            return _run(config, folder, world, console, initialize, resume=resume)
+        finally:
+            folder.close()
 
 
 def _run(
@@ -105,7 +108,7 @@ def _run(
     torch.manual_seed(config.seed)
     model = build_meta_model(config)
     parameters = parameter_count(model)
-    _announce(console, config, parameters, batches)
+    _announce(console, config, parameters, batches, world)
     config, found = _choose(config, world)
     with (
         noted_interrupts() as interrupts,
@@ -354,7 +357,9 @@ def _loss_line(rows: list[StepMetrics]) -> str:
     return line if validation is None else f"{line}, validation {validation:.3f}"
 
 
-def _announce(console: Console, config: OffloadConfig, parameters: int, batches: _Batches) -> None:
+def _announce(
+    console: Console, config: OffloadConfig, parameters: int, batches: _Batches, world: World
+) -> None:
     states = format_bytes(plain_state_nbytes(config, parameters))
     console.print(
         f"model: {config.train.model.shape}, {parameters:,} parameters, {config.precision}; "
@@ -363,6 +368,14 @@ def _announce(console: Console, config: OffloadConfig, parameters: int, batches:
     )
     nbytes = format_bytes(len(batches.training.data))
     console.print(f"text: {config.train.text}, {nbytes} to train on", soft_wrap=True)
+    if world.size > 1:
+        copies, stage = world.sharding.replicas, config.zero.stage
+        groups = f" in {copies} shard groups" if 1 < copies < world.size else ""
+        console.print(
+            f"ranks: {world.size}{groups}, ZeRO stage {stage}; memory and traffic are of rank 0, "
+            f"a pass is {world.size} x {config.train.batch} sequences",
+            soft_wrap=True,
+        )
 
 
 def _default_initialize() -> Initialize:

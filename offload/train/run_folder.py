@@ -12,7 +12,9 @@ checkpoints/step-00000100.json   the loop's; written last, so its presence says:
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -26,6 +28,8 @@ from offload.config_fields import AUTO_MICRO_BATCHES
 from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
 from offload.train.metrics import StepMetrics
+
+_log = logging.getLogger("offload")
 
 KEPT_CHECKPOINTS = 2
 
@@ -65,6 +69,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.plot = path / "loss_and_tiers.png"
+        self._lock: int | None = None  # the folder, opened; the lock ends with the process
 
     @classmethod
     def new(cls, path: Path) -> RunFolder:
@@ -90,11 +95,28 @@ class RunFolder:
         return folder
 
     def make(self) -> None:
-        """Create the folders, where they are missing."""
+        """Create the folders, where they are missing, and keep other runs out. ConfigError where
+        another one is under way."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--run-dir: another run is writing to {self.path}; wait for its end, or name "
+                "another folder"
+            ) from None
+        except OSError as error:  # a file system without locks
+            _log.debug("%s cannot be locked: %s", self.path, error)
+
+    def close(self) -> None:
+        """Let other runs in."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""

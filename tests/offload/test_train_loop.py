@@ -245,6 +245,17 @@ def test_resume_without_a_run_or_checkpoint_says_so(make_config: Any, tmp_path: 
         run_quietly(make_config(), tmp_path / "run", resume=True)
 
 
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    first, second = RunFolder.new(tmp_path / "run"), RunFolder.new(tmp_path / "run")
+    first.make()
+    with pytest.raises(ConfigError, match="another run is writing"):
+        second.make()
+    first.close()
+    second.close()
+    second.make()
+    second.close()
+
+
 def test_a_run_folder_that_cannot_be_made_is_a_path_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file/run/deeper"):
