@@ -194,7 +194,7 @@ class Reductions:
         self._is_agreed = False  # ... on all ranks
         self._issuing = False
         self._place = 0  # in the order: everything before it was issued in this round
-        self._completed: list[int] = []  # groups in the order in which they were complete
+        self._arrivals: dict[int, None] = {}  # groups in the order of their last gradients
         self._open = False
         self._rounds = 0  # of this step
         self._kept_passes = False  # some pass of this step was not reduced
@@ -219,8 +219,9 @@ class Reductions:
         spec = group.specs[index]
         self._bucket(group)[spec.offset : spec.stop].copy_(flat_gradient(gradient))
         group.passes[index] = 1
+        self._arrivals.pop(group.index, None)
+        self._arrivals[group.index] = None
         if group.is_complete:
-            self._completed.append(group.index)
             self._issue_ready()
         return True
 
@@ -249,6 +250,7 @@ class Reductions:
         used = [index for index in self._trace.first_uses() if self._groups[index].specs]
         rest = [group.index for group in reversed(self._groups) if group.specs]
         order = list(dict.fromkeys([*reversed(used), *rest]))
+        order.sort(key=lambda index: self._groups[index].late)
         if not self._ranks.sharding.parameters:
             order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
         self._put_in_order(order)
@@ -397,10 +399,19 @@ class Reductions:
     def _what_is_here(self) -> list[int]:
         present = [int(passes > 0) for group in self._groups for passes in group.passes]
         kept = [int(group.local is not None) for group in self._groups]
-        rest = self._order or [group.index for group in reversed(self._groups)]
-        order = dict.fromkeys([*self._completed, *rest])
-        place = {index: number for number, index in enumerate(order)}
+        place = {index: number for number, index in enumerate(self._order_now())}
         return [*present, *kept, *(place.get(g.index, len(place)) for g in self._groups)]
+
+    def _order_now(self) -> list[int]:
+        """As gradients came, the last one of each group; one without any stays behind the group
+        that it was behind. What is only complete when the pass is over comes last."""
+        order = list(self._arrivals)
+        before: int | None = None
+        for index in self._order or [group.index for group in reversed(self._groups)]:
+            if index not in self._arrivals:
+                order.insert(0 if before is None else order.index(before) + 1, index)
+            before = index
+        return sorted(order, key=lambda index: self._groups[index].late)
 
     def _take_over(self, rows: np.ndarray) -> None:
         """`rows`: what every rank said, by rank."""
@@ -418,7 +429,7 @@ class Reductions:
                 group.begin_round()
         self._kept_passes = False
         self._rounds = 0
-        self._completed.clear()
+        self._arrivals.clear()
         used = [group.index for group in self._groups if group.has_any]
         self._put_in_order(sorted(used, key=lambda index: (places[index], -index)))
 
@@ -435,7 +446,7 @@ class Reductions:
         self.finish()
         self._rounds = 0
         self._kept_passes = False
-        self._completed.clear()
+        self._arrivals.clear()
 
     def all_squares(self, parts: list[float]) -> list[float]:
         """Sums of squares over all ranks' parts, the same on every rank."""
@@ -447,9 +458,11 @@ class Reductions:
         if self._thread.await_oldest():
             return True
         left = self._order[self._place :]
-        if not in_backward or self._patient or self._issuing:
+        if not in_backward or self._issuing:
             return False
         if not left or self._groups[left[0]].bucket is None:
+            return False
+        if self._patient and not self._trace.is_over(left[0]):
             return False
         self._issue_head()
         return True
