@@ -147,6 +147,13 @@ def test_ranks_share_the_states_and_add_up_their_tokens(capsys: Any) -> None:
     assert any("4 ranks" in note for note in values[1]["notes"])
 
 
+def test_ranks_on_a_network_that_is_not_known_have_no_times(capsys: Any) -> None:
+    assert run(*SMALL, "--nodes", "2", "--format", "json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["step"] is None
+    assert any(note.startswith("no times: the network") for note in values["notes"])
+
+
 def test_weights_without_code_are_counted_without_activations(tmp_path: Path, capsys: Any) -> None:
     from safetensors.torch import save_file
 
@@ -374,6 +381,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*TINY, "--gpu", "24GiB", "--gpus", "0"], "--gpus 0"),
     ([*TINY, "--nodes", "-1"], "--nodes -1"),
     ([*TINY, "--profile", "DGX-3"], "--profile DGX-3"),
+    ([*TINY, "--profile", "DGX-2", "--gpus", "0"], "error: --gpus 0: write 1 to"),
     ([*TINY, "--profile", "DGX-2", "--gpu", "24GiB"], "--profile DGX-2 contradicts --gpu"),
     ([*TINY, "-o", "device=cuda", "--gpu", "none"], "has no GPU"),
     ([*TINY, "--format", "pdf"], "pdf"),
