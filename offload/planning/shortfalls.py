@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload.planning.estimate import Shortfall
-from offload.planning.plan import Hardware, Plan, breakdown, needed_nbytes
-from offload.planning.plan_sizes import CLASSES
+from offload.planning.plan import (
+    Hardware,
+    Plan,
+    breakdown,
+    gathered_nbytes,
+    host_window,
+    needed_nbytes,
+)
+from offload.planning.plan_sizes import CLASSES, STAGING_BUFFERS
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
+from offload.zero.layout import Layout
 
 
 def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:
@@ -82,14 +90,61 @@ def _to_disk(plan: Plan, hardware: Hardware) -> str:
 
 
 def _remedy(plan: Plan, tier: TierName, short_nbytes: int) -> str:
+    """A larger budget, and whatever else would do by itself."""
+    raised = f"raise budget.{tier}"
     if tier is TierName.NVME:
-        return "raise budget.nvme"
-    classes = [c for c in CLASSES if plan.expected[tier].get(c)]
+        return raised
     below = TierName.HOST if tier is TierName.DEVICE else TierName.NVME
-    if not classes:
-        smaller = plan.expected[tier].get(StateClass.STAGING, 0) > short_nbytes
-        return f"raise budget.{tier}" + (", or lower optimizer.chunk" if smaller else "")
-    if below is TierName.NVME and not plan.budgets[below]:
-        return f"raise budget.{tier} or budget.nvme (0 B)"
-    largest = max(classes, key=lambda c: plan.expected[tier][c])
-    return f"raise budget.{tier}, or set placement.{largest}: {below}"
+    moved = _moved(plan, tier, short_nbytes)
+    if moved and below is TierName.NVME and not plan.budgets[below]:
+        return f"{raised} or budget.nvme (0 B)"
+    if moved:
+        return f"{raised}, or set {', '.join(f'placement.{c}: {below}' for c in moved)}"
+    shared = _shared_nbytes(plan, tier)
+    if plan.expected[tier].get(StateClass.STAGING, 0) - shared > short_nbytes:
+        return f"{raised}, or lower optimizer.chunk"
+    padding = max((_padding(group.layout) for group in plan.groups), default=0.0)
+    if shared * padding > short_nbytes:
+        return (
+            f"{raised}, or train on fewer than {plan.sharding.world_size} ranks: of groups padded "
+            f"for so many, what ranks exchange takes {format_bytes(shared)}"
+        )
+    return raised
+
+
+def _moved(plan: Plan, tier: TierName, short_nbytes: int) -> list[StateClass]:
+    """The largest classes that together leave enough room when they go; none if all do not."""
+    if tier is TierName.HOST:  # copies of what is on nvme
+        records = max((group.largest_record for group in plan.groups), default=0)
+        window = host_window(plan) if plan.uses_nvme else 0
+        short_nbytes += max(plan.window_nbytes, records) - window
+    found: list[StateClass] = []
+    for each in sorted(CLASSES, key=lambda c: -plan.expected[tier].get(c, 0)):
+        if short_nbytes <= 0:
+            break
+        found.append(each)
+        short_nbytes -= plan.expected[tier].get(each, 0) - _passing_nbytes(plan, tier, each)
+    return found if short_nbytes <= 0 else []
+
+
+def _passing_nbytes(plan: Plan, tier: TierName, state_class: StateClass) -> int:
+    """What a tier needs of a class that has gone from it and is only worked on there."""
+    if tier is TierName.DEVICE:
+        unit = plan.unit_nbytes - gathered_nbytes(plan) if plan.gpu else 0
+        return unit if state_class is StateClass.PARAMETERS else 0
+    if TierName.NVME in plan.placements[state_class].tiers or not plan.groups:
+        return 0
+    largest = max(plan.groups, key=lambda group: group.layout.shard_numel)
+    chunk = min(1.0, plan.chunk_numel / max(1, largest.layout.shard_numel))
+    return int(STAGING_BUFFERS * chunk * getattr(largest, state_class))
+
+
+def _shared_nbytes(plan: Plan, tier: TierName) -> int:
+    """Of staging, what several ranks need, which no smaller chunk lowers."""
+    computing = TierName.DEVICE if plan.gpu else TierName.HOST
+    return plan.shared.total_nbytes if plan.shared is not None and tier is computing else 0
+
+
+def _padding(layout: Layout) -> float:
+    """The share of a group's buffer that is there to be cut evenly."""
+    return 1 - sum(spec.numel for spec in layout.params) / layout.numel if layout.numel else 0.0
