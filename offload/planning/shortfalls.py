@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from offload.planning.estimate import Shortfall
 from offload.planning.plan import (
@@ -14,6 +14,7 @@ from offload.planning.plan import (
     needed_nbytes,
 )
 from offload.planning.plan_sizes import CLASSES, STAGING_BUFFERS
+from offload.planning.tuning import LEAST_CHUNK_NUMEL
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
@@ -95,11 +96,16 @@ def _remedy(plan: Plan, tier: TierName, short_nbytes: int) -> str:
     if tier is TierName.NVME:
         return raised
     below = TierName.HOST if tier is TierName.DEVICE else TierName.NVME
-    moved = _moved(plan, tier, short_nbytes)
+    chunk = plan.chunk_numel
+    moved = _moved(plan, tier, short_nbytes, chunk)
+    if not moved and chunk > LEAST_CHUNK_NUMEL:
+        chunk = LEAST_CHUNK_NUMEL
+        moved = _moved(plan, tier, short_nbytes, chunk)
     if moved and below is TierName.NVME and not plan.budgets[below]:
         return f"{raised} or budget.nvme (0 B)"
     if moved:
-        return f"{raised}, or set {', '.join(f'placement.{c}: {below}' for c in moved)}"
+        smaller = ", and lower optimizer.chunk" if chunk < plan.chunk_numel else ""
+        return f"{raised}, or set {', '.join(f'placement.{c}: {below}' for c in moved)}{smaller}"
     shared = _shared_nbytes(plan, tier)
     if plan.expected[tier].get(StateClass.STAGING, 0) - shared > short_nbytes:
         return f"{raised}, or lower optimizer.chunk"
@@ -112,31 +118,36 @@ def _remedy(plan: Plan, tier: TierName, short_nbytes: int) -> str:
     return raised
 
 
-def _moved(plan: Plan, tier: TierName, short_nbytes: int) -> list[StateClass]:
+def _moved(
+    plan: Plan, tier: TierName, short_nbytes: int, chunk_numel: int
+) -> list[StateClass]:  # fmt: skip
     """The largest classes that together leave enough room when they go; none if all do not."""
-    if tier is TierName.HOST:  # copies of what is on nvme
-        records = max((group.largest_record for group in plan.groups), default=0)
-        window = host_window(plan) if plan.uses_nvme else 0
-        short_nbytes += max(plan.window_nbytes, records) - window
-    found: list[StateClass] = []
-    for each in sorted(CLASSES, key=lambda c: -plan.expected[tier].get(c, 0)):
-        if short_nbytes <= 0:
-            break
-        found.append(each)
-        short_nbytes -= plan.expected[tier].get(each, 0) - _passing_nbytes(plan, tier, each)
-    return found if short_nbytes <= 0 else []
+    held = plan.expected[tier]
+    largest = sorted((c for c in CLASSES if held.get(c)), key=lambda c: -held[c])
+    for count in range(1, len(largest) + 1):
+        moved = largest[:count]
+        freed = sum(held[c] for c in moved) - _passing_nbytes(plan, tier, moved, chunk_numel)
+        if freed >= short_nbytes:
+            return moved
+    return []
 
 
-def _passing_nbytes(plan: Plan, tier: TierName, state_class: StateClass) -> int:
-    """What a tier needs of a class that has gone from it and is only worked on there."""
+def _passing_nbytes(
+    plan: Plan, tier: TierName, moved: Sequence[StateClass], chunk_numel: int
+) -> int:  # fmt: skip
+    """What a tier comes to need for classes that have gone from it and are only worked on there."""
     if tier is TierName.DEVICE:
-        unit = plan.unit_nbytes - gathered_nbytes(plan) if plan.gpu else 0
-        return unit if state_class is StateClass.PARAMETERS else 0
-    if TierName.NVME in plan.placements[state_class].tiers or not plan.groups:
-        return 0
+        whole = plan.gpu and StateClass.PARAMETERS in moved
+        return plan.unit_nbytes - gathered_nbytes(plan) if whole else 0
     largest = max(plan.groups, key=lambda group: group.layout.shard_numel)
-    chunk = min(1.0, plan.chunk_numel / max(1, largest.layout.shard_numel))
-    return int(STAGING_BUFFERS * chunk * getattr(largest, state_class))
+    chunk = min(1.0, chunk_numel / max(1, largest.layout.shard_numel))
+    new = [c for c in moved if TierName.NVME not in plan.placements[c].tiers]
+    staging = sum(int(STAGING_BUFFERS * chunk * getattr(largest, c)) for c in new)
+    windows = [host_window(plan)] if plan.uses_nvme else [0]
+    for each in new:
+        record = int(chunk * largest.optimizer)
+        windows.append(record if each is StateClass.OPTIMIZER else plan.window_nbytes)
+    return staging + max(windows) - windows[0]
 
 
 def _shared_nbytes(plan: Plan, tier: TierName) -> int:
