@@ -29,6 +29,7 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
+_RANK_PATH = re.compile(r"[^\s,\[\]\"']*\{(?:local_)?rank\}[^\s,\[\]\"'{}]*")  # an entry of a list
 _TAG = "tag:yaml.org,2002:"
 _CORE = [
     ("null", _NULL, ["~", "n", "N", ""]),
@@ -92,7 +93,8 @@ def parse_document(text: str, source: str) -> Document:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         problem = error.problem or error.context or "cannot be parsed"
-        raise ConfigError(f"{where}: not valid YAML: {problem}{_yaml_hint(problem)}") from None
+        hint = _path_hint(text, mark) or _yaml_hint(problem)
+        raise ConfigError(f"{where}: not valid YAML: {problem}{hint}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -203,6 +205,17 @@ def _scalar_of(node: yaml.Node, source: str) -> str | int | float | bool | None:
     line = node.start_mark.line + 1
     shown = text if len(text) <= 40 else text[:37] + "..."
     raise ConfigError(f"{source}:{line}: {shown!r} with tag {node.tag!r} is not supported here")
+
+
+def _path_hint(text: str, mark: yaml.Mark | None) -> str:
+    """Where a path with `{rank}` stands in a list: braces begin a mapping there."""
+    if mark is None:
+        return ""
+    lines = text.split("\n")[mark.line : mark.line + 1]  # none where the text ended
+    for path in _RANK_PATH.finditer("".join(lines)):
+        if path.start() <= mark.column < path.end():
+            return f'; in a list braces begin a mapping: quote the path, "{path[0]}"'
+    return ""
 
 
 def _yaml_hint(problem: str) -> str:

@@ -17,7 +17,7 @@ from offload import machine
 from offload.bench.adam_peers import INSTALL_DEEPSPEED, has_deepspeed
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, interleaved
-from offload.bench.step import LLAMA_151M, count_parameters
+from offload.bench.step import LLAMA_151M, check_supported, count_parameters
 from offload.bench.step_process import SystemFailed, SystemProcess, SystemSpec, Turn
 from offload.bench.step_rows import last_line
 from offload.bench.table import Column, number
@@ -131,6 +131,7 @@ def run_ranks(options: RanksOptions, say: Say) -> Record:
     """Measure. SystemFailed if one of ours ends early; ConfigError and PathError before anything is
     started."""
     base = OffloadConfig.load(options.config or LLAMA_151M, options.overrides)
+    check_supported(base)
     if options.ranks < 2:
         raise ConfigError(f"--ranks: {options.ranks} is not several; `offload bench step` has one")
     folder = options.folder or Path(tempfile.gettempdir())
@@ -142,6 +143,9 @@ def run_ranks(options: RanksOptions, say: Say) -> Record:
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         systems, missing = _start(options, base, private, stack, say)
+        if not systems:
+            reasons = "".join(f"\n  {row.name}: {row.note}" for row in missing)
+            raise ConfigError(f"--systems: none of them can be measured:{reasons}")
         results = interleaved({s.spec.label: s.turn for s in systems}, options.rounds, say)
     for system in systems:
         record.rows.append(_row(system, results[system.spec.label]))
@@ -162,15 +166,15 @@ def _start(
     unknown = [name for name in options.systems if name not in known]
     if unknown:
         raise ConfigError(f"--systems: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
-    systems, missing = [], []
+    systems: list[RankedSystem] = []
+    missing: list[Row] = []
     numel, room = count_parameters(base), machine.available_memory_nbytes()
-    for spec in [known[name] for name in options.systems] or SYSTEMS:
+    names = options.systems or tuple(known)
+    for spec in [known[name] for name in dict.fromkeys(names)]:  # each once: it has one row
         needed = spec.memory_per_parameter * numel + options.ranks * _PROCESS_NBYTES
         if needed > room:
-            reason = (
-                f"left out: needs about {format_bytes(needed)}, and the others leave "
-                f"{format_bytes(max(0, room))}; run it with fewer: --systems stage3,{spec.name}"
-            )
+            left = _left(spec, [system.spec for system in systems], room)
+            reason = f"left out: needs about {format_bytes(needed)}, and {left}"
             missing.append(Row(spec.label, spec.kind, note=reason))
             continue
         if spec.program.startswith("deepspeed") and not has_deepspeed():
@@ -188,6 +192,17 @@ def _start(
         stack.callback(system.kill)
         systems.append(system)
     return systems, missing
+
+
+def _left(spec: SystemSpec, started: Sequence[SystemSpec], room_nbytes: int) -> str:
+    """What there is for one that does not fit, and how there would be more."""
+    room = format_bytes(max(0, room_nbytes))
+    if not started:
+        return f"{room} of RAM are free; take fewer --ranks, or a smaller model"
+    # ours beside it, to compare with, unless that alone has taken the room
+    beside = len(started) > 1 and spec is not SYSTEMS[0]
+    names = f"{SYSTEMS[0].name},{spec.name}" if beside else spec.name
+    return f"the others leave {room}; run it with fewer: --systems {names}"
 
 
 def _row(system: RankedSystem, turns: Sequence[Turn | None]) -> Row:

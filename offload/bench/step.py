@@ -75,7 +75,7 @@ def run_step(options: StepOptions, say: Say) -> Record:
     """Measure. IntegrityError if ours do not have the same losses everywhere; SystemFailed if one
     of ours ends early; ConfigError and PathError before anything is started."""
     base = OffloadConfig.load(options.config or LLAMA_151M, options.overrides)
-    _check_supported(base)
+    check_supported(base)
     folder = options.folder or Path(tempfile.gettempdir())
     if not folder.is_dir():
         raise PathError(f"--path: {folder} is not a folder; name one on the disk to be used")
@@ -105,7 +105,8 @@ def run_step(options: StepOptions, say: Say) -> Record:
     return record
 
 
-def _check_supported(base: OffloadConfig) -> None:
+def check_supported(base: OffloadConfig) -> None:
+    """ConfigError for what the other systems cannot train alike."""
     if base.optimizer.type != "adamw":
         raise ConfigError(
             f"optimizer.type: {base.optimizer.type} has no peers here; set optimizer.type: adamw"

@@ -9,7 +9,8 @@ Gathering and reducing are two queues, each in an order that all ranks agree on 
 `zero/reduction`). Under stages 1 and 2 every group is gathered behind its update, in the reverse of
 the order in which gradients are reduced; under stage 3 whenever it is used and is not among the
 last ones that the room for whole parameters holds. With room for few groups, 3 x the parameters
-travel under stage 3 per pass, and 2 x under the others.
+travel under stage 3 per pass, and 2 x under the others; 3 x under stage 0 in 16 bits, where
+gradients go out as they are and come back as fp32 sums.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _headline(planned: Planned) -> RenderableType:
 
 
 def _ranks(planned: Planned) -> str:
-    """`1 of 16, 8 on each machine; ZeRO stage 3: 2 shard groups of 8`."""
+    """`1 of 16, 8 on each machine; ZeRO stage 3: 2 copies of shards for 8 ranks`."""
     sharding, stage = planned.plan.sharding, planned.config.zero.stage
     groups = f"{sharding.replicas} copies of shards for {sharding.ranks} ranks"
     if sharding.ranks == 1:

@@ -17,7 +17,7 @@ from offload.swap.measure import Bandwidth
 # chunk makes five, and the model's thread waits for the interpreter meanwhile: chunks of a quarter
 # of this cost a 151 M step on two cores a tenth of its time.
 _CHUNK_S = 10e-3
-_LEAST_CHUNK_NUMEL, _MOST_CHUNK_NUMEL = 1 << 16, 1 << 22
+LEAST_CHUNK_NUMEL, _MOST_CHUNK_NUMEL = 1 << 16, 1 << 22
 # The buffers that chunks stream through may take this part of the host budget.
 _STAGING_SHARE = 0.13  # an eighth and what rounding to pages adds
 # Bytes on their way: measured to be enough beside a busy optimizer; half of it loses a third of the
@@ -74,7 +74,7 @@ def chunk_numel(bandwidth: Bandwidth, streamed: Streamed) -> int:
     room = streamed.host_budget * _STAGING_SHARE / streamed.buffers
     fitting = room / streamed.bytes_per_parameter
     numel = _power_of_two_below(max(1.0, min(wanted * 1.5, fitting)))  # the nearest, not the lower
-    return max(_LEAST_CHUNK_NUMEL, min(_MOST_CHUNK_NUMEL, numel))
+    return max(LEAST_CHUNK_NUMEL, min(_MOST_CHUNK_NUMEL, numel))
 
 
 def prefetch_depth(bandwidth: Bandwidth, streamed: Streamed) -> int:

@@ -11,13 +11,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from offload.bench import adam_peers, io, io_raw, step_limits, step_process
+from offload.bench import adam_peers, io, io_raw, ranks, step_limits, step_process
 from offload.bench.adam_ours import VARIANTS, Variant, filled, stepper
 from offload.bench.arrays import STAGGER_NBYTES, Arrays, Stream
 from offload.bench.io_raw import GRID, LibaioLoop, ThreadsLoop, cut, open_loop
@@ -192,6 +193,10 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
         (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["step", "--precision", "fp16"], "set precision: fp32 or bf16"),
+        (["ranks", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
+        (["ranks", "-o", "precision=fp16"], "set precision: fp32 or bf16"),
+        (["ranks", "--ranks", "1"], "--ranks: 1 is not several"),
+        (["ranks", "--systems", "ddp,fancy"], "--systems: 'fancy' is unknown"),
         (["nonsense"], "No such command"),
     ],
 )
@@ -203,6 +208,43 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
     error = capsys.readouterr().err
     assert fragment in re.sub(r"\x1b\[[0-9;]*m", "", error)
     assert "Traceback" not in error
+
+
+def test_ranks_without_a_system_that_can_run_say_why(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.bench.ranks.machine.available_memory_nbytes", lambda: 1 << 20)
+    assert run("ranks", "--systems", "stage3,stage3,ddp", *TINY_MODEL) == 2
+    said = capsys.readouterr().err
+    assert said.count("ours, stage 3, host: left out: needs about 1.4 GiB, and 1.0 MiB") == 1
+    assert "DDP: left out" in said
+    assert "fewer --ranks" in said
+    assert "--systems stage3" not in said
+    assert "Traceback" not in said
+
+
+def test_a_system_of_several_ranks_starts_once_and_advice_names_two_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    class Fake:
+        def __init__(self, spec: Any, *_: Any) -> None:
+            started.append(spec.name)
+            self.spec = spec
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr(ranks, "RankedSystem", Fake)
+    monkeypatch.setattr(ranks.machine, "available_memory_nbytes", lambda: 5 << 30)
+    names = ("stage2", "ddp", "stage2", "ddp", "stage3", "fsdp2", "stage3")
+    options = ranks.RanksOptions(systems=names)
+    base = OffloadConfig.load(LLAMA_151M, TINY_MODEL[1::2])
+    with ExitStack() as stack:
+        _, missing = ranks._start(options, base, tmp_path, stack, silent)
+    assert started == ["stage2", "ddp", "stage3"]
+    assert [row.name for row in missing] == ["FSDP2"]
+    assert missing[0].note.endswith("run it with fewer: --systems stage3,fsdp2")
 
 
 def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:

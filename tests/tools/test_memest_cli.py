@@ -144,7 +144,16 @@ def test_ranks_share_the_states_and_add_up_their_tokens(capsys: Any) -> None:
     assert 0 < held[1] < held[0] / 2
     tokens = [v["step"]["tokens_per_s"] * v["step"]["seconds"] for v in values]
     assert tokens == pytest.approx([64, 256])
-    assert any("4 ranks" in note for note in values[1]["notes"])
+    said = "memory and disk (but for the checkpoint) are of one of 4 ranks, ZeRO stage 3"
+    assert said in values[1]["notes"]
+    assert values[1]["checkpoint_nbytes"] == values[0]["checkpoint_nbytes"]
+
+
+def test_ranks_on_a_network_that_is_not_known_have_no_times(capsys: Any) -> None:
+    assert run(*SMALL, "--nodes", "2", "--format", "json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["step"] is None
+    assert any(note.startswith("no times: the network") for note in values["notes"])
 
 
 def test_weights_without_code_are_counted_without_activations(tmp_path: Path, capsys: Any) -> None:
@@ -258,6 +267,12 @@ def test_compare_has_every_system_and_ours_last(capsys: Any) -> None:
     assert names[-1] == "offload"
     assert run("compare", *SMALL) == 0
     assert "ZeRO-Infinity, nvme" in capsys.readouterr().out
+
+
+def test_compare_says_nothing_of_one_rank_above_numbers_of_a_node(capsys: Any) -> None:
+    assert run("compare", *SMALL, "--gpus", "4", "--format", "json") == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert not [note for note in notes if "ranks" in note or "collectives" in note]
 
 
 @pytest.mark.parametrize(
@@ -374,6 +389,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*TINY, "--gpu", "24GiB", "--gpus", "0"], "--gpus 0"),
     ([*TINY, "--nodes", "-1"], "--nodes -1"),
     ([*TINY, "--profile", "DGX-3"], "--profile DGX-3"),
+    ([*TINY, "--profile", "DGX-2", "--gpus", "0"], "error: --gpus 0: write 1 to"),
     ([*TINY, "--profile", "DGX-2", "--gpu", "24GiB"], "--profile DGX-2 contradicts --gpu"),
     ([*TINY, "-o", "device=cuda", "--gpu", "none"], "has no GPU"),
     ([*TINY, "--format", "pdf"], "pdf"),

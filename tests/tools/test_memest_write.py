@@ -128,12 +128,26 @@ def test_what_does_not_fit_says_so_in_its_first_line(tmp_path: Path, capsys: Any
     OffloadConfig.load(path)
 
 
-def test_a_share_of_several_ranks_is_said_to_be_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hardware", "command"),
+    [
+        (["--gpus", "4"], "torchrun --nproc-per-node 4 -m offload train"),
+        (
+            ["--gpus", "2", "--nodes", "3"],
+            "torchrun --nnodes 3 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 "
+            "--nproc-per-node 2 -m offload train",
+        ),
+    ],
+)
+def test_a_share_of_several_ranks_is_said_to_be_one_and_how_all_start(
+    hardware: list[str], command: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a.yaml"
-    written(path, *TINY, *WORK, "--gpu", "RTX 4090", "--ram", "64GiB", "--gpus", "4")
+    written(path, *TINY, *WORK, "--gpu", "RTX 4090", "--ram", "64GiB", *hardware)
     text = path.read_text()
-    assert "# all of this is of one of 4 ranks; " in text
-    assert "Train with" not in text
+    count = 4 if "4" in hardware else 6
+    assert f"# all of this is of one of {count} ranks; " in text
+    assert f"#   {command} {path}\n# or in a loop of your own:\n" in text
 
 
 def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path, capsys: Any) -> None:

@@ -22,12 +22,13 @@ from offload.tools.memest.source import ModelSource, SourceKind
 def estimate(
     source: ModelSource, config: OffloadConfig, workload: Workload, profile: HardwareProfile,
     speeds: Speeds | None, judge: Judge | None = None,
-    *, advise: bool = False,
+    *, advise: bool = False, by_node: bool = False,
 ) -> Estimate:  # fmt: skip
     """What training takes, with what would make it fit where it does not.
 
     `speeds`: one rank's; None where they are not known: then there are no times. `judge`: one that
     has seen the model before. `advise`: also what would make a step faster, which takes longer.
+    `by_node`: the reader makes nodes' memory of it, and shows no times of several ranks.
     """
     case = Case(source, config, workload, profile, speeds)
     judge = judge or Judge()
@@ -43,7 +44,7 @@ def estimate(
         memory=verdict.memory,
         step=verdict.step,
         shortfalls=verdict.shortfalls,
-        notes=tuple(_notes(case, verdict)),
+        notes=(*_notes(case, verdict), *_ranks(case, by_node=by_node)),
         endurance_nbytes=speeds.endurance_nbytes if speeds is not None else 0,
     )
     if not found.fits:
@@ -78,17 +79,23 @@ def _notes(case: Case, verdict: Verdict) -> Iterator[str]:
         )
     elif case.source.has_graph and case.speeds is None:
         yield "no times: speeds are not known; `memest calibrate` measures this machine's"
-    if case.profile.ranks > 1:
-        yield from _ranks(case)
 
 
-def _ranks(case: Case) -> Iterator[str]:
+def _ranks(case: Case, *, by_node: bool) -> Iterator[str]:
     """Who the numbers are of, and what is not known of the others."""
+    if case.profile.ranks == 1:
+        return
     sharding, stage = case.sharding, case.config.zero.stage
     groups = "" if sharding.replicas == 1 else f" in {sharding.replicas} shard groups"
-    yield f"memory and disk are of one of {case.profile.ranks} ranks{groups}, ZeRO stage {stage}"
+    if not by_node:
+        yield (
+            f"memory and disk (but for the checkpoint) are of one of {case.profile.ranks} ranks"
+            f"{groups}, ZeRO stage {stage}"
+        )
     if stage in (1, 2):
         yield "under `no_sync` a rank holds whole gradients, which are not counted here"
+    if by_node:
+        return
     if case.timed:
         yield f"collectives are timed by the ratings of the links; latencies: {NCCL.source}"
     elif case.speeds is not None and case.source.has_graph:

@@ -128,13 +128,13 @@ def _collectives(point: Point) -> str:
     return (
         f'<div class="card scroll" style="margin-top:12px"><b>Collectives of one step, '
         f"{point.ranks:,} ranks</b><table><tr><th></th>"
-        f'<th class="number">calls</th><th class="number">bytes of the buffers</th>'
+        f'<th class="number">collectives</th><th class="number">bytes of the buffers</th>'
         f'<th class="number">network</th></tr>{kinds}</table>{_sequence(point)}</div>'
     )
 
 
 def _sequence(point: Point) -> str:
-    """The first and the last calls in order."""
+    """The first and the last ones in order."""
     network = point.profile.network()
     assert network is not None, "there are times"
     lines = [

@@ -57,25 +57,30 @@ def read_question(asked: EstimateOptions) -> Question:
     return Question(case, config, (*assumed, *more))
 
 
-def answer(question: Question, judge: Judge | None = None, *, advise: bool = False) -> Estimate:
+def answer(
+    question: Question, judge: Judge | None = None,
+    *, advise: bool = False, by_node: bool = False,
+) -> Estimate:  # fmt: skip
     """The estimate, assumptions first among its notes."""
     case = question.case
     found = estimate(
-        case.source, case.config, case.workload, case.profile, case.speeds, judge, advise=advise
-    )
+        case.source, case.config, case.workload, case.profile, case.speeds, judge,
+        advise=advise, by_node=by_node,
+    )  # fmt: skip
     return replace(found, notes=(*question.assumed, *found.notes))
 
 
 def answered(
-    question: Question, judge: Judge | None = None, *, advise: bool = False
-) -> tuple[Question, Estimate]:
+    question: Question, judge: Judge | None = None,
+    *, advise: bool = False, by_node: bool = False,
+) -> tuple[Question, Estimate]:  # fmt: skip
     """The answer; of the states alone where the model's code cannot be followed, which is noted."""
     try:
-        return question, answer(question, judge, advise=advise)
+        return question, answer(question, judge, advise=advise, by_node=by_node)
     except UntraceableError as error:
         source = question.case.source.without_graph(str(error))
         question = replace(question, case=replace(question.case, source=source))
-        return question, answer(question, judge, advise=advise)
+        return question, answer(question, judge, advise=advise, by_node=by_node)
 
 
 def run_estimate(asked: EstimateOptions) -> int:
@@ -221,9 +226,10 @@ def _table_text(found: Estimate) -> str:
 
 
 def _write_config(found: Estimate, question: Question, path: Path) -> None:
+    from offload.tools.memest.subject import ranks_of
     from offload.tools.memest.write_config import config_yaml
 
     case = question.case
-    text = config_yaml(found, case.source, question.asked, str(path), case.profile.ranks)
+    text = config_yaml(found, case.source, question.asked, str(path), ranks_of(case.profile))
     write_file(path, text.encode(), "--write")
     print(f"wrote {path}", file=sys.stderr)

@@ -42,7 +42,7 @@ def _named(option: str, shown: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         text = str(error)
-        if shown != option and text.startswith(option):
+        if shown != option and text.startswith((f"{option} ", f"{option}:")):  # no --gpus
             raise ConfigError(shown + text.removeprefix(option)) from None
         raise
 

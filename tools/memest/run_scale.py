@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
@@ -17,6 +17,9 @@ from offload.tools.memest.output import write_file
 from offload.tools.memest.run_estimate import DOES_NOT_FIT, Question, read_question
 from offload.tools.memest.scaling import MOST_RANKS, Point, Series, in_order, scaling, totals
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 STATES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
 
 
@@ -24,7 +27,10 @@ def run_scale(asked: EstimateOptions) -> int:
     """Print or write what a run of every size takes. 0 if the largest fits, 1 if not."""
     if asked.output.write is not None or asked.output.advise or asked.output.chosen is Format.PNG:
         raise ConfigError("scale: gives a table, --format json or html; leave the others out")
-    question = read_question(replace(asked, machine=replace(asked.machine, nodes=None)))
+    # one machine that is not here: there is nothing to be measured
+    one = replace(asked.machine, nodes=None)
+    output = replace(asked.output, measure=False)
+    question = read_question(replace(asked, machine=one, output=output))
     case = question.case
     machine = case.profile.ranks_per_node
     most = MOST_RANKS if asked.machine.nodes is None else asked.machine.nodes * machine
@@ -99,8 +105,7 @@ def cells(point: Point) -> list[str]:
     return [
         f"{point.ranks:,}", f"{sharding.ranks:,} x {sharding.replicas:,}", *held,
         wording_of(point.shared_nbytes), f"{point.shards.padding:.1%}",
-        f"{len(point.sequence.gathers) + len(point.sequence.reductions):,}",
-        f"{point.times_model:.2f}", wording.duration(point.step.seconds),
+        f"{point.collectives:,}", f"{point.times_model:.2f}", wording.duration(point.step.seconds),
         wording.duration(point.network_s) if point.network_s else "-",
         f"{point.step.tokens_per_s:,.0f}", f"{point.efficiency:.0%}",
         "yes" if point.fits else "no",
@@ -108,13 +113,27 @@ def cells(point: Point) -> list[str]:
 
 
 HEADER = (
-    "ranks", "shards x replicas", "parameters", "gradients", "optimizer", "exchange", "padding",
-    "calls", "moved / model", "step", "network", "tokens/s", "computing", "fits",
+    "ranks", "shards", "parameters", "gradients", "optimizer", "exchange", "padding",
+    "collectives", "moved / model", "step", "network", "tokens/s", "computing", "fits",
 )  # fmt: skip
+NARROW = (  # tables that a terminal of 80 columns has room for: what they have of `HEADER`
+    (
+        "bytes of one rank",
+        ("ranks", "shards", "parameters", "gradients", "optimizer", "exchange", "fits"),
+    ),
+    ("one step", ("ranks", "collectives", "step", "network", "tokens/s", "computing")),
+)
+_BYTES = (
+    "Shards: of one copy of the states, x copies. Bytes are of one rank, at home in all tiers; "
+    "exchange: buffers for working with other ranks."
+)
+_COMPUTING = "Computing: the share of a step in which the model computes."
 LEGEND = (
-    "Bytes are of one rank, at home in all tiers; exchange: buffers for working with other ranks. "
-    "Moved: buffers of all collectives of a step, in sizes of the model. Computing: the share of a "
-    "step in which the model computes."
+    f"{_BYTES} Moved: buffers of all collectives of a step, in sizes of the model. {_COMPUTING}"
+)
+NARROW_LEGEND = (
+    f"{_BYTES} {_COMPUTING} Padding, what is moved, homes of the states and the collectives in "
+    "order are in --format json and --out scale.html."
 )
 
 
@@ -122,27 +141,36 @@ def wording_of(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else "-"
 
 
-# ---------------------------------------------------------------- table
+# ---------------------------------------------------------------- tables
 def _print_tables(question: Question, found: Sequence[Series]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console()
     case = question.case
     console.print(Text(f"{case.source.name} on machines like {case.profile.name}, simulated\n"))
     for series in found:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left",
-                      title=Text(series.name, style="bold"), title_style="")  # fmt: skip
-        for name in HEADER:
-            table.add_column(name, justify="right")
-        for point in series.points:
-            table.add_row(*cells(point))
-        console.print(table)
-    console.print(Text(f"{LEGEND}\n"), soft_wrap=False)
+        for what, columns in NARROW:
+            console.print(_table(series, what, columns))
+            console.print()
+    console.print(Text(f"{NARROW_LEGEND}\n"))
     for line in statements(question, found):
         console.print(Text(f"  · {line}", style="dim"))
+
+
+def _table(series: Series, what: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left",
+                  title=Text(f"{series.name}: {what}", style="bold"), title_style="")  # fmt: skip
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in series.points:
+        row = dict(zip(HEADER, cells(point), strict=True))
+        table.add_row(*(row[name] for name in columns))
+    return table
 
 
 # ---------------------------------------------------------------- JSON

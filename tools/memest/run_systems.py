@@ -40,7 +40,7 @@ def run_compare(asked: EstimateOptions) -> int:
     """One model under every system, ours last. 0 if ours fits, 1 if not."""
     _check_format(asked)
     judge = Judge()
-    question, ours = answered(read_question(asked), judge)
+    question, ours = answered(read_question(asked), judge, by_node=True)
     case = question.case
     facts = judge.facts(case, ours.config)
     speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from offload.config import OffloadConfig
 from offload.planning.collective_sequence import (
+    Among,
     Collective,
     CollectiveSequence,
     collective_sequence,
@@ -67,6 +68,11 @@ class Point:
         """`parameters device; gradients host; ...`"""
         placements = self.verdict.plan.placements.items()
         return "; ".join(f"{name} {placement.describe()}" for name, placement in placements)
+
+    @property
+    def collectives(self) -> int:
+        """Of a step."""
+        return sum(1 for _ in in_order(self.sequence))
 
     @property
     def times_model(self) -> float:
@@ -137,12 +143,21 @@ def in_order(sequence: CollectiveSequence) -> Iterator[tuple[str, Collective]]:
     """Collectives with their names, as the step's actions ask for them."""
     by_action: dict[object, list[tuple[str, Collective]]] = {}
     for each in sequence.gathers:
-        name = f"all-gather in {each.action.verb.value}"
+        name = f"all-gather of shards in {each.action.verb.value}"
         by_action.setdefault(each.action, []).append((name, each))
     for each in sequence.reductions:
-        by_action.setdefault(each.action, []).append(("reduce-scatter in backward", each))
+        by_action.setdefault(each.action, []).extend(_reductions(each))
     for action in dict.fromkeys(sequence.program.actions):
         yield from by_action.get(action, ())
+
+
+def _reductions(asked: Collective) -> Iterator[tuple[str, Collective]]:
+    """A sum for the owner of each shard, then one of those among its replicas: in hybrids both."""
+    names = {Among.SHARDS: "reduce-scatter of shards", Among.REPLICAS: "all-reduce among replicas"}
+    for among, name in names.items():
+        exchanges = tuple(each for each in asked.exchanges if each.among is among)
+        if exchanges:
+            yield f"{name} in backward", replace(asked, exchanges=exchanges)
 
 
 def seconds_of(network: Network, collective: Collective, sharding: Sharding) -> float:
@@ -154,6 +169,10 @@ def _check(case: Case) -> None:
         raise ConfigError(
             f"scale: {case.source.name}: weights alone do not say what a step works on; name the "
             "config.json, or give --layers and --hidden"
+        )
+    if case.config.device == "cpu":
+        raise ConfigError(
+            "scale: device: cpu has no GPUs, and a size here is a number of GPUs; set device: cuda"
         )
     network = case.profile.network()
     if case.speeds is None or network is None or not network.between_bytes_per_s:
@@ -177,8 +196,10 @@ def _series(case: Case, judge: Judge, most_ranks: int) -> Series:
             if not points[-1].fits:  # what fitted before does not: all is open again
                 points[-1] = _point(case, judge, ranks)
     if not points:
+        tried = ", ".join(f"{ranks:,}" for ranks in sizes)
         raise ConfigError(
-            f"zero.shard_group: {group} divides none of the numbers of ranks up to {most_ranks}"
+            f"zero.shard_group: {group} divides none of the numbers of ranks that are gone through "
+            f"({tried}); set it to a divisor of one of them"
         )
     return Series(name, case.config, tuple(points))
 
@@ -197,10 +218,12 @@ def _as_before(case: Case, points: Sequence[Point]) -> Case:
 
 
 def _sizes(per_machine: int, most_ranks: int) -> Sequence[int]:
-    """1, 2, 4 ... as far as machines are whole ones."""
-    sizes = (1 << power for power in range(most_ranks.bit_length()))
-    fitting = (n for n in sizes if n <= most_ranks)
-    return [n for n in fitting if n <= per_machine or n % per_machine == 0]
+    """1, 2, 4 ... ranks of one machine, 1, 2, 4 ... whole machines, and the most that there are."""
+    powers = [1 << power for power in range(most_ranks.bit_length())]
+    within = {ranks for ranks in powers if ranks < per_machine}
+    machines = {per_machine * count for count in powers if per_machine * count <= most_ranks}
+    largest = most_ranks - most_ranks % min(per_machine, most_ranks)
+    return sorted(within | machines | {largest})
 
 
 def _point(case: Case, judge: Judge, ranks: int) -> Point:

@@ -14,15 +14,18 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest import summary, wording
 from offload.tools.memest.picture import bars
 from offload.tools.memest.source import ModelSource
+from offload.tools.memest.subject import Ranks
 from offload.train.config import TrainConfig
 
 _MIB = 1 << 20
 _DEFAULTS = OffloadConfig()
+_ALONE = Ranks()
 
 
 def config_yaml(
-    estimate: Estimate, source: ModelSource, asked: OffloadConfig, file_name: str, ranks: int = 1
-) -> str:
+    estimate: Estimate, source: ModelSource, asked: OffloadConfig, file_name: str,
+    ranks: Ranks = _ALONE,
+) -> str:  # fmt: skip
     """The text of a file that `offload.initialize(model, file_name)` takes, and, if the model is
     one of the built-in ones, `offload train`.
 
@@ -38,7 +41,7 @@ def config_yaml(
 
 
 def _header(
-    estimate: Estimate, source: ModelSource, file_name: str, ranks: int
+    estimate: Estimate, source: ModelSource, file_name: str, ranks: Ranks
 ) -> Iterator[str]:  # fmt: skip
     if not estimate.fits:
         yield f"# DOES NOT FIT: {summary.missing_text(estimate)}"
@@ -52,14 +55,27 @@ def _header(
         )
     peaks = (f"{bar.title} {format_bytes(bar.peak_nbytes)}" for bar in bars(estimate.memory))
     yield f"# predicted peaks: {', '.join(peaks)}"
-    if ranks > 1:
-        yield f"# all of this is of one of {ranks} ranks; start one process per rank (torchrun)"
-    if source.train_model is not None and estimate.fits and ranks == 1:
-        yield f"# Train with `offload train {_one_line(file_name)}`, or in a loop of your own:"
+    if ranks.count > 1:
+        whose = f"one of {ranks.count} ranks"
+        yield f"# all of this is of {whose}; start one process per rank (torchrun)"
+    if source.train_model is not None and estimate.fits:
+        yield from _train_lines(f"offload train {_one_line(file_name)}", ranks)
     else:
         yield "# Use:"
     yield f'#   engine = offload.initialize(model, "{_one_line(file_name)}")'
     yield ""
+
+
+def _train_lines(command: str, ranks: Ranks) -> Iterator[str]:
+    if ranks.count == 1:
+        yield f"# Train with `{command}`, or in a loop of your own:"
+        return
+    nodes = ""
+    if ranks.nodes > 1:  # which have to find each other
+        nodes = f"--nnodes {ranks.nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 "
+    yield f"# Train{' on every node' if nodes else ''} with"
+    yield f"#   torchrun {nodes}--nproc-per-node {ranks.per_node} -m {command}"
+    yield "# or in a loop of your own:"
 
 
 def _compute(estimate: Estimate) -> Iterator[str]:

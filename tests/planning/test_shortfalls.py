@@ -1,0 +1,94 @@
+"""What is advised where a budget is short, and that it would do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from offload.config import OffloadConfig
+from offload.planning.plan import Hardware
+from offload.planning.planner import lay_out_plan
+from offload.planning.shortfalls import shortfalls
+from offload.zero.layout import ParamShape
+from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.sharding import ALONE, Sharding
+
+GIB = 1 << 30
+BLOCKS = 6
+HERE = {"parameters": "host", "gradients": "host", "optimizer": "host"}
+
+
+def model() -> ModelShape:
+    """4.7 M parameters: 18 MiB in fp32, 72 MiB with gradients and moments."""
+    groups = tuple(
+        GroupShape(f"blocks.{i}", (ParamShape((f"blocks.{i}.weight",), (768, 1024)),))
+        for i in range(BLOCKS)
+    )
+    units = tuple(UnitShape(group.name, (i,), True) for i, group in enumerate(groups))
+    return ModelShape(groups, units)
+
+
+def said(keys: dict[str, Any], sharding: Sharding = ALONE, device: int = 0) -> list[str]:
+    hardware = Hardware(device, GIB, GIB, GIB, sharding=sharding)
+    found = shortfalls(lay_out_plan(OffloadConfig.load(keys), model(), hardware), hardware)
+    return [each.message for each in found]
+
+
+def advised(message: str) -> dict[str, str]:
+    """`placement.optimizer: nvme`, as keys of a placement."""
+    return dict(re.findall(r"placement\.(\w+): (\w+)", message))
+
+
+@pytest.mark.parametrize("chunk", [65536, 1 << 20])
+@pytest.mark.parametrize("host", ["24MiB", "40MiB", "48MiB", "60MiB", "71MiB"])
+def test_a_budget_fits_once_what_is_named_is_done(host: str, chunk: int) -> None:
+    keys = {
+        "precision": "fp32", "budget": {"host": host, "nvme": "1GiB"}, "placement": HERE,
+        "optimizer": {"chunk": chunk},
+    }  # fmt: skip
+    (message,) = said(keys)
+    assert advised(message)
+    smaller = message.endswith(", and lower optimizer.chunk")
+    moved = {**keys, "placement": {**HERE, **advised(message)}}
+    assert (said(moved) == []) == (not smaller)
+    assert said({**moved, "optimizer": {"chunk": 65536}}) == []
+
+
+def test_gpu_memory_fits_once_the_named_classes_are_moved() -> None:
+    placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    keys = {"precision": "fp32", "budget": {"device": "12MiB", "host": "200MiB"}}
+    first = said({**keys, "placement": placement}, device=GIB)
+    assert advised(first[0]) == {"parameters": "host"}
+    assert said({**keys, "placement": {**placement, **advised(first[0])}}, device=GIB) == []
+
+
+def test_no_class_is_named_that_leaves_too_little() -> None:
+    keys = {
+        "precision": "fp32", "budget": {"host": "1MiB", "nvme": "1GiB"}, "placement": HERE,
+        "optimizer": {"chunk": 65536},
+    }  # fmt: skip
+    (message,) = said(keys)
+    assert message.endswith("; raise budget.host")
+
+
+def test_a_chunk_is_named_where_buffers_are_what_does_not_fit() -> None:
+    nvme = dict.fromkeys(HERE, "nvme")
+    keys = {
+        "precision": "fp32", "budget": {"host": "24MiB", "nvme": "1GiB"}, "placement": nvme,
+        "optimizer": {"chunk": 1 << 20},
+    }  # fmt: skip
+    (message,) = said(keys)
+    assert message.endswith("; raise budget.host, or lower optimizer.chunk")
+
+
+def test_of_many_ranks_it_is_the_padding_that_does_not_fit() -> None:
+    keys = {
+        "precision": "fp32", "budget": {"host": "100MiB", "nvme": "1GiB"}, "placement": HERE,
+    }  # fmt: skip
+    assert said(keys, Sharding.of(3, None, 8, 0)) == []
+    for group in (None, 64):  # a shard is cut evenly for its replicas, too
+        (message,) = said(keys, Sharding.of(3, group, 4096, 0))
+        assert "raise budget.host, or train on fewer than 4096 ranks" in message
+        assert advised(message) == {}
