@@ -78,6 +78,10 @@ class GradientAccumulator:
     def holds_any(self) -> bool:
         return self.has_any
 
+    @property
+    def is_here(self) -> bool:
+        return True
+
     def add(self, index: int, gradient: torch.Tensor) -> bool:
         """Take in the gradient of parameter `index`; the pass ends with that of the last one. True:
         it is there at once."""

@@ -34,6 +34,11 @@ class Gradients(Protocol):
     def has_any(self) -> bool: ...
 
     @property
+    def is_here(self) -> bool:
+        """Whether `landed` depends on nobody else."""
+        ...
+
+    @property
     def holds_any(self) -> bool:
         """Whether there is anything to be cleared."""
         ...

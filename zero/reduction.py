@@ -90,6 +90,10 @@ class ReducedGradients:
         return bool(self.passes.any())
 
     @property
+    def is_here(self) -> bool:
+        return self.landed.done()
+
+    @property
     def holds_any(self) -> bool:
         """Also where it is other ranks' gradients that this rank has a part of."""
         return self.submitted or self.has_any

@@ -93,6 +93,9 @@ class UpdateQueue:
                 self._unfinished[update.group.index] = update
                 self._waiting.append(update)
         self._worker.wake()
+        for update in updates:
+            if not update.state.gradients.is_here:
+                update.state.gradients.landed.then(lambda _: self._worker.wake())
 
     def promote(self, group: ParamGroup) -> None:
         """`group` is needed now: its update is the next to begin."""
@@ -192,9 +195,12 @@ class UpdateQueue:
 
     def _begin_group(self) -> GroupUpdate | None:
         with self._lock:
-            if not self._waiting:
+            # one that waits for other ranks must not hold what the reduction needs to end
+            here = (each for each in self._waiting if each.state.gradients.is_here)
+            update = next(here, None)
+            if update is None:
                 return None
-            update = self._waiting.popleft()
+            self._waiting.remove(update)
             update.begun = True
         update.chunks_left = len(update.state.chunks)
         update.after.before_compute()

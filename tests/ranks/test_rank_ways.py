@@ -3,6 +3,7 @@ passes that are dropped; and what is written and read by all of them together.""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import ConfigError
+from offload.planning.plan import needed_nbytes
+from offload.tiers.extent import TierName
 from tests.offload.engine_cases import (
     HOST,
+    NVME,
     TinyLM,
     assert_same_bits,
     batches,
@@ -35,7 +39,7 @@ Values = dict[str, Tensor]
 def keys_of(folder: str, stage: int, **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, "timeout_s": 10, **more.pop("zero", {})}
     keys = {"budget": BUDGET, "optimizer": OPTIMIZER, **more}
-    return config(Path(folder), HOST, zero=zero, **keys)
+    return config(Path(folder), keys.pop("placement", HOST), zero=zero, **keys)
 
 
 class Pick(nn.Module):
@@ -119,19 +123,24 @@ def use_backwards(folder: str, stage: int, more: dict[str, Any]) -> Values:
     torch.set_num_threads(1)
     keys = keys_of(folder, stage, **more)
     with offload.initialize(seeded(Backwards), keys) as engine:
-        needed = max(sum(by_class.values()) for by_class in engine.plan.expected.values())
-    with offload.initialize(seeded(Backwards), {**keys, "budget": {"host": needed}}) as engine:
+        needed = needed_nbytes(engine.plan, TierName.HOST)
+    budget = {**BUDGET, "host": needed}
+    with offload.initialize(seeded(Backwards), {**keys, "budget": budget}) as engine:
         for number in range(STEPS):
             engine.backward(engine.module(inputs(number)))
             step(engine)
         return dict(engine.module.state_dict())  # one group at a time
 
 
-@pytest.mark.parametrize("more", [{}, IN_BACKWARD])
+@pytest.mark.parametrize(
+    ("world_size", "more"),
+    [(2, {}), (2, IN_BACKWARD), (3, {**IN_BACKWARD, "placement": NVME})],
+)
 def test_what_is_planned_is_enough_for_any_order_of_use(
-    tmp_path: Path, more: dict[str, Any]
+    tmp_path: Path, world_size: int, more: dict[str, Any]
 ) -> None:
-    found = [run_ranks(2, tmp_path, use_backwards, str(tmp_path), stage, more) for stage in (1, 3)]
+    run = functools.partial(run_ranks, world_size, tmp_path, use_backwards, str(tmp_path))
+    found = [run(stage, more) for stage in (1, 3)]
     for values in (*found[0], *found[1]):
         assert_same_bits(values, found[0][0])
 
