@@ -125,12 +125,14 @@ def train(case: Case, folder: str) -> Outcome:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             norms.append(engine.report().gradient_norm or 0.0)
+        engine.settle()
+        moved = dict(engine.report().bytes_moved)  # before everything is gathered to be read
         states = states_of(engine)
         engine.check_integrity()
         report = engine.report()
         for tier in report.tiers.values():
             assert tier.peak_nbytes <= tier.budget_nbytes
-        return Outcome(losses, norms, states, dict(report.bytes_moved))
+        return Outcome(losses, norms, states, moved)
 
 
 @contextmanager
