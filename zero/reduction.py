@@ -200,7 +200,6 @@ class Reductions:
         self._place = 0  # in the order: everything before it was issued in this round
         self._arrivals: dict[int, None] = {}  # groups in the order of their last gradients
         self._open = False
-        self._rounds = 0  # of this step
         self._kept_passes = False  # some pass of this step was not reduced
         for group in groups:
             group.reductions = self
@@ -381,7 +380,6 @@ class Reductions:
             group.begin_round()
         self._place = 0
         self._open = False
-        self._rounds += 1
 
     def take_nothing(self) -> None:
         """A pass in which this rank has no gradients."""
@@ -432,10 +430,10 @@ class Reductions:
                 self._issue(group)
                 group.begin_round()
         self._kept_passes = False
-        self._rounds = 0
         self._arrivals.clear()
         used = [group.index for group in self._groups if group.has_any]
-        self._put_in_order(sorted(used, key=lambda index: (places[index], -index)))
+        if used:  # a step without any gradients says nothing of the next one
+            self._put_in_order(sorted(used, key=lambda index: (places[index], -index)))
 
     @property
     def forward_order(self) -> list[int]:
@@ -448,7 +446,6 @@ class Reductions:
         for group in self._groups:
             group.when_issued = None  # nothing is updated with it
         self.finish()
-        self._rounds = 0
         self._kept_passes = False
         self._arrivals.clear()
 
