@@ -55,6 +55,7 @@ class Trace:
         self._forwards: list[int] = []  # where in it forwards began
         self._forward_start = 0  # of the last forward, in `_recorded`
         self._backward_start = 0
+        self._turn: int | None = None  # used last in that forward and first in its backward
         self._in_backward = False  # a backward pass has come since
         self._last: int | None = None
         self._successors: dict[int, int] = {}
@@ -72,6 +73,7 @@ class Trace:
         which counts once."""
         if backward and not self._in_backward:
             self._begin_backward()
+            self._turn = group if self._last == group else None
         if self._last == group:
             return False
         if self._last is not None and self._forwards[-1:] != [len(self._recorded)]:
@@ -160,7 +162,8 @@ class Trace:
         if self.learnt and self._on_trace:
             return group not in self._expected.pass_from(self._cursor)
         forward = self._recorded[self._forward_start : self._backward_start]
-        return self._recorded[self._backward_start :].count(group) >= forward.count(group)
+        done = self._recorded[self._backward_start :].count(group) + (group == self._turn)
+        return done >= forward.count(group)
 
     def _by_successors(self, group: int) -> Iterator[int]:
         seen = {group}

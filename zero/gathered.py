@@ -123,7 +123,6 @@ class Gatherer:
         self._begin(state)
 
     def _begin(self, state: GatheredState) -> None:
-        self.log.note(partial(self._begin, state))
         lease = self._pool.demand(state.nbytes, f"{state.name}, gathered", StateClass.STAGING)
         self._held_nbytes += state.nbytes
         self._gathered[id(state)] = state
@@ -187,7 +186,6 @@ class Gatherer:
             if self._held_nbytes + state.nbytes <= self._room:
                 return
             if other is not now and not other.is_held():
-                self.log.note(partial(self.give_up, other))
                 self.give_up(other)
 
     def close(self) -> None:
@@ -269,7 +267,6 @@ class GatheredState(SharedState):
             self._gatherer.gather(self)
         lease, arrival = self._copy()
         arrival.wait().before_compute()
-        self._gatherer.used(self)
         return lease.tensor[: self.nbytes]
 
     def blank(self) -> torch.Tensor:

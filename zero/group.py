@@ -14,7 +14,7 @@ nothing to hide, the update is waited for in the step, and it stays GATHERED for
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -48,6 +48,8 @@ class ParamGroup:
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
         self._users: set[object] = set()
+        self._held_for: set[int] = set()  # users of a pass that is repeated without data
+        self.on_hold: Callable[[ParamGroup, object, bool], None] | None = None  # True: entered
         self._written = [param._version for param in self.params]  # counters of known writes
         nan = float("nan") if dtype.is_floating_point else 0
         self._placeholder = torch.full((), nan, dtype=dtype, device=device)
@@ -55,7 +57,7 @@ class ParamGroup:
     @property
     def in_use(self) -> bool:
         """True while a module's forward or `gathered` has entered and not left."""
-        return bool(self._users)
+        return bool(self._users or self._held_for)
 
     def wait_for_update(self) -> None:
         """Block until a pending update of this group is visible."""
@@ -96,14 +98,28 @@ class ParamGroup:
         """`user` (a module's call, a `gathered`) needs the parameters; it has to leave also where
         this raises."""
         self._users.add(user)
+        if self.on_hold is not None:
+            self.on_hold(self, user, True)
         self.gather()
 
     def leave(self, user: object) -> None:
         """`user` is done; the last one to leave releases. Idempotent."""
         self._users.discard(user)
+        if self.on_hold is not None:
+            self.on_hold(self, user, False)
         if not self._users:
             self.release()
             self.state.left()
+
+    def hold(self, user: int) -> None:
+        """As `enter` of a pass that is repeated without data: nothing is computed with."""
+        self._held_for.add(user)
+
+    def let_go(self, user: int) -> None:
+        self._held_for.discard(user)
+
+    def let_go_all(self) -> None:
+        self._held_for.clear()
 
     def await_or_withhold(self) -> None:
         """An update was submitted: no parameter at home in place may show half of it."""

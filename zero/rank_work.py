@@ -86,6 +86,7 @@ class RankWork:
         following = next(upcoming, None)
         if following is not None and isinstance(following.state, GatheredState):
             self._gatherer.expect(following.state, group.state)
+        self._gatherer.used(group.state)
 
     def exactly(self) -> AbstractContextManager[None]:
         """Parameters that are gathered inside are exact, also where 8-bit codes travel."""

@@ -291,19 +291,12 @@ class Reductions:
 
     def _issue_head(self) -> None:
         head = self._groups[self._order[self._place]]
-        self._log.note(self._repeat_head)
         self._place += 1
         self._issuing = True
         try:
             self._issue(head)
         finally:
             self._issuing = False
-
-    def _repeat_head(self) -> None:
-        """`_issue_head` of a rank without data."""
-        if self.synchronising and self._place < len(self._order):
-            self._open = True
-            self._issue_head()
 
     def _repeat_round(self) -> None:
         """The end of a round before that of a pass, of a rank without data."""

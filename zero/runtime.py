@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -186,6 +187,8 @@ class Runtime:
         group = ParamGroup(
             index, name, layout, ordered, options.dtype, state, options.device
         )  # fmt: skip
+        if self.rank_work is not None:
+            group.on_hold = self._note_hold
         part = Part.of(layout, sharding.rank)
         gradients = self._gradients(index, name, part, next_update)
         chunks = layout.chunks(options.chunk_numel)
@@ -292,20 +295,34 @@ class Runtime:
         backward = in_backward()
         if self.trace.use(group.index, backward=backward):
             group.state.note_use()
-            if self.rank_work is not None:
-                self.rank_work.log.note(lambda: self.trace.use(group.index, backward=backward))
         if self.updates.is_pending(group):
             self.updates.promote(group)
         else:  # it gets its place before what comes next: that may leave no hole of its size
             group.state.bring(next_use=0, priority=Priority.URGENT)
         if self.rank_work is not None:
-            assert self.reductions is not None, "made with it"
-            if backward:
-                self.reductions.reach(group.index)
-            upcoming = self.trace.rest() if backward else self.trace.upcoming()
-            self.rank_work.use(group, (self.groups[index] for index in upcoming))
+            self.rank_work.log.note(partial(self._use_again, group, backward=backward))
+            self._use_together(group, self.rank_work, backward=backward)
         if self.options.prefetch and self.trace.learnt:
             self._fetch_ahead()
+
+    def _use_together(self, group: ParamGroup, work: RankWork, *, backward: bool) -> None:
+        """What all ranks do where they use `group`."""
+        assert self.reductions is not None, "made with the ranks' work"
+        if backward:
+            self.reductions.reach(group.index)
+        upcoming = self.trace.rest() if backward else self.trace.upcoming()
+        work.use(group, (self.groups[index] for index in upcoming))
+
+    def _use_again(self, group: ParamGroup, *, backward: bool) -> None:
+        """`use` of a rank without data: decided as on the others, from the same state."""
+        assert self.rank_work is not None, "who else is there to wait"
+        self.trace.use(group.index, backward=backward)
+        self._use_together(group, self.rank_work, backward=backward)
+
+    def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
+        """A module has entered a group, or left it: what it holds is not given up meanwhile."""
+        assert self.rank_work is not None, "set where there is"
+        self.rank_work.log.note(partial(group.hold if entered else group.let_go, id(user)))
 
     def _fetch_ahead(self) -> None:
         for distance, index in enumerate(self.trace.upcoming()):
@@ -390,7 +407,11 @@ class Runtime:
         self.check_usable()
         if self.rank_work is not None:
             self._begin_forward()
-            self.rank_work.idle()
+            try:
+                self.rank_work.idle()
+            finally:
+                for group in self.groups:
+                    group.let_go_all()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
