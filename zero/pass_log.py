@@ -8,6 +8,9 @@ from offload.tiers.errors import StateError
 
 Action = Callable[[], object]
 
+# No pass is this long: parts of a model are called for ever, with no forward of the whole.
+_LONGEST = 1 << 16
+
 
 class PassLog:
     """Actions of the pass under way, and of the last ones that gave gradients: one that reduced
@@ -25,8 +28,11 @@ class PassLog:
 
     def note(self, action: Action) -> None:
         """`action` was done, if that was in a pass."""
-        if self._under_way is not None:
-            self._under_way.append(action)
+        if self._under_way is None:
+            return
+        self._under_way.append(action)
+        if len(self._under_way) > _LONGEST:
+            self._under_way = None
 
     def note_gradient(self, *, reduced: bool) -> None:
         """The pass under way has a backward."""
