@@ -31,9 +31,13 @@ def save(engine: Engine, path: Path) -> None:
     budgets it holds one chunk. Whenever the process dies, `path` holds the old checkpoint or the
     new one, complete. Gradients are not part of a checkpoint.
 
+    Any number of processes may save to one folder or beside each other, and load from there
+    meanwhile. What is not ours is never replaced or removed.
+
     StateError while gradients wait for a step, inside `engine.gathered`, or after a load that
     failed half-way. PathError where `path` cannot be written or holds something else,
-    NoSpaceError and StorageError as the disk says; the old checkpoint is intact then.
+    NoSpaceError and StorageError as the disk says, CheckpointError where a stopped process has
+    locked the folder; the old checkpoint is intact then.
     """
     from offload.checkpoint.saving import save_engine
 

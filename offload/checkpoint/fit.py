@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from offload.checkpoint import model
 from offload.checkpoint.manifest import Manifest, OptimizerRecord, ParameterRecord
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -36,6 +36,7 @@ def match(engine: Engine, manifest: Manifest, path: Path) -> Match:
     _check_buffers(engine, manifest, path)
     aliases = {record.names[0]: name for name, record in parameters.items()}
     _check_param_groups(model.optimizer_record(engine), manifest.optimizer, aliases, path)
+    _check_numbers(engine, manifest, path)
     return Match(path, parameters)
 
 
@@ -55,6 +56,18 @@ def _check_numbers_format(engine: Engine, manifest: Manifest, path: Path) -> Non
                 f"{path} was saved with {key}: {there}, this engine has {key}: {here}; set "
                 f"{key}: {there} to go on training, or {_WEIGHTS}"
             )
+    if mine.fields != saved.fields:
+        raise CheckpointError(
+            f"{path} has the optimizer states {_fields(saved)}, this engine keeps {_fields(mine)}; "
+            f"make the optimizer as it was saved, or {_WEIGHTS}"
+        )
+    if (manifest.loss_scale is None) != (engine.runtime.loss_scale is None):
+        has = "no loss scale" if manifest.loss_scale is None else "a loss scale"
+        raise CheckpointError(f"{path} has {has}, unlike any with precision: {manifest.precision}")
+
+
+def _fields(record: OptimizerRecord) -> str:
+    return ", ".join(f"{name} ({dtype})" for name, dtype in record.fields.items()) or "(none)"
 
 
 def _states(engine: Engine, mine: OptimizerRecord, saved: OptimizerRecord) -> str:
@@ -84,6 +97,7 @@ def _match_parameters(
     _refuse(
         path,
         _difference("of another shape", [_shapes(a, b) for a, b in pairs if a.shape != b.shape]),
+        _difference("of another dtype", [_dtypes(a, b) for a, b in pairs if a.dtype != b.dtype]),
         _difference("tied otherwise", [_ties(a, b) for a, b in pairs if _tie(a) != _tie(b)]),
         _difference(
             "trainable in one and frozen in the other",
@@ -99,6 +113,10 @@ def _tie(record: ParameterRecord) -> frozenset[str]:
 
 def _shapes(mine: ParameterRecord, saved: ParameterRecord) -> str:
     return f"{mine.names[0]} {tuple(saved.shape)}, here {tuple(mine.shape)}"
+
+
+def _dtypes(mine: ParameterRecord, saved: ParameterRecord) -> str:
+    return f"{mine.names[0]} {saved.dtype}, here {mine.dtype}"
 
 
 def _ties(mine: ParameterRecord, saved: ParameterRecord) -> str:
@@ -141,6 +159,20 @@ def _check_param_groups(
     raise CheckpointError(
         f"{path} has {what}; pass `parameters=` to offload.initialize as when it was saved"
     )
+
+
+def _check_numbers(engine: Engine, manifest: Manifest, path: Path) -> None:
+    """The numbers that the param groups would have can be trained with."""
+    optimizer = engine.optimizer
+    pairs = zip(optimizer.param_groups, manifest.optimizer.param_groups, strict=True)
+    for number, (group, record) in enumerate(pairs):
+        try:
+            optimizer.check_numbers(group, record.numbers)
+        except (ValueError, UnsupportedError) as error:
+            raise CheckpointError(
+                f"{path} has a param group {number} that this optimizer cannot take over: {error}; "
+                f"load another checkpoint, or {_WEIGHTS}"
+            ) from None
 
 
 def _difference(what: str, names: Sequence[str]) -> str | None:

@@ -1,40 +1,30 @@
 """Replacing a checkpoint folder so that a reader, or a killed writer, never leaves a torn one.
 
-    NAME.tmp-RANDOM      being written, by whoever holds its lock; complete once its manifest is in
-    NAME                 complete
-    NAME.old-RANDOM      replaced, about to be removed
-
-The new folder and the old one change names in one system call (RENAME_EXCHANGE); where that is
-missing, between two renames NAME does not exist, but NAME.old-* and NAME.tmp-* are both complete.
-What a killed process leaves is found by `recover`: its lock is gone. Complete folders whose NAME is
-missing are adopted, everything else is removed. Nothing ever waits for a pointer file to agree.
+The new folder is written beside the old one (`ownership` has the names) and the two change names
+in one system call (RENAME_EXCHANGE); where that is missing, between two renames NAME does not
+exist, but NAME.old-* and NAME.tmp-* are both complete. What a killed process leaves is found by
+`recover`: its lock is gone. Complete folders whose NAME is missing are adopted, everything else
+that is ours is removed. Nothing ever waits for a pointer file to agree. Any number of processes may
+save in one folder or under one name, and read there: renames are made alone, and nothing is removed
+that somebody has locked.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import logging
 import os
-import re
-import secrets
-import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from offload.checkpoint.disk import storage_errors, sync_folder
-from offload.checkpoint.manifest import MANIFEST
+from offload.checkpoint.locks import OpenFolder, alone_in, lock_folder, unlock
+from offload.checkpoint.ownership import Leftover, check_replaceable, leftovers, marked, remove
 from offload.checkpoint.reader import is_complete
-from offload.tiers.errors import PathError, StateError
+from offload.tiers.errors import PathError
 
-PARAMETERS, OPTIMIZER, BUFFERS = "parameters", "optimizer", "buffers.safetensors"
-_NAMES = {MANIFEST, PARAMETERS, OPTIMIZER, BUFFERS}
-_LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{12}")
-_PATIENCE_S = 60.0
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _log = logging.getLogger("offload")
 
@@ -46,92 +36,123 @@ class PendingFolder:
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = Path(os.path.realpath(target))  # a link keeps pointing at what it points at
-        self.path = _renamed(self.target, "tmp")
-        self._lock: int | None = None
+        try:
+            # a link keeps pointing at what it points at
+            self.target = Path(os.path.realpath(target))
+            self.path = marked(self.target, "tmp")
+        except ValueError as error:  # the root folder, or a NUL
+            raise PathError(f"{str(target)!r} cannot be a checkpoint's folder: {error}") from None
+        self._lock: OpenFolder | None = None
 
     def __enter__(self) -> PendingFolder:
         parent = self.target.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
             recover(parent)
-            _check_replaceable(self.target)
-            with _alone_in(parent):  # between mkdir and lock nobody may take it for a leftover
+            with alone_in(parent):  # between mkdir and lock nobody may take it for a leftover
+                check_replaceable(self.target)
                 self.path.mkdir()
-                self._lock = _lock(self.path)
+                self._lock = lock_folder(self.path)
         except OSError as error:
             raise PathError(
                 f"cannot write a checkpoint to {self.target}: {error.strerror}; name a folder that "
                 "you may write to"
             ) from None
+        except KeyboardInterrupt:
+            self._give_up()
+            raise
         return self
 
     def commit(self) -> None:
         """Let `target` be this folder, durably. The manifest must be in it, everything synced."""
         parent = self.target.parent
-        with storage_errors("writing", self.path):
-            for folder in (*(p for p in self.path.iterdir() if p.is_dir()), self.path):
-                sync_folder(folder)
-            with _alone_in(parent):
-                replaced = _publish(self.path, self.target)
-            sync_folder(parent)
-        if replaced is not None:
-            _remove(replaced)
+        with ExitStack() as locks:
+            with storage_errors("writing", self.path):
+                for folder in (*(p for p in self.path.iterdir() if p.is_dir()), self.path):
+                    sync_folder(folder)
+                with alone_in(parent):
+                    check_replaceable(self.target)  # somebody may have put something there
+                    replaced = _publish(self.path, self.target)
+                    self._unlock()  # it can be read
+                    doomed = None if replaced is None else _condemn(replaced, self.target, locks)
+                sync_folder(parent)
+            if doomed is not None:
+                remove(doomed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         if error is not None:
-            _remove(self.path)
-        _unlock(self._lock)
+            self._give_up()
+        self._unlock()
+
+    def _give_up(self) -> None:
+        if self.path.exists():
+            remove(self.path)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        unlock(lock)
 
 
 def recover(parent: Path) -> None:
-    """Adopt or remove what killed writers left in `parent`. Leaves alone what somebody writes."""
-    doomed: list[tuple[Path, int]] = []
+    """Adopt or remove what killed writers left in `parent`. Leaves alone what somebody writes,
+    reads or removes."""
+    with ExitStack() as locks:
+        with alone_in(parent):
+            doomed = [each.path for each in leftovers(parent) if _is_doomed(each, locks)]
+        for path in doomed:  # takes long; nobody else touches what we have locked
+            remove(path)
+
+
+def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
+    """Whether it is to be removed: then it is locked until the end. Adopts it, if that can be."""
     try:
-        with _alone_in(parent):
-            for leftover, name in _leftovers(parent):
-                lock = _lock(leftover)
-                if lock is None:
-                    continue  # its writer is alive
-                if _adopt(leftover, parent / name):
-                    _unlock(lock)
-                else:
-                    doomed.append((leftover, lock))
-        for leftover, _ in doomed:  # takes long; nobody else touches what we have locked
-            _remove(leftover)
-    finally:
-        for _, lock in doomed:
-            _unlock(lock)
+        lock = lock_folder(leftover.path)
+    except OSError:
+        return False  # somebody has it in hand, or has just removed it
+    if lock is None:
+        return False  # nothing says that its writer is dead
+    locks.callback(unlock, lock)
+    return not _adopt(leftover) and leftover.removable
 
 
-def _leftovers(parent: Path) -> list[tuple[Path, str]]:
-    """Ours among the folders in `parent`, newest first; `tmp` before `old`, which it replaces."""
-    found = []
-    for path in parent.iterdir():
-        match = _LEFTOVER.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink() and _is_ours(path):
-            found.append((match["kind"] == "tmp", path.stat().st_mtime_ns, path, match["name"]))
-    return [(path, name) for _, _, path, name in sorted(found, reverse=True)]
-
-
-def _adopt(leftover: Path, target: Path) -> bool:
-    if os.path.lexists(target) or not is_complete(leftover):
+def _adopt(leftover: Leftover) -> bool:
+    if leftover.kind == "del" or os.path.lexists(leftover.target):
         return False
-    os.rename(leftover, target)
-    _log.info("adopted %s: its writer was stopped just before naming it so", target)
+    if not is_complete(leftover.path, shared=False):
+        return False
+    os.rename(leftover.path, leftover.target)
+    _log.info("adopted %s: its writer was stopped just before naming it so", leftover.target)
     return True
 
 
-def discard(path: Path) -> None:
-    """Remove a checkpoint; killed in the middle, its name is gone or it is still complete."""
-    doomed = _renamed(path, "old")
-    with _alone_in(path.parent):
-        os.rename(path, doomed)
-        (doomed / MANIFEST).unlink(missing_ok=True)  # or somebody adopts it
-    _remove(doomed)
+def discard(path: Path) -> bool:
+    """Remove a checkpoint, by one rename; False if there is none. PathError, and nothing is
+    changed, where `path` holds something else."""
+    with ExitStack() as locks:
+        with alone_in(path.parent):
+            if not os.path.lexists(path):
+                return False
+            check_replaceable(path)
+            doomed = _condemn(path, path, locks)
+        if doomed is not None:
+            remove(doomed)
+    return True
+
+
+def _condemn(folder: Path, target: Path, locks: ExitStack) -> Path | None:
+    """Give it a name that nobody adopts, and lock it; None if somebody still reads it: the next
+    `recover` then finds it."""
+    doomed = marked(target, "del")
+    os.rename(folder, doomed)
+    try:
+        locks.callback(unlock, lock_folder(doomed))
+    except BlockingIOError:
+        return None
+    return doomed
 
 
 def _publish(new: Path, target: Path) -> Path | None:
@@ -141,12 +162,13 @@ def _publish(new: Path, target: Path) -> Path | None:
         return None
     if _exchange(new, target):
         return new
-    old = _renamed(target, "old")
-    os.rename(target, old)
+    old = marked(target, "old")
     try:
+        os.rename(target, old)
         os.rename(new, target)
-    except OSError:
-        os.rename(old, target)
+    except BaseException:
+        if not os.path.lexists(target):
+            os.rename(old, target)
         raise
     return old
 
@@ -163,83 +185,3 @@ def _exchange(a: Path, b: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(b))
-
-
-def _renamed(path: Path, kind: str) -> Path:
-    return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
-
-
-def _remove(folder: Path) -> None:
-    # the manifest first: what is left of a removal that is killed must not look complete
-    with suppress(OSError):
-        (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_ours(folder: Path) -> bool:
-    return {entry.name for entry in folder.iterdir()} <= _NAMES
-
-
-def _check_replaceable(target: Path) -> None:
-    """Never delete what is not a checkpoint."""
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir():
-        raise PathError(f"{target} is a file, a checkpoint is a folder; name another path")
-    foreign = sorted({entry.name for entry in target.iterdir()} - _NAMES)
-    if foreign:
-        raise PathError(
-            f"{target} holds {', '.join(foreign[:4])}{', ...' if len(foreign) > 4 else ''}, which "
-            "is not part of a checkpoint and would be lost; name another path"
-        )
-
-
-@contextmanager
-def _alone_in(parent: Path) -> Iterator[None]:
-    """Nobody else renames or recovers in `parent` meanwhile (where the file system can lock).
-
-    Held for a few renames only. StateError if somebody (a stopped process) never lets go.
-    """
-    deadline = time.monotonic() + _PATIENCE_S
-    while (lock := _lock(parent)) is None and _can_lock(parent):
-        if time.monotonic() > deadline:
-            raise StateError(
-                f"another process has locked {parent} for {_PATIENCE_S:.0f} s; let it go on or end "
-                "it, or save to another folder"
-            )
-        time.sleep(0.005)
-    try:
-        yield
-    finally:
-        _unlock(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """A lock that ends with the process, whatever ends it; None if it cannot be had now."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _can_lock(folder: Path) -> bool:
-    """False on file systems without locks."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _unlock(fd: int | None) -> None:
-    if fd is not None:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may share the descriptor
-        os.close(fd)

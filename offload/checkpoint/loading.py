@@ -82,12 +82,12 @@ def _on_all(ranks: Ranks | None, path: Path) -> Iterator[None]:
 
 def _adopt(path: Path) -> None:
     """Take in what a killed writer had finished under another name."""
-    real = Path(os.path.realpath(path))
-    if not real.exists() and real.parent.is_dir():
-        try:
+    try:
+        real = Path(os.path.realpath(path))
+        if not real.exists() and real.parent.is_dir():
             recover(real.parent)
-        except OSError:  # not ours to write to: the load says that there is no checkpoint
-            return
+    except (OSError, ValueError):
+        return  # not ours to write to, or no path: the load says that there is no checkpoint
 
 
 class _Loader:

@@ -6,32 +6,50 @@ Numbers survive exactly: Python writes a float so that it reads back as the same
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from offload.tiers.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+PARAMETERS, OPTIMIZER, BUFFERS = "parameters", "optimizer", "buffers.safetensors"
 FORMAT = "offload checkpoint"
 VERSION = 1
+ITEMSIZE = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
+    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_PARAMETER_DTYPES = {"F32", "BF16", "F16"}
+_FIELD_DTYPES = {"master": {"F32"}, "low": {"I16"}}  # others: any
+_DATA_FILE = re.compile(rf"({PARAMETERS}|{OPTIMIZER})/[0-9]{{3,}}\.safetensors|{BUFFERS}")
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Shape = list[Count]
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a checkpoint may have a file of this name, besides the manifest."""
+    return _DATA_FILE.fullmatch(name) is not None
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class SectionRecord(_Record):
     """A run of a file's bytes, in the file's order, without gaps."""
 
     name: str
-    nbytes: int
+    nbytes: Count
     xxh3: str  # XXH3-64, hexadecimal
 
 
 class FileRecord(_Record):
-    nbytes: int
+    nbytes: Count
     sections: list[SectionRecord]
 
 
@@ -40,10 +58,10 @@ class ParameterRecord(_Record):
 
     names: list[str]  # tied weights: several; the files have it under the first
     dtype: str
-    shape: list[int]
+    shape: Shape
     trainable: bool
-    steps: int
-    group: int
+    steps: Count
+    group: Count
 
 
 class GroupRecord(_Record):
@@ -59,7 +77,7 @@ class BufferRecord(_Record):
 
     name: str
     dtype: str
-    shape: list[int]
+    shape: Shape
 
 
 class ParamGroupRecord(_Record):
@@ -79,8 +97,8 @@ class OptimizerRecord(_Record):
 
 
 class LossScaleRecord(_Record):
-    scale: float
-    good_steps: int
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good_steps: Count
 
 
 class Manifest(_Record):
@@ -90,8 +108,8 @@ class Manifest(_Record):
     version: int = VERSION
     offload: str  # the version that wrote it
     precision: str
-    steps_taken: int
-    steps_skipped: int
+    steps_taken: Count
+    steps_skipped: Count
     loss_scale: LossScaleRecord | None
     optimizer: OptimizerRecord
     groups: list[GroupRecord]
@@ -115,15 +133,18 @@ class Manifest(_Record):
         """CheckpointError, naming the file as `what`, if it is damaged, foreign or too new."""
         try:
             content = json.loads(text)
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise CheckpointError(f"{what} is not the manifest of a checkpoint of offload")
+            _check_version(content, what)
+            if content.pop("xxh3", None) != _digest(content):
+                raise CheckpointError(
+                    f"{what} is damaged or was edited: its XXH3 does not match; load another "
+                    "checkpoint"
+                )
+        except RecursionError:
+            raise CheckpointError(f"{what} is malformed: nested too deeply") from None
         except ValueError as error:
             raise CheckpointError(f"{what} is damaged: {error}; load another checkpoint") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise CheckpointError(f"{what} is not the manifest of a checkpoint of offload")
-        _check_version(content, what)
-        if content.pop("xxh3", None) != _digest(content):
-            raise CheckpointError(
-                f"{what} is damaged or was edited: its XXH3 does not match; load another checkpoint"
-            )
         try:
             manifest = cls.model_validate(content)
             _check_references(manifest)
@@ -141,27 +162,73 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _check_version(content: dict[str, Any], what: str) -> None:
     version = content.get("version")
-    if isinstance(version, int) and version > VERSION:
+    if type(version) is not int or version < 1:  # a bool is an int
+        raise CheckpointError(f"{what} is malformed: format version {version!r:.40}")
+    if version > VERSION:
         raise CheckpointError(
-            f"{what} has format version {version} (written by offload {content.get('offload')}), "
-            f"this offload reads up to {VERSION}; install a newer offload"
+            f"{what} has format version {version} (written by offload "
+            f"{content.get('offload')!s:.40}), this offload reads up to {VERSION}; install a newer "
+            "offload"
         )
 
 
+# --------------------------------------------------------------------------- consistency
 def _check_references(manifest: Manifest) -> None:
-    """ValueError unless every file and group that is referred to is there, in the folder."""
+    """ValueError unless the manifest fits together: what it refers to is there, in the folder, and
+    every byte of a file is in a section with a hash."""
+    _check_files(manifest)
+    _check_parameters(manifest)
+    _check_optimizer(manifest)
+    _check_unique("buffer", (record.name for record in manifest.buffers))
+    for buffer in manifest.buffers:
+        if buffer.dtype not in ITEMSIZE:
+            raise ValueError(f"buffer {buffer.name} has dtype {buffer.dtype}")
+
+
+def _check_files(manifest: Manifest) -> None:
     named = {name for g in manifest.groups for name in (g.parameters, g.optimizer) if name}
     for name in (named | {manifest.buffers_file}) - manifest.files.keys():
         raise ValueError(f"no file {name}")
-    for name in manifest.files:
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"{name} lies outside of the folder")
+    for name, file in manifest.files.items():
+        if not is_data_file(name):
+            raise ValueError(f"{name} lies outside of the folder, or is no file of a checkpoint")
+        hashed = sum(section.nbytes for section in file.sections)
+        if hashed != file.nbytes:
+            raise ValueError(f"{name} has {file.nbytes} bytes, and hashes for {hashed}")
+
+
+def _check_parameters(manifest: Manifest) -> None:
+    _check_unique("parameter", (name for r in manifest.parameters for name in r.names))
     for record in manifest.parameters:
-        if not record.names or not 0 <= record.group < len(manifest.groups):
+        if not record.names or not record.group < len(manifest.groups):
             raise ValueError(f"{record.names} in group {record.group}")
+        if record.dtype not in _PARAMETER_DTYPES:
+            raise ValueError(f"{record.names[0]} has dtype {record.dtype}")
         without = manifest.groups[record.group].optimizer is None
         if record.trainable and without and 0 not in record.shape:
             raise ValueError(f"{record.names[0]} has no optimizer file")
+
+
+def _check_optimizer(manifest: Manifest) -> None:
+    optimizer = manifest.optimizer
+    for field, dtype in optimizer.fields.items():
+        if dtype not in _FIELD_DTYPES.get(field, ITEMSIZE):
+            raise ValueError(f"optimizer state {field} has dtype {dtype}")
+    known = {record.names[0] for record in manifest.parameters}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in group.params:
+            if name not in known:
+                raise ValueError(f"param group {number} has {name}, which is no parameter")
+        if "params" in group.numbers:
+            raise ValueError(f"numbers of param group {number} hold params")
+
+
+def _check_unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what} {name} is there twice")
+        seen.add(name)
 
 
 def _first(error: ValidationError) -> str:

@@ -47,6 +47,7 @@ def check_at_rest(engine: Engine, doing: str) -> None:
 
 def check_stepped(engine: Engine) -> None:
     """StateError if a save would lose gradients."""
+    engine.runtime.drop_cleared_gradients()
     if engine.runtime.stepper.has_unstepped_gradients:
         raise StateError(
             "gradients wait for optimizer.step() and are no part of a checkpoint: what is resumed "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,16 @@ from types import TracebackType
 import xxhash
 
 from offload.checkpoint.disk import read_ahead, read_all, storage_errors
+from offload.checkpoint.locks import POLL_S, OpenFolder
 from offload.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo, parse_header
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, StorageError
 from offload.tiers.units import format_bytes
 
 _READ_NBYTES = 4 << 20
 _AHEAD_NBYTES = 16 << 20
+_MANIFEST_LIMIT_NBYTES = 1 << 30
+_TRIES = 200  # to open what is just being replaced: a second
 _ALL = slice(None)
 _REMEDY = "load another checkpoint, or restore this one from a copy"
 
@@ -26,14 +30,15 @@ _REMEDY = "load another checkpoint, or restore this one from a copy"
 class CheckpointReader:
     """Reads one checkpoint folder. A context manager.
 
-    Keeps looking at the same folder when another one takes its name: a load that runs while a save
-    replaces the checkpoint reads the old one or fails, and never mixes the two.
+    Keeps looking at the same folder when another one takes its name, and nobody removes it until
+    then: a load that runs while saves replace the checkpoint reads the old one, whole.
     """
 
-    def __init__(self, path: Path) -> None:
-        """CheckpointError if there is no checkpoint or its manifest cannot be used."""
+    def __init__(self, path: Path, *, shared: bool = True) -> None:
+        """CheckpointError if there is no checkpoint or its manifest cannot be used. Not `shared`:
+        for whoever sees to it that nobody removes it."""
         self.path = path
-        self._folder = _open_folder(path)
+        self._folder = _open_shared(path) if shared else _open_folder(path)
         self._headers: dict[str, dict[str, StoredTensor]] = {}
         try:
             self.manifest = self._read_manifest()
@@ -45,10 +50,18 @@ class CheckpointReader:
         path = self.path / MANIFEST
         try:
             with self._open(MANIFEST) as fd:
-                raw = bytearray(os.fstat(fd).st_size)
+                nbytes = os.fstat(fd).st_size
+                if nbytes > _MANIFEST_LIMIT_NBYTES:
+                    raise CheckpointError(
+                        f"{path} has {format_bytes(nbytes)}, no manifest has more than "
+                        f"{format_bytes(_MANIFEST_LIMIT_NBYTES)}; {_REMEDY}"
+                    )
+                raw = bytearray(nbytes)
                 read_all(fd, memoryview(raw), 0, path)
         except FileNotFoundError:
             raise CheckpointError(_foreign(self.path)) from None
+        except OSError as error:
+            raise CheckpointError(f"cannot open {path}: {error.strerror}; {_REMEDY}") from None
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
@@ -57,8 +70,12 @@ class CheckpointReader:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[int]:
-        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder)
+        # a pipe would wait for its writer
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(name, flags, dir_fd=self._folder.fd)
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointError(f"{self.path / name} is no regular file; {_REMEDY}")
             yield fd
         finally:
             os.close(fd)
@@ -123,10 +140,14 @@ class CheckpointReader:
     def _size_problem(self, name: str, record: FileRecord) -> str | None:
         path = self.path / name
         try:
-            found = os.stat(name, dir_fd=self._folder)
+            found = os.stat(name, dir_fd=self._folder.fd)
         except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing ({format_bytes(record.nbytes)})"
-        if found.st_size != record.nbytes or not stat.S_ISREG(found.st_mode):
+        except OSError as error:
+            return f"{path} cannot be looked at: {error.strerror}"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{path} is no regular file"
+        if found.st_size != record.nbytes:
             return f"{path} has {found.st_size} bytes instead of {record.nbytes}"
         return None
 
@@ -148,7 +169,7 @@ class CheckpointReader:
                 offset += section.nbytes
 
     def close(self) -> None:
-        os.close(self._folder)
+        self._folder.close()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -160,19 +181,40 @@ class CheckpointReader:
         self.close()
 
 
-def is_complete(path: Path) -> bool:
+def is_complete(path: Path, *, shared: bool = True) -> bool:
     """Whether `path` is a checkpoint with all its files in full length (contents not looked at)."""
     try:
-        with CheckpointReader(path) as reader:
+        with CheckpointReader(path, shared=shared) as reader:
             reader.check(contents=False)
-    except CheckpointError:
+    except (CheckpointError, StorageError):
         return False
     return True
 
 
-def _open_folder(path: Path) -> int:
+def _open_shared(path: Path) -> OpenFolder:
+    """The folder that has this name, locked against its removal."""
+    for _ in range(_TRIES):
+        folder = _open_folder(path)
+        if folder.share() and _is_at(folder.fd, path):
+            return folder
+        folder.close()
+        time.sleep(POLL_S)
+    return _open_folder(path)  # somebody holds a lock on it for another reason
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """False once another folder has taken its name."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _open_folder(path: Path) -> OpenFolder:
+    try:
+        return OpenFolder(path)
+    except ValueError as error:  # a NUL
+        raise CheckpointError(f"no checkpoint at {str(path)!r}: {error}") from None
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}: there is no such folder") from None
     except NotADirectoryError:
@@ -183,6 +225,8 @@ def _open_folder(path: Path) -> int:
 
 def _kind(path: Path) -> str:
     """What a file seems to be, so that the message can say why it is not read."""
+    if not path.is_file():
+        return "no folder"
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"PK\x03\x04" or start[:1] == b"\x80":

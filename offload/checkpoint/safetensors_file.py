@@ -26,15 +26,11 @@ from typing import Any
 import xxhash
 
 from offload.checkpoint.disk import start_writeback, storage_errors, write_all
-from offload.checkpoint.manifest import FileRecord, ParameterRecord, SectionRecord
+from offload.checkpoint.manifest import ITEMSIZE, FileRecord, ParameterRecord, SectionRecord
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
-ITEMSIZE = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
-    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
 _WRITEBACK_NBYTES = 8 << 20
 _HEADER_LIMIT_NBYTES = 100_000_000  # as the safetensors library has it
 
@@ -177,15 +173,18 @@ def parse_header(
         entries = json.loads(read(8, length))
         entries.pop("__metadata__", None)
         return {name: _stored(name, entry, 8 + length, nbytes) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{what} has a damaged header ({error}); load another checkpoint"
+            f"{what} has a damaged header ({error!s:.200}); load another checkpoint"
         ) from None
 
 
 def _stored(name: str, entry: Any, data_start: int, nbytes: int) -> StoredTensor:
-    info = TensorInfo(name, entry["dtype"], tuple(int(size) for size in entry["shape"]))
+    info = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
     start, stop = entry["data_offsets"]
-    if stop - start != info.nbytes or start < 0 or data_start + stop > nbytes:
+    if any(type(number) is not int for number in (*info.shape, start, stop)):
+        raise TypeError(f"{name} has sizes that are no integers")
+    negative = start < 0 or min(info.shape, default=0) < 0
+    if negative or stop - start != info.nbytes or data_start + stop > nbytes:
         raise ValueError(f"{name} lies at {start}..{stop}")
     return StoredTensor(info, data_start + start)

@@ -14,9 +14,13 @@ import torch
 from offload import __version__
 from offload.checkpoint import model
 from offload.checkpoint.disk import check_room, storage_errors
-from offload.checkpoint.folder import BUFFERS, OPTIMIZER, PARAMETERS, PendingFolder
+from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.manifest import (
+    BUFFERS,
+    ITEMSIZE,
     MANIFEST,
+    OPTIMIZER,
+    PARAMETERS,
     FileRecord,
     GroupRecord,
     Manifest,
@@ -24,7 +28,6 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.pieces import PieceAccess, overlaps
 from offload.checkpoint.safetensors_file import (
-    ITEMSIZE,
     SafetensorsWriter,
     TensorInfo,
     field_info,

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from offload.checkpoint.folder import discard, recover
-from offload.checkpoint.reader import CheckpointReader
-from offload.tiers.errors import CheckpointError
+from offload.checkpoint.reader import CheckpointReader, is_complete
+from offload.tiers.errors import CheckpointError, PathError
 
 _STEP = re.compile(r"step-(\d+)")
 _log = logging.getLogger("offload")
@@ -48,13 +48,24 @@ def latest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int) -> list[Path]:
-    """Remove all but the `keep_last` (at least 1) highest steps; what was removed, oldest first."""
+    """Remove all but the `keep_last` (at least 1) highest steps that are whole; what was removed,
+    oldest first. What is torn counts for nothing: it goes where a whole one of a lower step would.
+
+    What only has such a name, or holds something else as well, stays, with a warning.
+    """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
-    removed = _steps(folder)[:-keep_last]
-    for path in removed:
-        discard(path)
-    return removed
+    steps = _steps(folder)
+    kept = [path for path in steps if is_complete(path)][-keep_last:]
+    return [path for path in steps[: steps.index(kept[0])] if _discard(path)] if kept else []
+
+
+def _discard(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and discard(path)
+    except PathError as error:
+        _log.warning("not removed: %s", error)
+        return False
 
 
 def _steps(folder: Path) -> list[Path]:

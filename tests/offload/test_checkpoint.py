@@ -303,3 +303,14 @@ def test_after_a_load_that_failed_half_way_nothing_trains_until_one_succeeds(
         monkeypatch.undo()
         engine.load_checkpoint(tmp_path / "saved")
         assert losses_of(engine, batches(2, seed=2)) == expected
+
+
+@pytest.mark.parametrize("how", ["none", "zero"])
+def test_a_save_after_gradients_were_dropped_in_any_way(tmp_path: Path, how: str) -> None:
+    model = seeded(TinyLM)
+    with offload.initialize(model, config(tmp_path)) as engine:
+        model.loss(batches(1)[0]).backward()
+        with pytest.raises(StateError, match="gradients wait"):
+            engine.save_checkpoint(tmp_path / "checkpoint")
+        model.zero_grad(set_to_none=how == "none")
+        engine.save_checkpoint(tmp_path / "checkpoint")

@@ -1,0 +1,342 @@
+"""A manifest that was made up, with right hashes, is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+import offload
+from offload.checkpoint import manifest
+from offload.checkpoint.exporting import export
+from offload.checkpoint.reader import CheckpointReader
+from offload.errors import CheckpointError
+from tests.offload.engine_cases import (
+    HOST,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+
+Content = dict[str, Any]
+
+
+def keys_of(folder: Path, **keys: Any) -> dict[str, Any]:
+    return config(folder, HOST, **{"precision": "bf16", **keys})
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    with offload.initialize(seeded(TinyLM), keys_of(folder)) as engine:
+        losses_of(engine, batches(1))
+        engine.save_checkpoint(folder / "saved")
+    return folder / "saved"
+
+
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "saved"))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]:
+    keys = keys_of(tmp_path_factory.mktemp("swap"))
+    with offload.initialize(seeded(TinyLM, 5), keys) as engine:
+        yield engine
+
+
+def numbers_of(engine: offload.Engine) -> list[dict[str, Any]]:
+    return [dict(group) for group in engine.optimizer.param_groups]
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """What hangs is interrupted."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def refusal(engine: offload.Engine, path: Path) -> str:
+    """The message of the error, which left the engine as it was."""
+    before, numbers = states_of(engine), numbers_of(engine)
+    with in_time(), pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(path)
+    assert_same_bits(states_of(engine), before)
+    assert repr(numbers_of(engine)) == repr(numbers)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 1000
+    return message
+
+
+def signed(content: Content) -> str:
+    return json.dumps({**content, "xxh3": manifest._digest(content)})
+
+
+def edited(saved: Path, change: Callable[[Content], object]) -> None:
+    path = saved / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["xxh3"]
+    change(content)
+    path.write_text(signed(content))
+
+
+def numbers(content: Content) -> dict[str, Any]:
+    found: dict[str, Any] = content["optimizer"]["param_groups"][0]["numbers"]
+    return found
+
+
+def params(content: Content) -> list[str]:
+    found: list[str] = content["optimizer"]["param_groups"][0]["params"]
+    return found
+
+
+def buffers_file(content: Content) -> Content:
+    found: Content = content["files"]["buffers.safetensors"]
+    return found
+
+
+# ------------------------------------------------------------------------- numbers and names
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (lambda m: params(m).append("nothing.weight"), "nothing.weight, which is no parameter"),
+        (lambda m: params(m).pop(), "other parameters in param group 0"),
+        (lambda m: m["optimizer"]["param_groups"].clear(), "0 param groups"),
+        (lambda m: m["parameters"].append(m["parameters"][0]), "is there twice"),
+        (lambda m: m["parameters"].append({**m["parameters"][0], "names": ["new"]}),
+         "1 not in the model (new)"),
+        (lambda m: m["parameters"].pop(), "which is no parameter"),
+        (lambda m: m["parameters"][0].update(names=[]), "in group"),
+        (lambda m: m["parameters"][0].update(dtype="F32"), "1 of another dtype"),
+        (lambda m: m["parameters"][0].update(dtype="I64"), "has dtype I64"),
+        (lambda m: m["parameters"][0].update(group=-1), "parameters.0.group"),
+        (lambda m: m["parameters"][0].update(group=True), "parameters.0.group"),
+        (lambda m: m["parameters"][0].update(steps=-1), "parameters.0.steps"),
+        (lambda m: m["parameters"][0].update(steps=1 << 63), "parameters.0.steps"),
+        (lambda m: m["parameters"][0].update(steps="1"), "parameters.0.steps"),
+        (lambda m: m["parameters"][0].update(shape=[-37, -32]), "parameters.0.shape"),
+        (lambda m: m["parameters"][0].update(shape=[1 << 62] * 9), "1 of another shape"),
+        (lambda m: m["buffers"].append({"name": "b", "dtype": "F4", "shape": []}), "dtype F4"),
+        (lambda m: m["optimizer"]["fields"].pop("exp_avg"), "has the optimizer states"),
+        (lambda m: m["optimizer"]["fields"].update(more="F32"), "has the optimizer states"),
+        (lambda m: m["optimizer"]["fields"].update(low="F32"), "low has dtype F32"),
+        (lambda m: m["optimizer"].pop("fields"), "optimizer.fields"),
+        (lambda m: m["optimizer"].pop("type"), "optimizer.type"),
+        (lambda m: m.pop("steps_taken"), "steps_taken"),
+        (lambda m: m.update(steps_taken=-1), "steps_taken"),
+        (lambda m: m.update(steps_taken=1.5), "steps_taken"),
+        (lambda m: m.update(loss_scale={"scale": 2.0, "good_steps": 0}), "a loss scale"),
+        (lambda m: m.update(loss_scale={"scale": float("nan"), "good_steps": 0}), "loss_scale"),
+        (lambda m: m.update(novelty=1), "novelty"),
+        (lambda m: numbers(m).update(params=[]), "hold params"),
+        (lambda m: numbers(m).update(lr="evil"), "lr is 'evil'"),
+        (lambda m: numbers(m).update(lr="0.1"), "lr is '0.1'"),
+        (lambda m: numbers(m).update(lr=None), "lr is None"),
+        (lambda m: numbers(m).update(lr=-1.0), "Invalid learning rate: -1.0"),
+        (lambda m: numbers(m).update(lr=float("nan")), "Invalid learning rate: nan"),
+        (lambda m: numbers(m).update(lr=float("inf")), "finite"),
+        (lambda m: numbers(m).update(lr=10**400), "too large"),
+        (lambda m: numbers(m).update(lr={"a": 1}), "lr is {'a': 1}"),
+        (lambda m: numbers(m).update(betas=[0.9]), "betas"),
+        (lambda m: numbers(m).update(betas=[0.9, 1.0]), "Invalid beta parameter at index 1"),
+        (lambda m: numbers(m).update(betas=0.9), "betas"),
+        (lambda m: numbers(m).update(maximize="no"), "maximize"),
+        (lambda m: numbers(m).update(amsgrad=True), "max_exp_avg_sq"),
+        (lambda m: numbers(m).update(momentum=0.9), "momentum"),
+        (lambda m: numbers(m).pop("eps"), "lacks eps"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_does_not_fit_together_or_the_engine_is_refused(
+    engine: offload.Engine, saved: Path, change: Callable[[Content], object], fragment: str
+) -> None:
+    edited(saved, change)
+    assert fragment in refusal(engine, saved)
+
+
+@pytest.mark.parametrize("version", [0, -1, "1", True, 1.0, None, [], 10**30])
+def test_a_version_that_never_was_is_refused(
+    engine: offload.Engine, saved: Path, version: Any
+) -> None:
+    edited(saved, lambda m: m.update(version=version))
+    assert "format version" in refusal(engine, saved)
+
+
+@pytest.mark.parametrize("key", ["lr", "initial_lr"])
+def test_numbers_of_a_schedule_keep_their_kind(
+    engine: offload.Engine, saved: Path, key: str
+) -> None:
+    group = engine.optimizer.param_groups[0]
+    group["initial_lr"] = 0.1
+    edited(saved, lambda m: numbers(m).update({key: "evil"}))
+    assert f"{key} is 'evil', and 0." in refusal(engine, saved)
+    del group["initial_lr"]
+
+
+# ------------------------------------------------------------------------- files
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (lambda m: buffers_file(m).update(sections=[]), "and hashes for 0"),
+        (lambda m: m["files"]["parameters/001.safetensors"]["sections"].pop(), "and hashes for"),
+        (lambda m: buffers_file(m)["sections"][0].update(nbytes=-1), "nbytes"),
+        (lambda m: buffers_file(m).update(nbytes=1 << 70), "nbytes"),
+        (lambda m: m["files"].update({"a\0b": buffers_file(m)}), "is no file of a checkpoint"),
+        (lambda m: m["files"].update({"": buffers_file(m)}), "is no file of a checkpoint"),
+        (lambda m: m["files"].update({"parameters/../000.safetensors": buffers_file(m)}),
+         "lies outside of the folder"),
+        (lambda m: m["files"].update({"manifest.json": buffers_file(m)}), "is no file"),
+        (lambda m: m["files"].clear(), "no file"),
+        (lambda m: m.update(buffers_file="\ud800"), "no file"),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_hashed_whole_or_lie_elsewhere_are_refused(
+    engine: offload.Engine, saved: Path, change: Callable[[Content], object], fragment: str
+) -> None:
+    edited(saved, change)
+    assert fragment in refusal(engine, saved)
+
+
+def forge_header(saved: Path, name: str, change: Callable[[Content], object]) -> None:
+    """Another header of the same length, and the hash that it needs."""
+    path = saved / name
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    replaced = change(header)
+    text = replaced if isinstance(replaced, str) else json.dumps(header, separators=(",", ":"))
+    new = len(text).to_bytes(8, "little") + text.encode()
+    path.write_bytes(new + raw[8 + length :])
+
+    def sign(content: Content) -> None:
+        file = content["files"][name]
+        file["nbytes"] += len(new) - 8 - length
+        file["sections"][0].update(nbytes=len(new), xxh3=xxhash.xxh3_64_hexdigest(new))
+
+    edited(saved, sign)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.update({"norm.weight": 3}),
+        lambda h: h["norm.weight"].pop("dtype"),
+        lambda h: h["norm.weight"].update(dtype=[]),
+        lambda h: h["norm.weight"].update(shape=[float("inf")]),
+        lambda h: h["norm.weight"].update(shape=[32.0]),
+        lambda h: h["norm.weight"].update(data_offsets=["a", "b"]),
+        lambda h: h["norm.weight"].update(
+            data_offsets=[float(x) for x in h["norm.weight"]["data_offsets"]]
+        ),
+        lambda h: h["norm.weight"].update(data_offsets=[-64, 0]),
+        lambda h: "[" * 50_000,
+        lambda h: "{}",
+        lambda h: "null",
+    ],
+)
+def test_a_forged_header_is_refused(
+    engine: offload.Engine, saved: Path, change: Callable[[Content], object]
+) -> None:
+    groups = json.loads((saved / "manifest.json").read_text())["groups"]
+    names = [group["parameters"] for group in groups]
+    name = next(each for each in names if b'"norm.weight"' in (saved / each).read_bytes())
+    forge_header(saved, name, change)
+    assert name in refusal(engine, saved)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format": "offload checkpoint", "version": 1, "groups": ' + "[" * 100_000,
+        "[" * 100_000,
+        '{"format": "offload checkpoint", "version": 1, "steps_taken": ' + "9" * 5000 + "}",
+        '"offload checkpoint"',
+        "",
+        "NaN",
+    ],
+    ids=["deep", "deeper", "digits", "string", "empty", "nan"],
+)
+def test_json_that_is_no_manifest_is_refused(
+    engine: offload.Engine, saved: Path, text: str
+) -> None:
+    (saved / "manifest.json").write_text(text)
+    assert "manifest.json" in refusal(engine, saved)
+
+
+def test_numbers_nested_deeply_are_refused(engine: offload.Engine, saved: Path) -> None:
+    deep: Any = 1
+    for _ in range(900):
+        deep = [deep]
+    edited(saved, lambda m: numbers(m).update(initial_lr=deep))
+    engine.optimizer.param_groups[0]["initial_lr"] = 0.1
+    assert "initial_lr" in refusal(engine, saved)
+    del engine.optimizer.param_groups[0]["initial_lr"]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "buffers.safetensors"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path), lambda path: None],
+    ids=["fifo", "folder", "loop", "nothing"],
+)  # fmt: skip
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(
+    engine: offload.Engine, saved: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    (saved / name).unlink()
+    make(saved / name)
+    assert name in refusal(engine, saved)
+
+
+def test_a_fifo_for_a_checkpoint_is_refused(engine: offload.Engine, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "saved")
+    assert "a checkpoint is a folder" in refusal(engine, tmp_path / "saved")
+
+
+def test_a_manifest_of_gigabytes_is_not_read(engine: offload.Engine, saved: Path) -> None:
+    os.truncate(saved / "manifest.json", 1 << 40)
+    assert "no manifest has more than" in refusal(engine, saved)
+
+
+# ------------------------------------------------------------------------- other ways in
+def test_other_readers_of_a_forged_checkpoint_end_with_the_same_error(
+    saved: Path, tmp_path: Path
+) -> None:
+    edited(saved, lambda m: m["optimizer"]["fields"].update(low="F64"))
+    with pytest.raises(CheckpointError):
+        export(saved, tmp_path / "out.safetensors", "fp32")
+    with pytest.raises(CheckpointError):
+        CheckpointReader(saved)
+
+
+def test_numbers_that_a_schedule_has_added_are_taken_over(tmp_path: Path) -> None:
+    """Those that this engine's param groups do not have yet, too."""
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path)) as engine:
+        group = engine.optimizer.param_groups[0]
+        group.update(initial_lr=0.5, note="warm", lr=1, betas=[0.5, 0.75], maximize=0, nothing=None)
+        engine.save_checkpoint(tmp_path / "saved")
+    with offload.initialize(seeded(TinyLM), keys_of(tmp_path)) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        group = engine.optimizer.param_groups[0]
+        assert (group["initial_lr"], group["note"], group["lr"]) == (0.5, "warm", 1)
+        assert (group["betas"], group["maximize"], group["nothing"]) == ((0.5, 0.75), 0, None)

@@ -1,0 +1,207 @@
+"""What carries our own mark with our own hash is replaced or removed; everything else stays."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import offload
+from offload import checkpoint
+from offload.checkpoint.folder import discard, recover
+from offload.errors import PathError
+from tests.offload.engine_cases import HOST, TinyLM, config, seeded
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]:
+    keys = config(tmp_path_factory.mktemp("swap"), HOST)
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def original(engine: offload.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("original") / "saved"
+    engine.save_checkpoint(path)
+    return path
+
+
+def tree(folder: Path) -> dict[str, bytes | str | None]:
+    """Everything below a folder."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink()
+        else path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }  # fmt: skip
+
+
+def written(folder: Path, *files: str) -> Path:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"precious {name}")
+    return folder
+
+
+# ------------------------------------------------------------------------- what is saved to
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["optimizer/thesis.tex", "parameters/sweep.csv"], "optimizer/thesis.tex, parameters/sw"),
+        (["manifest.json"], "manifest.json that is not one of offload's"),
+        (["manifest.json", "buffers.safetensors"], "manifest.json that is not one of offload's"),
+        (["parameters/000.safetensors"], "parameters/000.safetensors"),
+        (["buffers.safetensors"], "buffers.safetensors"),
+        (["parameters"], "parameters"),
+        ([".hidden"], ".hidden"),
+        (["optimizer/deep/down/notes.txt"], "optimizer/deep"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+def test_a_folder_of_somebody_elses_with_our_names_in_it_is_refused_and_kept(
+    engine: offload.Engine, tmp_path: Path, files: list[str], named: str
+) -> None:
+    target = written(tmp_path / "work", *files)
+    before = tree(tmp_path)
+    with pytest.raises(PathError) as caught:
+        engine.save_checkpoint(target)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path) == before
+
+
+def put_file(path: Path) -> None:
+    written(path, "optimizer/thesis.tex")
+
+
+def put_one_that_looks_like_ours(path: Path) -> None:
+    written(path, "parameters/777.safetensors")
+
+
+def put_link(path: Path) -> None:
+    (path / "parameters" / "000.safetensors").unlink()
+    (path / "parameters" / "000.safetensors").symlink_to(path.parent / "elsewhere")
+
+
+def put_linked_folder(path: Path) -> None:
+    shutil.move(path / "optimizer", path.parent / "elsewhere")
+    (path / "optimizer").symlink_to(path.parent / "elsewhere")
+
+
+def edit_manifest(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"steps_taken": 0', '"steps_taken": 1'))
+
+
+def drop_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (put_file, "optimizer/thesis.tex"),
+        (put_one_that_looks_like_ours, "parameters/777.safetensors"),
+        (put_link, "parameters/000.safetensors"),
+        (put_linked_folder, "optimizer"),
+        (edit_manifest, "manifest.json"),
+        (drop_manifest, "buffers.safetensors"),
+    ],
+)
+def test_a_checkpoint_with_something_else_in_it_is_neither_replaced_nor_pruned(
+    engine: offload.Engine, original: Path, tmp_path: Path, change: Callable[[Path], None],
+    named: str, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    for step in (1, 2):
+        shutil.copytree(original, checkpoint.step_path(tmp_path, step))
+    path = checkpoint.step_path(tmp_path, 1)
+    change(path)
+    before = tree(tmp_path)
+    with pytest.raises(PathError) as caught:
+        engine.save_checkpoint(path)
+    assert named in str(caught.value)
+    with pytest.raises(PathError):
+        discard(path)
+    with caplog.at_level(logging.WARNING, "offload"):
+        assert checkpoint.prune(tmp_path, keep_last=1) == []
+    assert "not removed" in caplog.text
+    assert tree(tmp_path) == before
+
+
+def test_what_comes_into_the_folder_during_the_save_is_kept(
+    engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.checkpoint.saving import _Saver
+
+    path = Path(shutil.copytree(original, tmp_path / "saved"))
+    before = tree(path)
+    write = _Saver.write
+
+    def writing(saver: _Saver, folder: Path) -> None:
+        write(saver, folder)
+        written(path, "notes.txt")
+
+    monkeypatch.setattr(_Saver, "write", writing)
+    with pytest.raises(PathError, match=r"notes\.txt"):
+        engine.save_checkpoint(path)
+    assert os.listdir(tmp_path) == ["saved"]
+    assert tree(path) == {**before, "notes.txt": b"precious notes.txt"}
+
+
+def test_the_root_a_mount_and_names_that_no_folder_can_have_are_refused(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    for path in ("/", "/proc", tmp_path / "a\0b", tmp_path / ("n" * 300), "/dev/null/x"):
+        with pytest.raises(PathError):
+            engine.save_checkpoint(path)
+        with pytest.raises(offload.CheckpointError):
+            engine.load_checkpoint(path)
+    assert os.listdir(tmp_path) == []
+
+
+# ------------------------------------------------------------------------- what lies beside it
+@pytest.mark.parametrize("kind", ["old", "tmp", "del"])
+@pytest.mark.parametrize("digits", [12, 28])
+def test_a_sibling_with_such_a_name_stays(
+    engine: offload.Engine, original: Path, tmp_path: Path, kind: str, digits: int
+) -> None:
+    number = ("0123456789ab" * 3)[:digits]
+    written(tmp_path / f"backup.{kind}-{number}", "optimizer/000.safetensors", "manifest.json")
+    (tmp_path / f"empty.{kind}-{number}").mkdir()
+    shutil.copytree(original, tmp_path / "mine")
+    shutil.copytree(original, tmp_path / f"mine.{kind}-{number}")  # put aside by hand
+    before = tree(tmp_path)
+    recover(tmp_path)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.save_checkpoint(tmp_path / "saved")
+    shutil.rmtree(tmp_path / "saved")
+    assert tree(tmp_path) == before
+
+
+def test_a_name_for_what_is_not_complete_is_no_name_to_save_to(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    from offload.checkpoint.ownership import marked
+
+    with pytest.raises(PathError, match="not complete yet"):
+        engine.save_checkpoint(marked(tmp_path / "saved", "tmp"))
+
+
+# ------------------------------------------------------------------------- pruning
+def test_pruning_counts_whole_checkpoints_and_leaves_links(
+    engine: offload.Engine, original: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    for step in (1, 2, 3):
+        shutil.copytree(original, checkpoint.step_path(folder, step))
+    (folder / "step-000003" / "buffers.safetensors").unlink()  # torn
+    shutil.copytree(original, tmp_path / "elsewhere")
+    (folder / "step-000000").symlink_to(tmp_path / "elsewhere")
+    written(folder / "step-4", "notes.txt")
+    assert checkpoint.prune(folder, keep_last=1) == [folder / "step-000001"]
+    assert sorted(os.listdir(folder)) == ["step-000000", "step-000002", "step-000003", "step-4"]
+    assert tree(tmp_path / "elsewhere") == tree(original)
