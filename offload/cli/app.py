@@ -86,11 +86,19 @@ def plan(
         int, typer.Option(metavar="N", help="Processes on each machine, as torchrun starts them.")
     ] = 1,
     nodes: Annotated[int, typer.Option(metavar="M", help="Machines like this one.")] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="What to plan, as memest takes it: a folder, a file or module:function. "
+            "Default: what FILE was written for, or the built-in model.",
+        ),
+    ] = None,
 ) -> None:
     """Print where everything would live and how many bytes that takes; train nothing."""
     from offload.cli.plan import print_plan
 
-    print_plan(file, option or [], ranks, nodes)
+    print_plan(file, option or [], ranks, nodes, model)
 
 
 @app.command()

@@ -13,44 +13,51 @@ from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
+    from offload.cli.planned_model import PlannedModel
     from offload.planning.plan_text import Planned
 
 
 _MOST = 1 << 16  # ranks on a machine, or machines
 
 
-def print_plan(file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1) -> None:
-    """Describe the run of `file` without starting it: that of one of `ranks` on each of `nodes`."""
+def print_plan(
+    file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1, model: str | None = None
+) -> None:
+    """Describe the run of `file` without starting it: that of one of `ranks` on each of `nodes`,
+    of `model`, by default of the one that the file was written for, or the built-in one."""
     for option, number in (("--ranks", ranks), ("--nodes", nodes)):
         if not 1 <= number <= _MOST:
             raise ConfigError(f"{option} {number}: write 1 to {_MOST}")
     config = OffloadConfig.load(file, overrides)
-    with located(file, overrides):
-        planned = _plan(config.owning_the_loop(), ranks, nodes)
+    from offload.cli.planned_model import built_in, named
     from offload.planning.plan_text import describe
 
+    with located(file, overrides):
+        other = model is not None or config.written_for is not None
+        found = named(config, model) if other else built_in(config)
+        planned = _plan(found, ranks, nodes)
     Console().print(describe(planned))
 
 
-def _plan(config: OffloadConfig, ranks: int, nodes: int) -> Planned:
+def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     """As the loop plans. Raises what it would raise before anything is allocated."""
     from offload.homes import compute_device, nvme_paths, this_machine
     from offload.planning.plan_text import Planned
     from offload.planning.planner import check_plan
     from offload.planning.preflight import preflight
     from offload.planning.solver import solve
-    from offload.train.forecast import forecast, workload_of
-    from offload.train.model import build_meta_model
-    from offload.zero.discovery import discover
+    from offload.train.forecast import forecast_of
     from offload.zero.sharding import Sharding
 
-    model = build_meta_model(config)
+    config = model.config
     device = compute_device(config)
     zero = config.zero
     sharding = Sharding.of(zero.stage, zero.shard_group, ranks * nodes, 0)
     hardware = this_machine(config.nvme, device, sharding, ranks)
-    shape = discover(model, config.groups.blocks).shape()
-    found = forecast(config, model, workload_of(config), sharding, ranks)
+    shape, facts = model.shape, model.facts
+    found = None
+    if facts is not None:
+        found = forecast_of(config, shape, facts, model.workload, sharding, ranks)
     solution = solve(config, shape, hardware) if found is None else found.solution
     check_plan(solution.best.plan, hardware)
     looked = preflight(
@@ -59,4 +66,6 @@ def _plan(config: OffloadConfig, ranks: int, nodes: int) -> Planned:
     )  # fmt: skip
     looked.refuse()
     timed = found is not None and found.timed
-    return Planned(config, solution, device.type, looked, timed, ranks)
+    return Planned(
+        model.name, config, model.workload, solution, device.type, looked, timed, ranks
+    )  # fmt: skip

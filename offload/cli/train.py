@@ -15,6 +15,9 @@ from offload.train.run_folder import RunFolder, default_path
 def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> None:
     """Train as `file` says. ConfigError before anything heavy is imported."""
     config = OffloadConfig.load(file, overrides)
+    if config.written_for is not None:
+        with located(file, overrides):
+            config.written_for.refuse_training()
     if resume and run_dir is None:
         raise ConfigError("--resume: which run? add --run-dir DIR")
     if int(os.environ.get("RANK", "0")):  # of `torchrun`: the first rank has the folder

@@ -175,7 +175,7 @@ def as_the_engine(
         checkpoint = config.placement.activations.checkpoint
         if checkpoint and any(unit.repeated for unit in units):
             selective = checkpoint == "selective"
-            recomputation = Recomputation(units, selective=selective, keeper=away, by_hooks=False)
+            recomputation = Recomputation(units, _AllHere(), selective=selective, keeper=away)
             stack.callback(recomputation.remove)
         if config.micro_batches > 1:
             micro_batching = MicroBatching(config.micro_batches, units, _alone, compare=False)
@@ -187,6 +187,16 @@ def as_the_engine(
                 hook = param.register_post_accumulate_grad_hook(_take_gradient)
                 stack.callback(hook.remove)
         yield
+
+
+class _AllHere:
+    """Parameters are where they are."""
+
+    def held(self, unit: Unit) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def versions(self, unit: Unit) -> tuple[int, ...]:
+        return ()
 
 
 def _alone(groups: Sequence[int], more: bool) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from offload.planning.estimate import Shortfall, StepEstimate
 from offload.planning.heap_holes import heap_holes_nbytes
 from offload.planning.placement_search import Found, Open, PlacementSearch
 from offload.planning.plan import Hardware, Plan, needed_nbytes
-from offload.planning.plan_builder import Placements, PlanBuilder, resolve_budgets
+from offload.planning.plan_builder import Placements, PlanBuilder, reserve_nbytes
 from offload.planning.plan_sizes import CLASSES
 from offload.planning.rough_step import NOMINAL, StepWork
 from offload.planning.shortfalls import shortfalls
@@ -32,11 +32,13 @@ from offload.zero.model_shape import ModelShape
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-_CANDIDATES = 8  # kinds that are laid out per choice of checkpoint and micro-batches
-_FEW_PIECES = 1_000  # of optimizer state: then also what has each class in one tier
-_CANDIDATES_LARGE = 3  # of a model with more, where each takes tens of milliseconds
-_STARTS = 3  # fitting kinds that are refined: which of them ends up best is not known before
+# Laid out per choice of checkpoint and micro-batches: the search's best, of other kinds each, and
+# the best of those that have every class in one tier.
+_CANDIDATES, _CORNERS = 8, 8
+_FEW_PIECES = 1_000  # of optimizer state
+_CANDIDATES_LARGE, _CORNERS_LARGE = 3, 1  # of a model with more: each takes tens of milliseconds
 _MOVES = (0.4, 0.2, 0.05)  # shares of a class that are moved to another tier
+_MOVES_LARGE = (0.1,)  # and to faster ones alone: the search's grid is fine enough, its times rough
 _GAIN = 0.002  # of a step's time, for another move
 AS_FAST = 0.01  # of a step's time: no prediction tells less
 _MOST_PIECES = 600  # that a step is predicted with
@@ -101,37 +103,32 @@ class Choice:
         self._builder = PlanBuilder(self._config, model, hardware)
 
     def _with_open_budgets(self, config: OffloadConfig) -> OffloadConfig:
-        """Where it is open, the device tier takes what activations and libraries leave of a GPU; on
-        a CPU the host tier no more than they leave of RAM."""
+        """Where they are open, the device tier takes what activations and libraries leave of a GPU,
+        the host tier what they and the reserve leave of RAM."""
         known, hardware = self._known, self._hardware
         if known is None:
             return config
-        activations = self._peak_nbytes(config)
+        passing = self.passing_nbytes
         if hardware.device_nbytes:
             left = int(_DEVICE_SHARE * hardware.device_nbytes)
-            return _within(config, TierName.DEVICE, left - known.on_device_nbytes - activations)
+            left -= known.on_device_nbytes + self._peak_nbytes(config)
+            config, passing = _within(config, TierName.DEVICE, left), 0
         # libraries are loaded already where it is this process that will train
         left = min(hardware.host_nbytes - self._libraries_nbytes, hardware.host_free_nbytes)
-        left -= self.passing_nbytes
-        if left >= resolve_budgets(config, hardware, 0)[TierName.HOST]:
-            return config
-        return _within(config, TierName.HOST, left)
+        left = max(0, left - passing)
+        return _within(config, TierName.HOST, left - reserve_nbytes(left))
 
     def candidates(self) -> list[Candidate]:
         """Laid out, in the order of the search; at least one."""
-        count = _CANDIDATES if self._is_small else _CANDIDATES_LARGE
         if not self.open_tiers:
             return [self.evaluate(self._builder.explicit)]
         speeds = self._known.speeds if self._known is not None else NOMINAL
         search = PlacementSearch(self._builder, self._room(), self._work(), speeds)
-        found = search.best(count)
-        any_fit = self._known is None or self._known.any_fit
-        if not any_fit:
-            if not self._is_small:
-                return [self.evaluate(each.placements, each) for each in found]
-            kinds = [each.placements for each in found]
-            kinds += [corner for corner in self._corners() if corner not in kinds]
-            return self._refined([self.evaluate(placements) for placements in kinds])
+        found = search.best(_CANDIDATES if self.is_small else _CANDIDATES_LARGE)
+        if self._known is not None and not self._known.any_fit:
+            corners = search.corners(_CORNERS if self.is_small else _CORNERS_LARGE)
+            found += [corner for corner in corners if corner not in found]
+            return [self.evaluate(each.placements, each) for each in found]
         # by the rough model the order is known: the first that fits to the byte is the best
         laid_out = []
         for each in found:
@@ -141,30 +138,22 @@ class Choice:
         return laid_out
 
     @property
-    def _is_small(self) -> bool:
+    def is_small(self) -> bool:
+        """Whether trying many placements takes no time worth mentioning."""
         return self._pieces <= _FEW_PIECES
 
-    def _corners(self) -> Iterator[dict[StateClass, Placement]]:
-        """Every class whole in one tier: what somebody would try by hand."""
-        tiers = self.open_tiers
-        for chosen in itertools.product(*tiers.values()):
-            placed = {c: Placement.on(tier) for c, tier in zip(tiers, chosen, strict=True)}
-            yield {c: placed.get(c) or self._builder.explicit[c] for c in CLASSES}
-
-    def _refined(self, candidates: list[Candidate]) -> list[Candidate]:
-        """With the best ones moved, class by class, as long as predicted steps get shorter."""
-        fitting = [candidate for candidate in candidates if candidate.fits]
-        starts = sorted(fitting, key=lambda candidate: candidate.seconds)[:_STARTS]
-        found = [self._plainer(self._moved(start)) for start in starts]
-        return [*candidates, *(each for each in found if each not in candidates)]
+    def refined(self, start: Candidate) -> Candidate:
+        """`start`, moved class by class as long as predicted steps get shorter."""
+        return start if start.step is None else self._plainer(self._moved(start))
 
     def _moved(self, best: Candidate) -> Candidate:
-        for step in _MOVES:
+        for step in _MOVES if self.is_small else _MOVES_LARGE:
             before = None
             while before is not best:
                 before = best
                 for state_class, tiers in self.open_tiers.items():
-                    for moved in neighbours(best.plan.placements[state_class], tiers, step):
+                    here = best.plan.placements[state_class]
+                    for moved in neighbours(here, tiers, step, up=not self.is_small):
                         tried = self.evaluate({**best.plan.placements, state_class: moved})
                         if tried.fits and tried.seconds < best.seconds * (1 - _GAIN):
                             best = tried
@@ -242,9 +231,12 @@ class Choice:
         usual = sorted(group.parameters for group in groups)
         largest = usual[len(usual) // 2] if usual else 0
         away = config.placement.activations.tier == "nvme" and facts is not None
+        forward_s, backward_s = self._pass_s()
+        hiding_s = backward_s if ahead else forward_s
         return StepWork(
             passes=passes,
-            compute_s=self._compute_s(passes),
+            compute_s=passes * (forward_s + backward_s),
+            hiding_s=hiding_s if facts is not None else math.inf,
             optimizer_s=self._optimizer_s(TierName.HOST),
             optimizer_on_device_s=self._optimizer_s(TierName.DEVICE),
             gradients_travel=passes - 1 if ahead else passes,
@@ -253,12 +245,12 @@ class Choice:
             gpu=self._builder.gpu,
         )
 
-    def _compute_s(self, passes: int) -> float:
+    def _pass_s(self) -> tuple[float, float]:
+        """Forward and backward of one pass."""
         if self._known is None or self._facts is None:
-            return 0.0
-        precision, speeds = self._config.precision, self._known.speeds
-        both = (self._facts.forward, self._facts.backward)
-        return passes * sum(pass_s(cost, precision, speeds) for cost in both)
+            return 0.0, 0.0
+        precision, speeds, facts = self._config.precision, self._known.speeds, self._facts
+        return pass_s(facts.forward, precision, speeds), pass_s(facts.backward, precision, speeds)
 
     def _optimizer_s(self, tier: TierName) -> float:
         """For all parameters, with their records in `tier`."""

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from offload.checkpoint.folder import BUFFERS, OPTIMIZER, PARAMETERS
-from offload.checkpoint.manifest import ParameterRecord
+from offload.checkpoint.manifest import BUFFERS, OPTIMIZER, PARAMETERS, ParameterRecord
 from offload.checkpoint.safetensors_file import TensorInfo, field_info, file_nbytes
 from offload.kernels.rules import StateFormat
 from offload.tiers.extent import TierName

@@ -23,7 +23,7 @@ _TOLD = "__dynamo_disable"  # where torch keeps what it was given for a function
 def without_compiler() -> Iterator[None]:
     """Inside, the compiler is imported by those alone who use it. As it was, afterwards."""
     with ExitStack() as stack:
-        for kind in (_Dynamo, _SymbolicShapes, _Sympy):
+        for kind in (_Dynamo, _SymbolicShapes, _Sympy, _SympyFunctions):
             if kind.NAME not in sys.modules:
                 stack.callback(kind().remove)
         yield
@@ -106,3 +106,8 @@ class _Sympy(_InItsPlace):
 
     class Basic:
         pass
+
+
+class _SympyFunctions(_InItsPlace):
+    NAME = "torch.utils._sympy.functions"
+    Max = staticmethod(max)

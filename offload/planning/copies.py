@@ -24,8 +24,9 @@ is taken to be filled to the end.
 from __future__ import annotations
 
 from offload.planning.copy_simulation import Simulation
-from offload.planning.copy_totals import ONE_LATE, STAGED_WRITES, Copies, Run, nvme_totals
+from offload.planning.copy_totals import ONE_LATE, Copies, Run, nvme_totals
 from offload.planning.plan import Plan, spare_host_nbytes
+from offload.planning.plan_sizes import record_kinds
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape
@@ -71,8 +72,22 @@ def _filled(plan: Plan, run: Run, room_nbytes: int) -> Copies:
     if run.in_backward and not staged:
         home[StateClass.GRADIENTS] = 0
     moved = totals[StateClass.PARAMETERS] + totals[StateClass.OPTIMIZER]
-    few = STAGED_WRITES * plan.staging_nbytes
-    versions = moved if kept and not staged else few + (held[StateClass.OPTIMIZER] if kept else 0)
-    nvme = sum(home.values()) + min(moved, versions)
-    bound = versions > few or (run.in_backward and bool(gradients))
-    return Copies(held, sum(held.values()), staged, nvme, home, min(moved, versions), bound)
+    versions = held[StateClass.PARAMETERS] + plan.staging_buffers * plan.staging_nbytes
+    # not kept for their next update: those of a group that a checkpoint is loaded into
+    of_a_group = held[StateClass.OPTIMIZER] if kept else _largest_records(plan)
+    versions = min(moved, versions + min(of_a_group, held[StateClass.OPTIMIZER]))
+    nvme = sum(home.values()) + versions
+    bound = versions > 0 or (run.in_backward and bool(gradients))
+    return Copies(held, sum(held.values()), staged, nvme, home, versions, bound)
+
+
+def _largest_records(plan: Plan) -> int:
+    """Of one group, on nvme."""
+    kinds = (
+        record_kinds(group, tiers, plan.chunk_numel)
+        for group, tiers in zip(plan.groups, plan.records, strict=True)
+    )
+    return max(
+        sum(kind.nbytes * kind.count for kind in each if kind.tier is TierName.NVME)
+        for each in kinds
+    )

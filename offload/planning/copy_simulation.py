@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from offload.planning.copy_totals import ONE_LATE, STAGED_WRITES, Copies, Run, nvme_totals
+from offload.planning.copy_totals import ONE_LATE, Copies, Run, nvme_totals
 from offload.planning.plan import Plan, spare_host_nbytes
+from offload.planning.plan_sizes import pages
 from offload.swap.trace import Trace
 from offload.tiers.arena import Arena
 from offload.tiers.extent import TierName
@@ -36,7 +37,56 @@ class _Group:
     parameters: _Piece | None
     gradients: _Piece | None
     records: list[_Piece | None]
-    weights: list[int]  # of each chunk, bytes of parameters
+    weights: list[int]  # of each chunk, bytes of parameters on disk
+
+
+@dataclass(eq=False, slots=True)
+class _Version:
+    """What an updated chunk writes."""
+
+    copies: dict[_Piece, int]  # bytes that leave from copies: nothing waits for them
+    staged_nbytes: int  # ... and from a staging buffer
+    staged: bool  # whether it has a staging buffer
+    chunk: int = 0  # of its group
+
+
+class _OnTheirWay:
+    """Versions that may still be on their way to nvme, however slow writes are.
+
+    The update takes back its staging buffers in their order: one that is used again was written,
+    and so was all that was sent off before it. A chunk of a state has one write on its way.
+    """
+
+    def __init__(self, buffers: int) -> None:
+        self._buffers = max(1, buffers)
+        self._staged = 0  # of `_versions`
+        self._versions: deque[_Version] = deque()
+        self._latest: dict[tuple[_Piece, int], _Version] = {}
+        self.copies_nbytes = self.staged_nbytes = 0
+
+    def send(self, version: _Version) -> None:
+        while version.staged and self._staged >= self._buffers:
+            self._arrived(self._versions.popleft())
+        for piece, nbytes in version.copies.items():
+            key = (piece, version.chunk)
+            before = self._latest.get(key)
+            if before is not None:
+                self.copies_nbytes -= before.copies.pop(piece, 0)
+            self._latest[key] = version
+            self.copies_nbytes += nbytes
+        self._staged += version.staged
+        self.staged_nbytes += version.staged_nbytes
+        self._versions.append(version)
+
+    def settle(self) -> None:
+        while self._versions:
+            self._arrived(self._versions.popleft())
+
+    def _arrived(self, version: _Version) -> None:
+        self._staged -= version.staged
+        self.staged_nbytes -= version.staged_nbytes
+        self.copies_nbytes -= sum(version.copies.values())
+        version.copies.clear()
 
 
 @dataclass
@@ -62,7 +112,7 @@ class Simulation:
         self._keeps = spare_host_nbytes(plan) > 0
         self._staged = False
         self._stored: dict[StateClass, int] = {}
-        self._versions: deque[int] = deque()  # on their way to nvme, per chunk
+        self._versions = _OnTheirWay(plan.staging_buffers)
         self._nvme = _Peak()
         self._nvme_versions = 0
         self._bound = False
@@ -92,13 +142,15 @@ class Simulation:
                     zip(plan.records[index], group.records, strict=True)
                 )
             ],
-            [len(chunk) * self._run.itemsize for chunk in chunks],
+            [pages(len(chunk) * self._run.itemsize) for chunk in chunks],
         )
 
     # ---------------------------------------------------------------- the run
     def run(self) -> None:
         for group in self._groups:
             self._load(group)
+        for group in self._groups:
+            self._load_checkpoint(group)
         for _ in range(STEPS):
             for number in range(self._run.passes):
                 self._trace.begin_forward()
@@ -113,10 +165,22 @@ class Simulation:
         if pressed:  # where memory is short they may have to leave before they are used up
             nvme += gradients - stored.get(StateClass.GRADIENTS, 0)
             stored = {**stored, StateClass.GRADIENTS: gradients}
+        bound = self._bound or pressed
+        if self._bound:  # another order of arrivals than the one gone through: a chunk more
+            nvme += self._largest_version()
         return Copies(
             self._peak.by_class, self._arena.high_water_nbytes, self._staged, nvme, stored,
-            self._nvme_versions, self._bound or pressed,
+            self._nvme_versions, bound,
         )  # fmt: skip
+
+    def _largest_version(self) -> int:
+        """What one chunk writes to nvme, at most."""
+        return max(
+            (weights if group.parameters is not None else 0)
+            + (record.nbytes if record is not None else 0)
+            for group in self._groups
+            for record, weights in zip(group.records, group.weights, strict=True)
+        )
 
     def _load(self, group: _Group) -> None:
         if group.parameters is not None:
@@ -129,6 +193,16 @@ class Simulation:
         if group.parameters is not None:
             self._leave(group.parameters.group)
             self._store(group.parameters)
+
+    def _load_checkpoint(self, group: _Group) -> None:
+        """As one that is resumed does: copies leave without being waited for, until the end of the
+        group; what has none is written piece by piece."""
+        pieces = [piece for piece in (group.parameters, *group.records) if piece is not None]
+        copies = {piece: piece.nbytes for piece in pieces if piece.offset is not None}
+        absent = max((piece.nbytes for piece in pieces if piece.offset is None), default=0)
+        self._versions.send(_Version(copies, absent, staged=False))
+        self._note_nvme()
+        self._versions.settle()
 
     def _forward(self) -> None:
         for unit in _calls(self._units):
@@ -162,7 +236,6 @@ class Simulation:
         order = list(waiting) if self._run.in_backward else self._trace.first_uses()
         for index in order:
             self._update(self._groups[index], index)
-        self._versions.clear()
 
     def _use(self, index: int, *, backward: bool) -> None:
         self._needed = index
@@ -194,31 +267,31 @@ class Simulation:
 
     def _update(self, group: _Group, index: int) -> None:
         parameters, gradients = group.parameters, group.gradients
-        reads = parameters is not None and parameters.offset is None
         if parameters is not None:
             self._offer(parameters, self._trace.next_use(index))
-        for record, weights in zip(group.records, group.weights, strict=True):
-            absent = record is not None and record.offset is None
+        pairs = zip(group.records, group.weights, strict=True)
+        for chunk, (record, weights) in enumerate(pairs):
             if record is not None and self._keeps:
                 self._offer(record, self._next_use(record))
-            self._update_chunk(group, record, weights, reads=reads or absent)
+            self._update_chunk(group, chunk, record, weights)
         if gradients is not None:
             self._give_back(gradients)
 
-    def _update_chunk(
-        self, group: _Group, record: _Piece | None, weights: int, *, reads: bool
-    ) -> None:
-        parts = (group.parameters, record, group.gradients)
-        staged = any(part is not None and part.offset is None for part in parts)
+    def _update_chunk(self, group: _Group, chunk: int, record: _Piece | None, weights: int) -> None:
+        parameters = group.parameters
+        staged = any(
+            part is not None and part.offset is None
+            for part in (parameters, record, group.gradients)
+        )
         self._staged |= staged
-        version = weights if group.parameters is not None else 0
-        version += record.nbytes if record is not None else 0
-        if not version:
-            return
-        self._versions.append(version)
-        while (reads or staged) and len(self._versions) > STAGED_WRITES:
-            self._versions.popleft()
-        self._bound |= len(self._versions) > STAGED_WRITES
+        writes = [(parameters, weights), (record, record.nbytes if record is not None else 0)]
+        version = _Version({}, 0, staged, chunk)
+        for piece, nbytes in writes:
+            if piece is not None and piece.offset is None:
+                version.staged_nbytes += nbytes
+            elif piece is not None:
+                version.copies[piece] = nbytes
+        self._versions.send(version)
         self._note_nvme()
 
     def _give_back(self, gradients: _Piece) -> None:
@@ -297,7 +370,9 @@ class Simulation:
         self._note_nvme()
 
     def _note_nvme(self) -> None:
-        versions = sum(self._versions)
+        sent = self._versions
+        versions = min(sent.copies_nbytes, self._arena.nbytes) + sent.staged_nbytes
+        self._bound |= versions > 0
         total = sum(self._stored.values()) + versions
         if total > self._nvme.nbytes:
             self._nvme = _Peak(total, dict(self._stored))

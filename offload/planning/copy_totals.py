@@ -12,9 +12,6 @@ from offload.tiers.ledger import StateClass
 # Groups whose update within backward is not over when the next gradients arrive. None or two
 # happen, too, by how fast an update is beside the backward of a group.
 ONE_LATE = 1
-# Chunks on their way to nvme where the update waits for what it reads: of four staging buffers one
-# is worked on.
-STAGED_WRITES = 3
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,8 @@ class Copies:
     nvme_nbytes: int  # most that nvme would hold without an end of its budget
     nvme_by_class: dict[StateClass, int]  # the same: valid versions ...
     nvme_versions_nbytes: int  # ... and new ones on their way
-    # The update runs faster than its writes: how many versions are on their way then depends on
-    # the moment, and what is said of nvme is the most that may come.
+    # How many versions are on their way depends on how fast writes are beside the update: what is
+    # said of nvme is the most that may come, however slow they are.
     nvme_is_bound: bool = False
 
     @property

@@ -140,6 +140,7 @@ class Estimate:
     shortfalls: tuple[Shortfall, ...] = ()
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what was assumed
+    system_nbytes: int = 0  # of a rank's RAM, kept for the system and in no capacity
     endurance_nbytes: int = 0  # that the SSDs are rated to take in writes; 0: unknown
 
     @property

@@ -17,6 +17,15 @@ _SAME_TYPE = frozenset(
         _aten.threshold_backward, _aten.silu_backward, _aten.gelu_backward,
     }
 )  # fmt: skip
+# Their shapes are found in Python, for every block again. Each makes one new tensor.
+_SLOW = frozenset(
+    {
+        _aten.add, _aten.sub, _aten.mul, _aten.neg, _aten.sum, _aten.mean, _aten.cat, _aten.mm,
+        _aten.slice_backward, _aten.div,
+    }
+)  # fmt: skip
+_MOST_REMEMBERED = 4096
+_remembers: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 _NORMS = frozenset({_aten.native_layer_norm.default, _aten.native_group_norm.default})
 
 
@@ -28,10 +37,37 @@ def run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: 
         alike = _pointwise(func, args, kwargs)
         if alike is not None:
             return alike
+    if func.overloadpacket in _SLOW:
+        return _remembered(func, args, kwargs)
     result = func(*args, **kwargs)
     if func in _NORMS and device == "cpu":
         return _with_cpu_statistics(args, result)
     return result
+
+
+def _remembered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What `func` gave of inputs of the same shapes before."""
+    if func._schema.is_mutable:
+        return func(*args, **kwargs)
+    key = id(func), _form(args), _form(tuple(kwargs.items()))  # its own hash is slow
+    known = _remembers.get(key)
+    if known is None:
+        result = func(*args, **kwargs)
+        if len(_remembers) >= _MOST_REMEMBERED:
+            _remembers.clear()
+        _remembers[key] = result.shape, result.stride(), result.dtype
+        return result
+    shape, stride, dtype = known
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _form(value: Any) -> Any:
+    """All of an argument that shapes depend on, to look it up by."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_form, value))
+    return type(value), value  # 1, 1.0 and True are one key
 
 
 def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -234,7 +234,7 @@ class PlannedMemory:
     @property
     def nvme_is_bound(self) -> bool:
         """Whether the ledger's peak of nvme depends on how fast moves are, and what is predicted
-        is the most it may come to."""
+        is the most it can come to."""
         return self._copies.nvme_is_bound or self._activations_on_disk > 0
 
     @property

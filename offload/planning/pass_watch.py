@@ -16,6 +16,9 @@ from offload.planning.live_bytes import Alive, LiveBytes
 from offload.planning.op_costs import flops, is_kernel, scratch_nbytes, touched_nbytes
 from offload.planning.valueless import tensors_of
 
+_DEVICE = torch.ops.prim.device.default
+_DETACH = torch.ops.aten.detach.default
+
 
 @dataclass(slots=True)
 class _Cost:
@@ -69,9 +72,11 @@ class PassWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE:
             return args[0].device
+        if func is _DETACH:  # autograd's, of what it saves and gives back: nothing is made
+            return func(*args)
+        kwargs = kwargs or {}
         if self._backward:
             self._find_node()
         result = func(*args, **kwargs)

@@ -88,6 +88,11 @@ class PlacementSearch:
             step = finer
         return found
 
+    def corners(self, count: int) -> list[Found]:
+        """At most `count` placements with every open class whole in one tier: what somebody would
+        try by hand."""
+        return self._judge([self._splits(c, 1.0) for c in CLASSES], count)
+
     # ---------------------------------------------------------------- splits
     def _coarsest_step(self) -> float:
         for parts in (20, 10, 5, 4):

@@ -30,6 +30,7 @@ from offload.planning.plan_sizes import (
 )
 from offload.planning.shared_plan import plan_shared, with_shared
 from offload.planning.tuning import Streamed, choose
+from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
@@ -37,6 +38,9 @@ from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
+
+_BESIDE_ACTIVATIONS = 0.7  # of free RAM for the tiers, where the batch is not known
+MOST_RECORDS = 1 << 20  # that the chunk is chosen for: each is dealt out, one by one
 
 Placements = Mapping[StateClass, Placement]
 
@@ -50,6 +54,7 @@ class PlanBuilder:
         model = model.sharded(sharding.ranks, sharding.replicas)
         self.explicit = explicit_placements(config)
         self.config = tuned(config, self.explicit, model, hardware)
+        _check_records(self.config, model)
         self.model = model
         self.hardware = hardware
         self.gpu = hardware.device_nbytes > 0
@@ -181,11 +186,33 @@ def tuned(
     measured = hardware.measure_nvme if used or overflowing else None
     streamed = Streamed([n * sizes.itemsize for n in numels], chunks, STAGING_BUFFERS, budget)
     chosen = choose(streamed, measured)
+    if chunk == "auto":
+        chosen = replace(chosen, chunk_numel=_few_enough(chosen.chunk_numel, model))
     optimizer = config.optimizer.model_copy(
         update={"chunk": chosen.chunk_numel if chunk == "auto" else chunk}
     )
     depth = chosen.prefetch if prefetch == "auto" else prefetch
     return config.model_copy(update={"optimizer": optimizer, "prefetch": depth})
+
+
+def _few_enough(chunk_numel: int, model: ModelShape) -> int:
+    """A chunk that cuts the model into no more records than can be dealt out."""
+    while _records(model, chunk_numel) > MOST_RECORDS:
+        chunk_numel *= 2
+    return chunk_numel
+
+
+def _check_records(config: OffloadConfig, model: ModelShape) -> None:
+    records = _records(model, config.chunk_numel)
+    if config.optimizer.chunk != "auto" and records > 2 * MOST_RECORDS:
+        raise ConfigError(
+            f"optimizer.chunk: {config.chunk_numel:,} elements cut this model into {records:,} "
+            f"records; at most {2 * MOST_RECORDS:,} are planned: write auto, or a larger chunk"
+        )
+
+
+def _records(model: ModelShape, chunk_numel: int) -> int:
+    return sum(group.layout.shard_trainable // chunk_numel for group in model.groups)
 
 
 def resolve_budgets(
@@ -197,13 +224,25 @@ def resolve_budgets(
     device_whole = hardware.device_nbytes or hardware.host_nbytes
     return {
         TierName.DEVICE: _resolve(budget.device, device_whole, device_auto),
-        TierName.HOST: _resolve(
-            budget.host, hardware.host_nbytes, int(hardware.host_free_nbytes * 0.7)
-        ),
+        TierName.HOST: _resolve(budget.host, hardware.host_nbytes, _host_auto(hardware)),
         TierName.NVME: _resolve(
             budget.nvme, hardware.nvme_free_nbytes, int(hardware.nvme_free_nbytes * 0.9)
         ),
     }
+
+
+def _host_auto(hardware: Hardware) -> int:
+    """What is free without the reserve; on a CPU, where nobody knows the activations that RAM must
+    hold, too, without a share for them."""
+    free = hardware.host_free_nbytes
+    left = free - reserve_nbytes(free)
+    return left if hardware.device_nbytes else min(left, int(free * _BESIDE_ACTIVATIONS))
+
+
+def reserve_nbytes(free_nbytes: int) -> int:
+    """What a budget.host that is open leaves of free RAM to whatever else runs: a twentieth, at
+    least 1 GiB, but no more than three tenths of what little there is."""
+    return int(min(0.3 * free_nbytes, max(1 << 30, 0.05 * free_nbytes)))
 
 
 def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:

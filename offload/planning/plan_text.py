@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from offload.planning.durations import duration
 from offload.planning.plan import Plan, breakdown, needed_nbytes
@@ -22,6 +23,7 @@ from offload.tiers.units import format_bytes
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.planning.estimate import StepEstimate
+    from offload.planning.workload import Workload
 
 _CLASSES = (
     StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER, StateClass.STAGING,
@@ -33,7 +35,9 @@ _CLASSES = (
 class Planned:
     """All that `offload plan` says."""
 
+    model: str
     config: OffloadConfig  # as it was given
+    workload: Workload
     solution: Solution
     device: str
     preflight: Preflight
@@ -72,7 +76,9 @@ def _headline(planned: Planned) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
-    table.add_row("model", f"{numel:,} parameters ({trainable:,} trainable)")
+    table.add_row("model", Text(planned.model))
+    table.add_row("", f"{numel:,} parameters ({trainable:,} trainable)")
+    table.add_row("a step", _work(planned.workload))
     table.add_row("groups", f"{len(plan.groups)}, the largest {_largest(plan)}")
     if plan.sharding.world_size > 1:
         table.add_row("ranks", _ranks(planned))
@@ -87,6 +93,12 @@ def _headline(planned: Planned) -> RenderableType:
         f"micro_batches {config.micro_batches}{_auto(planned, 'micro_batches')}",
     )
     return table
+
+
+def _work(workload: Workload) -> str:
+    """`2 passes of 4 x 2,048 tokens`."""
+    passes = f"{workload.passes} passes of " if workload.passes > 1 else ""
+    return f"{passes}{workload.batch:,} x {workload.sequence:,} tokens"
 
 
 def _ranks(planned: Planned) -> str:

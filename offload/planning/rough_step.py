@@ -7,10 +7,14 @@ busy for its bytes over its rate, and the slowest link to bound the step:
             each turn; states are read and written once per step, gradients once per pass
     links   of a GPU: parameters down once per direction, gradients up once per pass
     busy    computing, and on a CPU also the optimizer and what both lose to I/O beside them
+
+Beside a GPU the update is a pipeline of its own (optimizer, links, nvme), and hides behind one pass
+in one direction alone: the forward that follows it, or the backward that its gradients come from.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +43,7 @@ class StepWork:
 
     passes: int
     compute_s: float
+    hiding_s: float  # of it: the pass, in one direction, that updates run beside; inf: unknown
     optimizer_s: float  # by the CPU, for all parameters
     optimizer_on_device_s: float
     gradients_travel: int  # times that gradients at home elsewhere go home: 0 if updates use them
@@ -66,15 +71,17 @@ def rough_seconds(
     on_device = _share(held[StateClass.OPTIMIZER], DEVICE) * work.gpu
     by_cpu = work.optimizer_s * (1 - on_device)
     if work.gpu:
-        busy = work.compute_s + work.optimizer_on_device_s * on_device
-        links = _links(held, spare_device, work, speeds)
-        other = np.maximum(by_cpu, links)
+        passing, updating, links = _links(held, spare_device, work, speeds)
+        update = by_cpu + work.optimizer_on_device_s * on_device
+        update = np.maximum(np.maximum(update, updating), _records_s(held, speeds))
+        shown = np.maximum(0, update - work.hiding_s)
+        busy = np.maximum(work.compute_s, passing) + shown
     else:
         busy = work.compute_s + by_cpu + speeds.io_lost_s_per_byte * io_bytes
-        links = other = np.zeros_like(spare)
+        links = np.zeros_like(spare)
     ahead = np.clip(spare / max(1, work.in_flight_nbytes), 0, 1)
     waiting = np.where(io_s > 0, (1 - ahead) * np.minimum(busy, io_s), 0)
-    slowest = np.maximum(np.maximum(busy, io_s), other) + waiting
+    slowest = np.maximum(np.maximum(busy, io_s), links) + waiting
     seconds: Floats = slowest + _BESIDE * (io_s + links)
     return seconds
 
@@ -99,21 +106,44 @@ def _io(
     return reads + writes, np.maximum(together, (reads + writes) / _mixed(speeds))
 
 
+def _records_s(held: Mapping[StateClass, Floats], speeds: Speeds) -> Floats:
+    """Seconds of nvme for the optimizer's records, each way once."""
+    records = held[StateClass.OPTIMIZER][:, NVME]
+    read, write = _rates(speeds)
+    seconds: Floats = np.maximum(records / read, records / write)
+    return seconds
+
+
 def _links(
     held: Mapping[StateClass, Floats], spare: Floats, work: StepWork, speeds: Speeds
-) -> Floats:
-    """Seconds of the busier direction between host and GPU."""
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds of the busier direction between host and GPU: in passes, in the update, in both."""
     parameters, gradients = held[StateClass.PARAMETERS], held[StateClass.GRADIENTS]
-    stepped_there = _share(held[StateClass.OPTIMIZER], DEVICE)
+    by_device = _share(held[StateClass.OPTIMIZER], DEVICE)
+    by_cpu = 1 - by_device
     away = parameters[:, HOST] + parameters[:, NVME]
     leaving = gradients[:, HOST] + gradients[:, NVME]
     copies = np.minimum(np.maximum(spare, 0), away)
-    down = 2 * work.passes * (away - copies)
-    down = down + (copies + parameters[:, DEVICE]) * (1 - stepped_there)  # updated by the CPU
-    down = down + leaving * stepped_there
-    up = leaving * work.passes + away * stepped_there
-    rates = (speeds.host_to_device_bytes_per_s, speeds.device_to_host_bytes_per_s)
-    down_rate, up_rate = (rate or 2e10 for rate in rates)
+    # copies on the device of what the CPU has stepped are sent again
+    down, up = 2 * work.passes * (away - copies) + copies * by_cpu, leaving * work.passes
+    there_and_back = parameters[:, DEVICE] * by_cpu
+    if math.isinf(work.hiding_s):
+        passing = _slower(down, up, speeds)
+        return passing, np.zeros_like(passing), passing
+    stepped_down = there_and_back + leaving * by_device
+    stepped_up = there_and_back + away * by_device + gradients[:, DEVICE] * by_cpu
+    return (
+        _slower(down, up, speeds), _slower(stepped_down, stepped_up, speeds),
+        _slower(down + stepped_down, up + stepped_up, speeds),
+    )  # fmt: skip
+
+
+def _slower(down: Floats, up: Floats, speeds: Speeds) -> Floats:
+    """Seconds of two directions side by side."""
+    down_rate, up_rate = (
+        rate or 2e10
+        for rate in (speeds.host_to_device_bytes_per_s, speeds.device_to_host_bytes_per_s)
+    )
     seconds: Floats = np.maximum(down / down_rate, up / up_rate)
     return seconds
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,12 @@ class Prediction:
     """Peaks in bytes, and one step of a long run."""
 
     tiers: Mapping[str, int]  # the ledgers' peaks
-    rss_nbytes: int
+    rss_nbytes: int | None  # None: what a pass takes is not known
     seconds: float | None  # None: the speeds of the machine are not known
     bottleneck: str | None
     links: Mapping[str, LinkPrediction]
-    bounds: tuple[str, ...] = ()  # tiers of which about the most is predicted that may come
+    bounds: tuple[str, ...] = ()  # tiers of which the most is predicted that can come
+    missing: tuple[str, ...] = ()  # what is not predicted, and why
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
@@ -54,7 +55,7 @@ class Prediction:
         seconds, bottleneck = values["seconds"], values["bottleneck"]
         return cls(
             tiers=_tiers(values["tiers"]),
-            rss_nbytes=whole(values["rss_nbytes"]),
+            rss_nbytes=None if values["rss_nbytes"] is None else whole(values["rss_nbytes"]),
             seconds=None if seconds is None else _positive(seconds),
             bottleneck=None if bottleneck is None else str(bottleneck),
             links={
@@ -62,6 +63,7 @@ class Prediction:
                 for name, link in _mapping(values["links"]).items()
             },
             bounds=tuple(str(name) for name in values.get("bounds", ())),
+            missing=tuple(str(reason) for reason in values.get("missing", ())),
         )
 
 
@@ -113,6 +115,7 @@ class RunCheck:
     rows: tuple[Row, ...]
     steps: int
     finished: bool = True  # False: tiers and RSS are of the ends of steps, not peaks
+    missing: tuple[str, ...] = ()  # rows that cannot be given, and why
 
     @property
     def line(self) -> str:
@@ -126,14 +129,23 @@ class RunCheck:
 def compare(prediction: Prediction, measured: Measured, *, finished: bool = True) -> RunCheck:
     """Rows of what both sides know and is not nothing."""
     rows = [
-        Row(name, prediction.tiers.get(name, 0), held, "bytes", name in prediction.bounds)
+        Row(name, prediction.tiers[name], held, "bytes", name in prediction.bounds)
         for name, held in measured.tiers.items()
-        if held
+        if held and name in prediction.tiers
     ]
-    rows.append(Row("RSS", prediction.rss_nbytes, measured.rss_nbytes, "bytes"))
+    if prediction.rss_nbytes is not None:
+        rows.append(Row("RSS", prediction.rss_nbytes, measured.rss_nbytes, "bytes"))
     if prediction.seconds is not None and measured.seconds is not None:
         rows.append(Row("step", prediction.seconds, measured.seconds, "seconds"))
-    return RunCheck(tuple(rows), measured.steps, finished)
+    return RunCheck(tuple(rows), measured.steps, finished, tuple(_missing(prediction, measured)))
+
+
+def _missing(prediction: Prediction, measured: Measured) -> Iterator[str]:
+    yield from prediction.missing
+    if prediction.seconds is None and not prediction.missing:
+        yield "step: not predicted: this machine's speed was not known when the run began"
+    if prediction.seconds is not None and measured.seconds is None:
+        yield f"step: not measured: the first {SETTLING_STEPS} steps do not count"
 
 
 def usual_step_s(seconds: Sequence[float]) -> float | None:
@@ -180,7 +192,7 @@ def _read(folder: Path, name: str, parse: Any) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder} cannot be checked: {_why(path, error)}; name the folder of a run of "
-            "`offload train`"
+            "`offload train`, or of offload.initialize(..., run_folder=...)"
         ) from None
 
 

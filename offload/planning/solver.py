@@ -3,8 +3,8 @@
     1  every split of the open classes on a grid, then finer around the best, by a rough model
        (`placement_search`): tens of thousands of placements in some tens of milliseconds
     2  the best of each kind (which tiers each class uses) are laid out and checked to the byte
-    3  where it is known what a step works on, their steps are predicted (`step_time`), and that
-       decides; elsewhere the bytes over the slowest link do
+    3  where it is known what a step works on, their steps are predicted (`step_time`), the fastest
+       are refined, and that decides; elsewhere the bytes over the slowest link do
 
 Where activations.checkpoint or micro_batches are `auto` and the batch is known, every choice goes
 through 1 and 2, and all take part in 3. What the configuration names stays as it is. The result
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
 _DIFFERENT = 0.05  # of a class in another tier: less makes no other plan
+_STARTS = 3  # that are refined: which of them ends up best is not known before
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHECKPOINTS = (False, "selective", True)
 
@@ -70,9 +71,19 @@ def solve(
         for settled in _choices(config, known)
         for candidate in Choice(settled, model, hardware, known).candidates()
     ]
+    candidates += _refined(candidates)
     fastest = min((c.seconds for c in candidates if c.fits), default=0.0)
     best, *others = sorted(candidates, key=lambda candidate: _rank(candidate, fastest))
     return Solution(best, tuple(others), tuple(_open_keys(config)))
+
+
+def _refined(candidates: list[Candidate]) -> list[Candidate]:
+    """What the fastest that fit become when parts of them are moved elsewhere."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    starts = sorted(fitting, key=lambda candidate: candidate.seconds)
+    starts = starts[: _STARTS if starts and starts[0].choice.is_small else 1]
+    found = (start.choice.refined(start) for start in starts)
+    return [each for each in found if each not in candidates]
 
 
 def _differ(one: Candidate, other: Candidate) -> bool:

@@ -52,10 +52,12 @@ def pairs(tiers: Sequence[TierName]) -> list[tuple[int, int]]:
     return list(itertools.combinations(columns, 2))
 
 
-def neighbours(placement: Placement, tiers: Sequence[TierName], step: float) -> Iterator[Placement]:
-    """Placements with `step` of the class in another tier."""
+def neighbours(
+    placement: Placement, tiers: Sequence[TierName], step: float, *, up: bool = False
+) -> Iterator[Placement]:
+    """Placements with `step` of the class in another tier; `up`: in a faster one alone."""
     for a, b in pairs(tiers):
-        for move in (step, -step):
+        for move in (step,) if up else (step, -step):
             row = shifted(shares_of(placement), a, b, move)
             if row is not None:
                 yield placement_of(row)

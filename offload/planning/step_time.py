@@ -145,9 +145,10 @@ class _Pipeline:
             for move in self._traffic.moves:
                 self._run(move)
             ends.append(self._clocks[COMPUTE].free_s)
-        seconds = ends[-1] - ends[-2]
         links = self._links()
         slowest = max(links, key=lambda link: link.seconds)
+        # nothing waits for writes: where they are the slowest they fall ever further behind
+        seconds = max(ends[-1] - ends[-2], slowest.seconds)
         return StepEstimate(
             seconds=seconds, links=links, bottleneck=slowest.name, tokens=self._workload.tokens,
             spans=_drawn(self._spans, self._begun_s, seconds),

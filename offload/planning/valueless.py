@@ -23,6 +23,8 @@ _CPU = torch.device("cpu")
 # code asks them questions, like whether any position is masked.
 _MOST_KNOWN_NUMEL = 1 << 16
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default  # autograd asks it more often than anything is computed
+_DETACH = _aten.detach.default
 # What they give depends on values.
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default})
 
@@ -54,7 +56,7 @@ class ValuelessTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE:
             return args[0].owner.device
         return NotImplemented  # the mode is not active
 
@@ -95,9 +97,11 @@ class WithoutValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE:
             return self.device
+        if func is _DETACH and isinstance(args[0], ValuelessTensor):
+            return ValuelessTensor(self._meta(args[0]), self, args[0].known)
+        kwargs = dict(kwargs or {})
         inputs = list(tensors_of((args, tuple(kwargs.values()))))
         if func in _READS:
             return self._read(func, args, self._known_result(func, inputs, args, kwargs))

@@ -6,7 +6,13 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from offload.config_fields import KeyedError
+from offload.config_fields import KeyedError, PathText
+
+MOST_LAYERS = 4096  # deeper is a mistake, and would take long to count
+MOST_WIDTH = 1 << 24
+MOST_SIZE = 1 << 26  # of any one dimension; the largest vocabularies have 2^18
+MOST_PARAMS = 10**15
+MOST_TOKENS = 1 << 32  # of a pass
 
 
 class _Section(BaseModel):
@@ -21,17 +27,24 @@ class ModelConfig(_Section):
         description="llama: RMSNorm, rotary positions, SwiGLU. "
         "gpt: LayerNorm, learned positions, GELU.",
     )
-    layers: int = Field(6, ge=1, description="Number of transformer blocks.")
-    hidden: int = Field(384, ge=1, description="Width of the residual stream.")
+    layers: int = Field(6, ge=1, le=MOST_LAYERS, description="Number of transformer blocks.")
+    hidden: int = Field(384, ge=1, le=MOST_WIDTH, description="Width of the residual stream.")
     heads: int = Field(6, ge=1, description="Attention heads; must divide hidden.")
     kv_heads: int | None = Field(
         None, ge=1, description="Key/value heads (llama shape); must divide heads. Default: heads."
     )
     mlp: int | None = Field(
-        None, ge=1, description="Width of the MLP. Default: 4 x hidden (gpt), 8/3 x hidden (llama)."
+        None,
+        ge=1,
+        le=MOST_SIZE,
+        description="Width of the MLP. Default: 4 x hidden (gpt), 8/3 x hidden (llama).",
     )
-    vocab: int = Field(256, ge=256, description="Vocabulary size; bytes are tokens 0..255.")
-    max_sequence: int = Field(1024, ge=1, description="Longest sequence the model can read.")
+    vocab: int = Field(
+        256, ge=256, le=MOST_SIZE, description="Vocabulary size; bytes are tokens 0..255."
+    )
+    max_sequence: int = Field(
+        1024, ge=1, le=MOST_TOKENS, description="Longest sequence the model can read."
+    )
     tied: bool = Field(True, description="Share the embedding with the output head.")
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary frequencies (llama).")
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the normalisation layers.")
@@ -48,6 +61,27 @@ class ModelConfig(_Section):
         if self.mlp is not None:
             return self.mlp
         return 4 * self.hidden if self.shape == "gpt" else -(-8 * self.hidden // (3 * 64)) * 64
+
+    @property
+    def numel(self) -> int:
+        """Parameters, those of norms left out."""
+        products = 2 + 2 * self.kv_head_count / self.heads
+        gated = 3 if self.shape == "llama" else 2
+        block = products * self.hidden**2 + gated * self.hidden * self.mlp_width
+        positions = self.max_sequence if self.shape == "gpt" else 0
+        tables = self.vocab * (1 if self.tied else 2) + positions
+        return int(self.layers * block) + tables * self.hidden
+
+    @model_validator(mode="after")
+    def _check_numel(self) -> Self:
+        if self.numel > MOST_PARAMS:
+            raise KeyedError(
+                f"hidden: {self.hidden} makes {self.numel:.3g} parameters with layers: "
+                f"{self.layers} and vocab: {self.vocab}; at most {MOST_PARAMS:.0e} are counted",
+                ("hidden",),
+                ("layers",),
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -106,9 +140,8 @@ class TrainConfig(_Section):
     """What `offload train` trains, on what, and for how long."""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The built-in model.")
-    text: str = Field(
+    text: PathText = Field(
         "shakespeare",
-        min_length=1,
         description="shakespeare, python (the standard library's documentation and sources), "
         "or the path of a text file.",
     )
@@ -134,6 +167,13 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_sequence(self) -> Self:
+        if self.batch * self.sequence > MOST_TOKENS:
+            raise KeyedError(
+                f"batch: {self.batch} x sequence: {self.sequence} are "
+                f"{self.batch * self.sequence:,} tokens in a pass; at most {MOST_TOKENS:,}",
+                ("batch",),
+                ("sequence",),
+            )
         if self.sequence > self.model.max_sequence:
             raise KeyedError(
                 f"sequence: {self.sequence} is longer than model.max_sequence: "

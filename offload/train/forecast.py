@@ -7,6 +7,7 @@ step time, and memory is predicted with activations and libraries.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -36,6 +37,8 @@ from offload.zero.model_shape import ModelShape
 from offload.zero.sharding import ALONE, Sharding
 
 _log = logging.getLogger("offload")
+
+FactsOf = Callable[[OffloadConfig], ActivationFacts]
 
 
 @dataclass(frozen=True)
@@ -104,15 +107,24 @@ def forecast(
     have never been measured here, that is done if the model is large enough to be worth it. `here`:
     ranks on this machine, by default those that are.
     """
+    shape = discover(model, config.groups.blocks).shape()
+    facts = Facts(model, workload, compute_device(config).type)
+    return forecast_of(config, shape, facts, workload, sharding, here)
+
+
+def forecast_of(
+    config: OffloadConfig, shape: ModelShape, facts: FactsOf, workload: Workload,
+    sharding: Sharding = ALONE, here: int | None = None,
+) -> Forecast | None:  # fmt: skip
+    """As `forecast`, of a model known by its shape; `facts`: what its passes take."""
     device = compute_device(config)
     hardware = this_machine(config.nvme, device, sharding, here)
-    shape = discover(model, config.groups.blocks).shape()
     speeds = _speeds(config, shape)
     baseline = known_baseline(config.precision, gpu=device.type == "cuda")
     try:
         known = Known(
             workload, speeds or replace(NOMINAL, gpu=device.type == "cuda"),
-            _Facts(model, workload, device.type), baseline.ram_nbytes, baseline.gpu_nbytes,
+            facts, baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes,
         )  # fmt: skip
         solution = solve(config, shape, hardware, known)
@@ -147,7 +159,7 @@ def chosen_config(best: Candidate) -> OffloadConfig:
     return config.model_copy(update=update)
 
 
-class _Facts:
+class Facts:
     """What a pass takes, traced once per choice of what it depends on."""
 
     def __init__(self, model: nn.Module, workload: Workload, device: str) -> None:

@@ -13,6 +13,7 @@ from offload.planning.estimate import LinkTime, StepEstimate
 from offload.planning.plan_text import Planned, _time, describe
 from offload.planning.preflight import Preflight
 from offload.planning.solver import solve
+from offload.planning.workload import Workload
 from tests.planning.test_solver import hardware, known, model
 
 
@@ -20,7 +21,8 @@ def said(keys: dict[str, Any], width: int = 80, **more: Any) -> str:
     config = OffloadConfig.load(keys)
     solution = solve(config, model(), hardware(), more.pop("about", known()))
     looked = Preflight((), more.pop("warnings", ()))
-    planned = Planned(config, solution, "cpu", looked, more.pop("timed", True))
+    timed = more.pop("timed", True)
+    planned = Planned("a model", config, Workload(4, 128), solution, "cpu", looked, timed)
     out = StringIO()
     Console(file=out, width=width, highlight=False).print(describe(planned))
     return out.getvalue()
@@ -34,6 +36,12 @@ def test_every_open_class_says_why_it_is_there():
     assert text.count("(auto)") >= 3
     assert "more of host would hold it all" in text or "nothing has to move" in text
     assert "a step takes +" in text
+
+
+def test_the_model_and_the_work_are_named():
+    lines = said(TIGHT).splitlines()
+    assert lines[0].split() == ["model", "a", "model"]
+    assert "4 x 128 tokens" in lines[2]
 
 
 def test_a_named_class_says_that_it_was_named():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -25,6 +27,7 @@ from offload.planning.run_check import (
     usual_step_s,
 )
 from offload.planning.solver import solve
+from offload.swap.threads_backend import ThreadsBackend
 from offload.train.loop import run
 from offload.train.run_folder import RunFolder, other_numbers, with_choices_of
 from tests.planning.test_solver import GIB, MIB, SPEEDS, facts, hardware, known, model
@@ -212,6 +215,39 @@ def test_going_on_with_a_run_that_has_ended_leaves_what_it_measured(tmp_path):
         console=Console(file=out, width=200, highlight=False))  # fmt: skip
     assert "nothing to do: 6 of 6 steps are done" in out.getvalue()
     assert (tmp_path / "run/measured.json").read_text() == before
+
+
+@pytest.mark.parametrize("parameters", ["host", "nvme"])
+def test_nvme_never_holds_more_than_at_most(
+    parameters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Writes slower than everything else, and a checkpoint over what is there already."""
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.002)
+        return os.pwritev(*args)
+
+    monkeypatch.setitem(ThreadsBackend.__init__.__kwdefaults__, "pwritev", slow)
+    gradients = "nvme" if parameters == "nvme" else "host"
+    keys: dict[str, Any] = {
+        "budget": {"host": "5MiB" if parameters == "nvme" else "11MiB", "nvme": "256MiB"},
+        "placement": {"parameters": parameters, "gradients": gradients, "optimizer": "nvme"},
+        "optimizer": {"chunk": 16384}, "clip_grad_norm": 1.0,
+    }  # fmt: skip
+    work = {"model": {"layers": 6, "hidden": 128, "heads": 2, "max_sequence": 32},
+            "steps": 2, "checkpoint_every": 2}  # fmt: skip
+    config, _ = train(tmp_path, train=work, **keys)
+    check_bound(tmp_path / "run")
+    longer = config.train.model_copy(update={"steps": 4})
+    run(config.model_copy(update={"train": longer}), RunFolder.reopen(tmp_path / "run"),
+        resume=True, console=Console(file=StringIO()))  # fmt: skip
+    check_bound(tmp_path / "run")
+
+
+def check_bound(folder: Path) -> None:
+    (nvme,) = (row for row in check_run(folder).rows if row.name == "nvme")
+    assert nvme.is_bound
+    assert nvme.measured <= nvme.predicted
 
 
 # ---------------------------------------------------------------- advice

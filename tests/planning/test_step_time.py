@@ -239,6 +239,14 @@ def test_a_step_takes_at_least_as_long_as_its_slowest_link() -> None:
         assert step.bottleneck in {link.name for link in step.links}
 
 
+def test_writes_that_nothing_waits_for_bound_a_step_that_goes_on_for_ever() -> None:
+    """Records with copies in memory are written and never read: the disk falls behind."""
+    slow = replace(SPEEDS, nvme_write_bytes_per_s=1e7)
+    step = step_of(homes("host", "host", "nvme"), "budget.host=640MiB", speeds=slow)
+    written = {link.name: link.nbytes for link in step.links}["nvme write"]
+    assert step.seconds == pytest.approx(written / 1e7)
+
+
 def test_without_anything_on_nvme_a_step_is_compute_and_optimizer() -> None:
     step = step_of(homes("host", "host", "host"), "budget.host=64MiB")
     assert {link.name for link in step.links} == {"compute", "optimizer"}

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.tiers.errors import ConfigError, PathError
-from offload.tools.memest.model_source import read_model
+from offload.tools.memest.divisors import divisors
+from offload.tools.memest.hugging_face import check_configuration
+from offload.tools.memest.input_files import read_json
+from offload.tools.memest.model_source import StatedSizes, read_model, read_stated
 from offload.tools.memest.safetensors_header import BITS, read_header
 from tests.tools.model_files import TINY_LLAMA, entries_of, write_config, write_safetensors
 
@@ -57,6 +60,12 @@ def read_or_refuse(path: Path) -> None:
         ({"hidden_size": float("nan")}, "hidden_size is nan"),
         ({"hidden_size": float("inf")}, "hidden_size is inf"),
         ({"vocab_size": 10**30}, "vocab_size is 1000000"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648; it must be from 1 to"),
+        ({"intermediate_size": 2**31}, "intermediate_size is 2147483648"),
+        ({"hidden_size": 2**26, "intermediate_size": 2**26}, "its sizes make 5.4e+16 parameters"),
+        ({"model_type": "qwen3_moe", "num_experts": 2**31}, "num_experts is 2147483648"),
+        ({"model_type": "qwen3_vl", "text_config": {"hidden_size": 2**40}}, "hidden_size is 1099"),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 5000}, "it must be from 1 to 4096"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; it must be from 1 to"),
         ({"num_attention_heads": 5}, "hidden_size 32 is no multiple of num_attention_heads 5"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
@@ -105,6 +114,84 @@ def test_what_is_no_configuration_is_refused(data: bytes, expected: str, tmp_pat
     path = tmp_path / "config.json"
     path.write_bytes(data)
     assert expected in reason(path)
+
+
+def test_a_key_given_twice_among_very_many_is_found_at_once(tmp_path: Path) -> None:
+    """In time that grows with the file: with its square, 40,000 keys took 20 seconds."""
+    pairs = ", ".join(f'"k{n}": 1' for n in range(400_000))
+    path = tmp_path / "config.json"
+    path.write_text(f'{{{pairs}, "k399999": 2}}')
+    assert "'k399999' is given twice" in reason(path)
+
+
+_REPOSITORY = "somebody/kernels-of-his-own"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attn_implementation": _REPOSITORY},
+        {"_attn_implementation": f"paged|{_REPOSITORY}"},
+        {"_attn_implementation_internal": _REPOSITORY},
+        {"attn_implementation": {"": _REPOSITORY}},
+        {"experts_implementation": _REPOSITORY},
+        {"_experts_implementation": _REPOSITORY},
+        {"attribute_map": {"fast": "_attn_implementation"}, "fast": _REPOSITORY},
+        {"use_kernels": True, "kernel_config": {"RMSNorm": f"{_REPOSITORY}:RMSNorm"}},
+    ],
+)
+def test_code_of_a_repository_is_neither_fetched_nor_run(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import hub_kernels
+
+    asked: list[object] = []
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **_: asked.append(args))
+    for name in ("plain", "named"):
+        (tmp_path / name).mkdir()
+    plain = read_model(str(write_config(tmp_path / "plain")))
+    named = read_model(str(write_config(tmp_path / "named", **keys)))
+    assert named.build is not None
+    model: Any = named.build()
+    assert not asked
+    chosen = str(model.config._attn_implementation) + str(model.config._experts_implementation)
+    assert _REPOSITORY not in chosen
+    assert named.shape == plain.shape
+    assert (
+        any("neither fetched nor run" in note for note in named.notes)
+        or "fast" in keys
+        or ("use_kernels" in keys)
+    )
+
+
+def test_code_named_by_a_model_within_is_left_aside_too(tmp_path: Path) -> None:
+    from offload.tools.memest.transformers_models import fingerprint_parts
+
+    inner = {"model_type": "llama", "_attn_implementation": _REPOSITORY, "auto_map": {"A": "b.C"}}
+    path = write_config(tmp_path, model_type="made_up", text_config=inner, towers=[inner])
+    configuration = check_configuration(read_json(path), str(path))
+    assert _REPOSITORY not in str(fingerprint_parts(configuration)["values"])
+    assert "auto_map" not in str(fingerprint_parts(configuration)["values"])
+
+
+def test_sizes_that_no_model_has_are_refused_before_they_are_counted() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"layers": 4096, "hidden": 1 << 24}, "--hidden: 16777216 makes 1.38e"),
+        ({"layers": 2, "hidden": 256, "vocab": 1 << 31}, "--vocab 2147483648: must be from 1 to"),
+        ({"layers": 2, "hidden": 256, "mlp": 1 << 40}, "--mlp 1099511627776: must be from 1 to"),
+    ]
+    for sizes, said in cases:
+        with pytest.raises(ConfigError, match=said):
+            read_stated(StatedSizes(**sizes))
+
+
+def test_divisors_of_a_number_are_all_of_them() -> None:
+    for number in (1, 2, 12, 36, 97, 1 << 24):
+        found = divisors(number)
+        assert (found[0], found[-1]) == (1, number)
+        if number < 100:
+            assert found == [n for n in range(1, number + 1) if number % n == 0]
+    assert len(divisors((1 << 32) - 5)) == 2  # a prime: by its root, not by trying all
 
 
 def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:

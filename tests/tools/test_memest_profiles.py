@@ -15,7 +15,13 @@ from offload.tiers.errors import ConfigError
 from offload.tools.memest import profiles
 from offload.tools.memest.local_gpus import LocalGpu, local_gpus, visible
 from offload.tools.memest.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
-from offload.tools.memest.profiles import MATMUL_SHARE, SYSTEM_NBYTES, read_profile, this_machine
+from offload.tools.memest.profiles import (
+    MATMUL_SHARE,
+    SYSTEM_NBYTES,
+    read_profile,
+    this_machine,
+    with_ram,
+)
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -69,6 +75,21 @@ def test_ram_that_is_described_leaves_the_system_its_part() -> None:
     here = read_profile(gpu="RTX 4090")
     assert here.usable_ram_nbytes == machine.memory_limit_nbytes()
     assert here.reserve_note == ""
+
+
+def test_what_the_system_keeps_can_be_said() -> None:
+    container = read_profile(gpu="none", ram="4GiB", reserve="0")
+    assert container.usable_ram_nbytes == 4 * GIB
+    assert container.reserve_note == ""
+    shared = read_profile(gpu="DGX-2", reserve="64GiB")
+    assert shared.ram_nbytes - shared.usable_ram_nbytes == 64 * GIB
+    assert with_ram(shared, 128 * GIB).usable_ram_nbytes == 64 * GIB
+    for ram, reserve, said in [
+        (None, "1GiB", "goes with --ram"), ("4GiB", "4GiB", "leaves less than"),
+        ("4GiB", "-1", "not a size"), ("4GiB", "much", "not a size"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            read_profile(gpu="none", ram=ram, reserve=reserve)
 
 
 def test_speeds_are_shared_out_and_stay_below_the_peaks() -> None:

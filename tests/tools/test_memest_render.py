@@ -190,6 +190,18 @@ def test_the_table_says_what_is_short_and_what_each_change_costs() -> None:
     assert "-16 %  -o optimizer.states=int8 -o micro_batches=4" in text
 
 
+def test_the_table_says_by_how_much_where_two_figures_look_alike() -> None:
+    full = PlaceEstimate(4 << 30, {MemoryClass.STAGING: (4 << 30) + (3 << 20)})
+    memory = replace(CASES["fits"].memory, places={TierName.HOST: full})
+    case = replace(CASES["fits"], memory=memory, system_nbytes=2 << 30)
+    rows = [line.split() for line in text_of(case, 80).splitlines()]
+    assert ["peak", "4.0", "GiB"] in rows
+    assert ["capacity", "4.0", "GiB"] in rows
+    assert ["short", "3.0", "MiB"] in rows
+    assert ["for", "the", "system", "2.0", "GiB"] in rows
+    assert any(row[:1] == ["budget"] for row in rows)
+
+
 def test_names_are_not_markup() -> None:
     text = text_of(replace(CASES["fits"], model="[bold]x[/bold]", notes=("[red]y",)), 80)
     assert "[bold]x[/bold]" in text

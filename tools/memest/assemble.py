@@ -45,6 +45,7 @@ def estimate(
         step=verdict.step,
         shortfalls=verdict.shortfalls,
         notes=(*_notes(case, verdict), *_ranks(case, by_node=by_node)),
+        system_nbytes=profile.system_nbytes // profile.ranks_per_node,
         endurance_nbytes=speeds.endurance_nbytes if speeds is not None else 0,
     )
     if not found.fits:
@@ -68,6 +69,8 @@ def hardware_text(profile: HardwareProfile) -> str:
 
 def _notes(case: Case, verdict: Verdict) -> Iterator[str]:
     yield from case.source.notes
+    if case.source.has_graph and case.source.traced is not None:
+        yield case.source.traced(case.workload.sequence)
     yield from case.profile.notes
     if case.profile.reserve_note:
         yield case.profile.reserve_note

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,6 +92,13 @@ Gpu = Annotated[
     typer.Option(metavar="SIZE|NAME", rich_help_panel=_MACHINE, help="24GiB, 'RTX 4090', or none."),
 ]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", rich_help_panel=_MACHINE, help="64GiB.")]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", rich_help_panel=_MACHINE,
+        help="Of --ram, kept for the system (default 2GiB); 0 in a container.",
+    ),
+]  # fmt: skip
 Nvme = Annotated[
     str | None, typer.Option(metavar="SIZE", rich_help_panel=_MACHINE, help="Free disk, 1TiB.")
 ]
@@ -165,7 +175,8 @@ def _asked(
     config: Config = None, option: Overrides = None, batch: Batch = None,
     sequence: Sequence = None, accumulate: Accumulate = None, precision: PrecisionOption = None,
     checkpoint: Checkpoint = None,
-    gpu: Gpu = None, ram: Ram = None, nvme: Nvme = None, ssd: Ssd = None, gpus: Gpus = None,
+    gpu: Gpu = None, ram: Ram = None, reserve: Reserve = None, nvme: Nvme = None, ssd: Ssd = None,
+    gpus: Gpus = None,
     nodes: Nodes = None, profile: Profile = None,
     output_format: FormatOption = None, out: Out = None, dark: Dark = False, write: Write = None,
     force: Force = False, no_measure: NoMeasure = False,
@@ -182,7 +193,8 @@ def _asked(
             accumulate=accumulate, precision=precision, checkpoint=checkpoint,
         ),
         machine=MachineOptions(
-            gpu=gpu, ram=ram, nvme=nvme, ssd=ssd, gpus=gpus, nodes=nodes, profile=profile
+            gpu=gpu, ram=ram, reserve=reserve, nvme=nvme, ssd=ssd, gpus=gpus, nodes=nodes,
+            profile=profile,
         ),
         output=OutputOptions(
             format=output_format, out=out, dark=dark, write=write, force=force,
@@ -238,14 +250,16 @@ def largest(
     family: Annotated[str, typer.Argument(help="llama, gpt or moe.")] = "llama",
     batch: Annotated[int, typer.Option(rich_help_panel=_WORK, help="Sequences per pass.")] = 1,
     sequence: Annotated[int, typer.Option(rich_help_panel=_WORK, help="Tokens of each.")] = 2048,
-    gpu: Gpu = None, ram: Ram = None, nvme: Nvme = None, ssd: Ssd = None, gpus: Gpus = None,
+    gpu: Gpu = None, ram: Ram = None, reserve: Reserve = None, nvme: Nvme = None, ssd: Ssd = None,
+    gpus: Gpus = None,
     nodes: Nodes = None, profile: Profile = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:  # fmt: skip
     """The largest model of FAMILY that trains on the hardware, under every system."""
     machine = MachineOptions(
-        gpu=gpu, ram=ram, nvme=nvme, ssd=ssd, gpus=gpus, nodes=nodes, profile=profile
-    )
+        gpu=gpu, ram=ram, reserve=reserve, nvme=nvme, ssd=ssd, gpus=gpus, nodes=nodes,
+        profile=profile,
+    )  # fmt: skip
     machine.check()
     from offload.tools.memest.run_systems import run_max
 
@@ -300,7 +314,9 @@ def profiles() -> None:
 
 @app.command()
 def check(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an `offload train`.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Of `offload train`, or a run_folder.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Predicted against measured for a run, per tier and for time."""
@@ -322,10 +338,29 @@ def calibrate(
     measure_again(paths or [])
 
 
+@contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """Python's collector would go again and again through all that is imported here and never
+    freed: a seventh of a first answer."""
+    before = gc.get_threshold()
+    gc.set_threshold(1 << 18, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _end_without_collecting() -> None:
+    """As the interpreter ends, the collector would go through all of torch once more."""
+    if "triton" not in sys.modules:  # that complains of what is not collected
+        gc.freeze()
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; ends the process with its exit code."""
+    atexit.register(_end_without_collecting)
     words = sys.argv[1:] if arguments is None else arguments
     # --debug is understood anywhere
     debug = "--debug" in words
-    with failing_io(debug=debug, failed=EXIT_BAD_INPUT):
+    with failing_io(debug=debug, failed=EXIT_BAD_INPUT), _collecting_seldom():
         app(args=[word for word in words if word != "--debug"], prog_name="memest", obj=debug)

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.tiers.errors import ConfigError
-
-MOST_SIZE = 1 << 31  # of any one dimension; the largest vocabularies have 2^18
-MOST_LAYERS = 4096  # deeper is a mistake, and would take long to count
+from offload.train.config import MOST_LAYERS, MOST_SIZE
 
 
 class Keys:

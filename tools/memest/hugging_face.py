@@ -7,7 +7,9 @@ Nothing is executed from a model folder: classes come from the installed transfo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,14 @@ from offload.tools.memest.config_keys import Keys, shown
 from offload.tools.memest.families import FAMILIES
 from offload.tools.memest.family import Family
 from offload.tools.memest.input_files import read_json
+from offload.train.config import MOST_LAYERS, MOST_PARAMS, MOST_SIZE
 from offload.zero.module_tree import ModuleTree
 
+# `attn_implementation`, `_experts_implementation_internal`, ...: in transformers the name of a
+# repository there is code that is fetched and run.
+_CODE_KEY = re.compile(r"_*\w*implementation(_internal)?")
+_LAYERS_KEY = re.compile(r"(num|n)_(\w+_)?layers?|num_layers|depth")
+_SIZE_KEY = re.compile(r"\w+_(size|dim|rank)|(num|n|d)_\w+")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
 
@@ -72,11 +80,58 @@ class ModelConfiguration:
         notes = []
         if "auto_map" in self.values:
             notes.append("auto_map names code in the model folder, which is not executed")
+        notes += [
+            f"{key}: {shown(value)} names code of a repository, which is neither fetched nor run"
+            for key, value in sorted(set(_repositories(self.values)))
+        ]
         if self.values.get("quantization_config") is not None:
             notes.append("quantization_config is left aside: training is estimated unquantised")
         if self.architecture is None:
             notes.append("no architecture is named: taken as a causal language model")
         return tuple(notes)
+
+
+def names_code(key: str) -> bool:
+    """Whether a key chooses code that need not be the library's own."""
+    return _CODE_KEY.fullmatch(key) is not None
+
+
+def _repositories(values: Any) -> Iterator[tuple[str, str]]:
+    """What would be fetched: `org/repo` under a key that names code, at any depth."""
+    if isinstance(values, list):
+        for inner in values:
+            yield from _repositories(inner)
+    if not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        if names_code(key):
+            named = value.values() if isinstance(value, dict) else [value]
+            yield from ((key, name) for name in named if isinstance(name, str) and "/" in name)
+        else:
+            yield from _repositories(value)
+
+
+def check_sizes(values: Any, where: str) -> None:
+    """ConfigError for a size that no model has, before a library would make something of it."""
+    if not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        check_sizes(value, where)
+        layers = _LAYERS_KEY.fullmatch(key)
+        most = MOST_LAYERS if layers else MOST_SIZE
+        sized = layers or _SIZE_KEY.fullmatch(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if sized and number and most < value < math.inf:
+            raise ConfigError(f"{where}: {key} is {shown(value)}; it must be from 1 to {most}")
+
+
+def check_numel(numel: int, where: str) -> None:
+    """ConfigError for more parameters than are counted."""
+    if numel > MOST_PARAMS:
+        raise ConfigError(
+            f"{where}: its sizes make {float(numel):.3g} parameters; at most {MOST_PARAMS:.0e} are "
+            "counted"
+        )
 
 
 def read_configuration(path: Path) -> ModelConfiguration:
@@ -101,6 +156,7 @@ def check_configuration(values: Any, where: str) -> ModelConfiguration:
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     ):
         raise ConfigError(f"{where}: architectures is {shown(architectures)}; a list of names")
+    check_sizes(values, where)
     first = architectures[0] if architectures else None
     return ModelConfiguration(where, values, model_type, first)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,8 @@ def _unique(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in values if names.count(name) > 1)
+            counts = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in counts.items() if count > 1)
             raise ConfigError(f"{where}: {twice[:80]!r} is given twice")
         return values
 

@@ -13,15 +13,16 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
+from offload.tools.memest.divisors import divisors
 from offload.tools.memest.profiles import HardwareProfile, with_ram
 
 GIB = 1 << 30
+# Round figures, a quarter apart at most: the smallest that fits is named.
 _MEMORY_SIZES = tuple(
-    n * GIB for n in (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
-                      3072, 4096, 6144, 8192)
-)  # fmt: skip
-_GPU_SIZES = tuple(n * GIB for n in (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192))
-_DISK_SIZES = tuple(n * GIB for n in (128, 256, 512, *(1024 << k for k in range(8))))
+    n * GIB for n in (1, 2, 3, *(k << p for p in range(11) for k in (4, 5, 6, 7)), 8192)
+)
+_GPU_SIZES = tuple(n * GIB for n in (4, 6, 8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192))
+_DISK_SIZES = tuple(n * GIB for n in (*(k << p for p in range(16) for k in (2, 3)), 128 << 10))
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _micro_batches(case: Case, peak_at: str) -> Ladder:
     now, batch = case.config.micro_batches, case.workload.batch
     if not isinstance(now, int) or now < 1:
         return ()
-    pieces = [n for n in range(2 * now, batch + 1) if batch % n == 0]
+    pieces = [n for n in divisors(batch) if n >= 2 * now]
     return [
         _set(f"each block over {n} pieces of the batch, one after the other", micro_batches=str(n))
         for n in pieces
@@ -106,7 +107,7 @@ def _batch(case: Case) -> Ladder:
     """Fewer sequences per pass and more passes: the same step, for a user's own loop."""
     rungs = []
     work = case.workload
-    for parts in (n for n in range(2, work.batch + 1) if work.batch % n == 0):
+    for parts in divisors(work.batch)[1:]:
         batch, passes = work.batch // parts, work.passes * parts
         text = f"{passes} passes of {batch} instead of {work.passes} of {work.batch} per step"
         rungs.append(Rung({"--batch": str(batch), "--accumulate": str(passes)}, text,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +18,12 @@ from offload.tools.memest.factory import build_named, is_named
 from offload.tools.memest.hugging_face import (
     ModelConfiguration,
     check_configuration,
+    check_numel,
     family_tree,
     read_configuration,
 )
 from offload.tools.memest.input_files import read_json, refuse_code, status_of
+from offload.tools.memest.own_graphs import own_model, traced_modules
 from offload.tools.memest.safetensors_header import (
     HeaderTensor,
     formats_of,
@@ -38,6 +41,7 @@ from offload.tools.memest.transformers_models import (
 from offload.tools.memest.weight_names import tree_of_names
 from offload.tools.memest.wording import counted
 from offload.train.config import ModelConfig
+from offload.written_for import WrittenFor
 from offload.zero.module_tree import shape_of
 
 if TYPE_CHECKING:
@@ -58,11 +62,11 @@ def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
     if not source:
         raise ConfigError("the model's name is empty; name a file, a folder or module:function")
     if is_named(source) and not os.path.exists(source):
-        return read_named(source, blocks)
+        return replace(read_named(source, blocks), location=source)
     path = Path(source)
-    if stat.S_ISDIR(status_of(path).st_mode):
-        return read_folder(path, blocks)
-    return read_file(path, blocks)
+    is_folder = stat.S_ISDIR(status_of(path).st_mode)
+    found = read_folder(path, blocks) if is_folder else read_file(path, blocks)
+    return replace(found, location=found.location or str(path.absolute()))
 
 
 def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
@@ -123,8 +127,11 @@ def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
 
 
 def read_yaml(path: Path) -> ModelSource:
-    """The built-in model of an offload configuration, with its defaults where it names none."""
+    """The model that an offload configuration was written for, else its built-in one, with the
+    defaults where it names none."""
     config = OffloadConfig.load(path)
+    if config.written_for is not None:
+        return read_written_for(config, config.written_for)
     stated = "train" in config.model_fields_set
     model = config.train.model
     return ModelSource(
@@ -139,6 +146,37 @@ def read_yaml(path: Path) -> ModelSource:
         train_model=model,
         build=cache(lambda: _build_builtin(model)),
     )
+
+
+def read_written_for(
+    config: OffloadConfig, written_for: WrittenFor, source: str | None = None
+) -> ModelSource:
+    """The model that `config` was written for, from `source` or from where it was then.
+
+    ConfigError where it is not there any more, or is another one. A function that only the
+    configuration names is not called: its code runs where the user names it.
+    """
+    place = source or written_for.source
+    if place is None or (source is None and is_named(place)):
+        code = f" as {place}, code that runs only if you name it" if place is not None else ""
+        raise ConfigError(
+            f"written_for: this file was written for {written_for}{code}; {_name_it(place)}"
+        )
+    if source is None and not os.path.exists(place):
+        raise ConfigError(
+            f"written_for: this file was written for {written_for}, which is not at {place} any "
+            f"more; {_name_it(None)}"
+        )
+    if place.lower().endswith((".yaml", ".yml")):
+        raise ConfigError(f"{place}: is a configuration, too; name the model itself")
+    found = read_model(place, blocks=config.groups.blocks)
+    written_for.check(found.name, found.shape.numel)
+    return replace(found, config=config)
+
+
+def _name_it(source: str | None) -> str:
+    source = source or "MODEL"
+    return f"name it: `offload plan FILE --model {source}`, or `memest {source} --config FILE`"
 
 
 def read_stated(sizes: StatedSizes) -> ModelSource:
@@ -177,6 +215,7 @@ def _from_configuration(
     else:
         shape, built = library_shape(configuration, blocks)
         notes = (*notes, *built)
+    check_numel(shape.numel, configuration.where)
     return ModelSource(
         name=name or configuration.model_type,
         kind=SourceKind.CONFIGURATION,
@@ -186,6 +225,8 @@ def _from_configuration(
         vocab=configuration.vocab,
         notes=notes,
         build=cache(lambda: build_on_meta(configuration)),
+        stand_in=cache(lambda sequence: own_model(configuration, sequence)),
+        traced=lambda sequence: traced_modules(configuration, sequence),
     )
 
 

@@ -105,6 +105,7 @@ class MachineOptions:
 
     gpu: str | None = None
     ram: str | None = None
+    reserve: str | None = None
     nvme: str | None = None
     ssd: str | None = None
     gpus: int | None = None

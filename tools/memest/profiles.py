@@ -75,6 +75,7 @@ class HardwareProfile:
     inside: LinkPart | None = None  # of one GPU to those beside it; None: as to the host
     here: bool = False  # it computes where we are: speeds can be measured
     whole: bool = False  # a machine by name: no option gives it other GPUs
+    reserve_nbytes: int | None = None  # of RAM, kept for the system; None: the default
     own_ram: bool = False  # the RAM is this machine's, as this process sees it
     notes: tuple[str, ...] = ()  # what was assumed
 
@@ -92,14 +93,20 @@ class HardwareProfile:
         return self.ram_nbytes if self.own_ram else self.ram_free_nbytes
 
     @property
+    def system_nbytes(self) -> int:
+        """RAM of a node that is kept for the system."""
+        return self.ram_nbytes - self.usable_ram_nbytes
+
+    @property
     def reserve_note(self) -> str:
         """What of the RAM is left to the system, as a sentence; empty where nothing is."""
-        kept = self.ram_nbytes - self.usable_ram_nbytes
+        kept = self.system_nbytes
         if not kept:
             return ""
         return (
             f"of the {format_bytes(self.ram_nbytes)} of RAM, {format_bytes(kept)} are left to the "
-            f"system: {format_bytes(self.usable_ram_nbytes)} can be filled"
+            f"system: {format_bytes(self.usable_ram_nbytes)} can be filled; --reserve 0 where a "
+            "container has them all"
         )
 
     def hardware(self, sharding: Sharding = ALONE) -> Hardware:
@@ -182,16 +189,20 @@ class HardwareProfile:
 def read_profile(
     gpu: str | None = None, ram: str | None = None, nvme: str | None = None,
     gpus: int | None = None, nodes: int | None = None, *, nvme_paths: Sequence[Path] = (),
+    reserve: str | None = None,
 ) -> HardwareProfile:  # fmt: skip
     """The hardware that options describe; what they leave open is as on this machine.
 
     `gpu`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`;
-    `ram`: a size; `nvme`: a size, a drive (`Gen4 SSD`) or several (`4 x Gen4 SSD`).
+    `ram`: a size, of which `reserve` (a size, 0 in a container) is kept for the system;
+    `nvme`: a size, a drive (`Gen4 SSD`) or several (`4 x Gen4 SSD`).
     ConfigError, naming the option, for anything else.
     """
     profile = _around(gpu, nvme_paths)
     if ram is not None:
         profile = with_ram(profile, read_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
+    if reserve is not None:
+        profile = _with_reserve(profile, read_size(reserve, "--reserve", 0, _MOST_MEMORY))
     if nvme is not None:
         profile = _with_nvme(profile, nvme)
     elif not profile.here and profile.nvme_nbytes and not profile.ssds:
@@ -317,9 +328,28 @@ def _of_size(text: str) -> tuple[GpuPart, str]:
 
 
 def with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
-    """With `nbytes` of RAM in a node; what the system takes of it is left free."""
+    """With `nbytes` of RAM in a node; of it `profile.reserve_nbytes` are kept for the system, or by
+    default what an idle one takes."""
     free = max(nbytes // 2, nbytes - SYSTEM_NBYTES)
+    if profile.reserve_nbytes is not None:
+        free = max(0, nbytes - profile.reserve_nbytes)
     return replace(profile, ram_nbytes=nbytes, ram_free_nbytes=free, own_ram=False)
+
+
+def _with_reserve(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    """With `nbytes` of a node's RAM kept for the system. ConfigError where the RAM is this
+    machine's, or nothing would be left."""
+    if profile.own_ram:
+        raise ConfigError(
+            "--reserve: of this machine what is free now is known; it goes with --ram or a machine "
+            "by name"
+        )
+    if nbytes > profile.ram_nbytes - _LEAST_MEMORY:
+        raise ConfigError(
+            f"--reserve {format_bytes(nbytes)}: leaves less than {format_bytes(_LEAST_MEMORY)} of "
+            f"the {format_bytes(profile.ram_nbytes)} of RAM; write less, 0 in a container"
+        )
+    return with_ram(replace(profile, reserve_nbytes=nbytes), profile.ram_nbytes)
 
 
 def _with_nvme(profile: HardwareProfile, text: str) -> HardwareProfile:

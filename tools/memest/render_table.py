@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.planning.estimate import Estimate, MemoryClass, StepEstimate
+from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest import summary, wording
 from offload.tools.memest.picture import Bar, bars
@@ -74,6 +75,12 @@ def _memory(estimate: Estimate) -> Table:
     table.add_section()
     table.add_row("peak", *(_peak(bar) for bar in shown))
     table.add_row("capacity", *(format_bytes(bar.capacity_nbytes) for bar in shown))
+    if not all(bar.fits for bar in shown):
+        table.add_row("short", *(_short(bar) for bar in shown))
+    if estimate.system_nbytes:
+        kept = {TierName.HOST: format_bytes(estimate.system_nbytes)}
+        table.add_row("for the system", *(kept.get(bar.tier, "-") for bar in shown))
+    table.add_row("budget", *(format_bytes(estimate.plan.budgets[bar.tier]) for bar in shown))
     table.add_row("", *(_gauge(bar) for bar in shown))
     return table
 
@@ -91,6 +98,12 @@ def _held(bar: Bar, name: MemoryClass) -> str:
 
 def _peak(bar: Bar) -> Text:
     return Text(format_bytes(bar.peak_nbytes), style="bold" if bar.fits else "bold red")
+
+
+def _short(bar: Bar) -> Text:
+    """By how much, also where peak and capacity are rounded to the same figure."""
+    missing = bar.peak_nbytes - bar.capacity_nbytes
+    return Text(format_bytes(missing), style="bold red") if missing > 0 else Text("-")
 
 
 def _gauge(bar: Bar) -> Text:

@@ -26,6 +26,8 @@ def print_check(folder: Path, *, as_json: bool) -> None:
         print(json.dumps(_values(found), indent=2))
         return
     Console().print(check_table(found))
+    for reason in found.missing:
+        print(reason)
     ended = "" if found.finished else ", cut short: the most that was held at the end of one"
     print(f"{found.steps:,} step{'' if found.steps == 1 else 's'}{ended}")
 
@@ -58,5 +60,6 @@ def _values(found: RunCheck) -> dict[str, object]:
         for row in found.rows
     ]  # fmt: skip
     return {
-        "schema": "memest-check/1", "steps": found.steps, "finished": found.finished, "rows": rows
+        "schema": "memest-check/1", "steps": found.steps, "finished": found.finished, "rows": rows,
+        "missing": list(found.missing),
     }  # fmt: skip

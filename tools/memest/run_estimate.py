@@ -28,10 +28,10 @@ from offload.tools.memest.output import write_file
 from offload.tools.memest.run_hardware import profile_of, speeds_of
 from offload.tools.memest.source import ModelSource, SourceKind
 from offload.tools.memest.stated_sizes import parse_count
+from offload.train.config import MOST_TOKENS
 
 DOES_NOT_FIT = 1
 _USUAL_SEQUENCE = 2048
-_MOST_TOKENS = 1 << 32  # of a pass: more is a mistake
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _config_of(
 ) -> tuple[OffloadConfig, list[str]]:
     """The configuration, and what of it was assumed."""
     overrides = asked.work.all_overrides
-    if source.kind is SourceKind.YAML:
+    if source.config is not None:
         if named is not None:
             raise ConfigError(
                 f"--config {asked.work.config} contradicts {asked.model.source}, which is a "
@@ -125,6 +125,8 @@ def _config_of(
         config = OffloadConfig.load(Path(str(asked.model.source)), overrides)
         return config, []
     if named is not None:
+        if named.written_for is not None:
+            named.written_for.check(source.name, source.shape.numel)
         return named, []
     precision = _usual_precision(asked)
     chosen = [f"precision={precision}", "placement.activations.checkpoint=auto"]
@@ -146,20 +148,21 @@ def _workload_of(
     work: WorkOptions, source: ModelSource, config: OffloadConfig
 ) -> tuple[Workload, list[str]]:
     """A step's input, and what of it was assumed."""
-    train = config.train if source.kind is SourceKind.YAML else None
+    # a configuration that was written for a model says what it was written with
+    given = config.train if source.kind is SourceKind.YAML else config.written_for
     longest = min(_USUAL_SEQUENCE, source.context or _USUAL_SEQUENCE)
-    batch = work.batch or (train.batch if train else 1)
-    sequence = work.sequence or (train.sequence if train else longest)
+    batch = work.batch or (given.batch if given else 1)
+    sequence = work.sequence or (given.sequence if given else longest)
     for option, value in (("--batch", work.batch), ("--sequence", work.sequence)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: at least 1")
-    if batch * sequence > _MOST_TOKENS:
+    if batch * sequence > MOST_TOKENS:
         raise ConfigError(
             f"--batch {batch} with --sequence {sequence}: {batch * sequence:,} tokens in a pass; "
-            f"at most {_MOST_TOKENS:,}"
+            f"at most {MOST_TOKENS:,}"
         )
     return Workload(batch, sequence, config.gradient_accumulation_steps), list(
-        _workload_notes(work, source, Workload(batch, sequence), assumed=train is None)
+        _workload_notes(work, source, Workload(batch, sequence), assumed=given is None)
     )
 
 

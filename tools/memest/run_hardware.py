@@ -23,7 +23,9 @@ def profile_of(asked: MachineOptions, config: OffloadConfig) -> HardwareProfile:
     option = "--profile" if asked.profile is not None else "--gpu"
     drive = asked.ssd if asked.ssd is not None else asked.nvme
     with _named("--gpu", option), _named("--nvme", "--nvme" if asked.ssd is None else "--ssd"):
-        profile = read_profile(gpu, asked.ram, drive, asked.gpus, asked.nodes, nvme_paths=paths)
+        profile = read_profile(
+            gpu, asked.ram, drive, asked.gpus, asked.nodes, nvme_paths=paths, reserve=asked.reserve
+        )
     if asked.ssd is not None and asked.nvme is not None:
         sized = read_profile(gpu, asked.ram, asked.nvme, asked.gpus, asked.nodes, nvme_paths=paths)
         if not profile.ssds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
@@ -40,12 +41,16 @@ class ModelSource:
     kind: SourceKind
     shape: ModelShape
     fingerprint: str  # of all that the model's graph depends on
+    location: str | None = None  # where it was read from, for others to read it again
     context: int | None = None  # longest sequence in tokens, where one is known
     vocab: int | None = None
     notes: tuple[str, ...] = ()  # what was assumed, left aside, or took long
     config: OffloadConfig | None = None  # of an offload YAML
     train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does
     build: Callable[[], nn.Module] | None = None  # the module on the meta device; loads torch
+    # one whose trace is the same for sequences of a length, and which is there sooner
+    stand_in: Callable[[int], nn.Module | None] | None = None
+    traced: Callable[[int], str] | None = None  # whose modules are, for sequences of a length
 
     @property
     def has_graph(self) -> bool:
@@ -70,4 +75,9 @@ class ModelSource:
                 f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
                 "beside them, or name the model's module:function"
             )
-        return cached_facts(self.fingerprint, self.build, config, workload, device)
+        build = partial(self._module, self.build, workload.sequence)
+        return cached_facts(self.fingerprint, build, config, workload, device)
+
+    def _module(self, build: Callable[[], nn.Module], sequence: int) -> nn.Module:
+        found = self.stand_in(sequence) if self.stand_in is not None else None
+        return build() if found is None else found

@@ -10,20 +10,23 @@ from pydantic import ValidationError
 
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.config_keys import MOST_LAYERS, shown
+from offload.tools.memest.config_keys import shown
+from offload.tools.memest.divisors import divisors
 from offload.tools.memest.tree_pieces import weights
-from offload.train.config import ModelConfig
+from offload.train.config import MOST_LAYERS, MOST_PARAMS, MOST_SIZE, MOST_WIDTH, ModelConfig
 from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 
 _COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+]?\d{1,3})?)\s*([kKmMbBgGtT]?)\s*")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-MOST_PARAMS = 10**15
 _VOCAB = 32_000  # Llama 2's
 _LEAST_VOCAB = 256  # bytes are tokens
 _CONTEXT = 1 << 17  # rotary positions: costs nothing
 _ASPECT = 128  # hidden / layers where neither is stated: about that of Llama's 7 B to 70 B
-_LARGEST = {"layers": MOST_LAYERS, "vocab": 1 << 31, "context": 1 << 31}
+_LARGEST = {
+    "params": MOST_PARAMS, "layers": MOST_LAYERS, "mlp": MOST_SIZE, "vocab": MOST_SIZE,
+    "context": 1 << 31,
+}  # fmt: skip
 
 
 def parse_count(text: str) -> int:
@@ -61,7 +64,7 @@ class StatedSizes:
         for name in ("params", "layers", "hidden", "heads", "kv_heads", "mlp", "vocab", "context"):
             value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
-            most = MOST_PARAMS if name == "params" else _LARGEST.get(name, 1 << 24)
+            most = _LARGEST.get(name, MOST_WIDTH)
             if name == "vocab" and value is not None and value < _LEAST_VOCAB:
                 raise ConfigError(f"{option} {shown(value)}: must be at least {_LEAST_VOCAB}")
             if value is not None and not 1 <= value <= most:
@@ -127,8 +130,7 @@ def _heads_for(hidden: int, kv_heads: int | None) -> int:
     """Heads of 128, or of the even size closest to it that the sizes allow."""
     kv = kv_heads or 1
     fitting = [
-        heads for heads in range(kv, hidden // 2 + 1, kv)
-        if hidden % heads == 0 and (hidden // heads) % 2 == 0
+        heads for heads in divisors(hidden) if heads % kv == 0 and (hidden // heads) % 2 == 0
     ]  # fmt: skip
     if not fitting:
         raise ConfigError(
@@ -177,6 +179,6 @@ def _config(values: dict[str, object]) -> ModelConfig:
         return ModelConfig.model_validate({"shape": "llama", **values})
     except ValidationError as error:
         first = error.errors()[0]
-        where = "".join(f"--{key}: ".replace("_", "-") for key in first["loc"])
+        where = "".join(f"--{key}: ".replace("_", "-") for key in first["loc"]) or "--"
         reason = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{where}{reason[:1].lower()}{reason[1:]}") from None

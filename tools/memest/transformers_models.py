@@ -20,15 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tools.memest.answer_cache import key_of
-from offload.tools.memest.hugging_face import ModelConfiguration, unknown_architecture
+from offload.tools.memest.hugging_face import (
+    ModelConfiguration,
+    names_code,
+    unknown_architecture,
+)
 from offload.tools.memest.skeleton_cache import load_shape, save_shape
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
 
-# not of the model: code of others, formats of stored weights, choices of one machine
-_LEFT_ASIDE = ("auto_map", "quantization_config", "torch_dtype", "dtype", "_name_or_path")
+# Not of the model, wherever in the file: code of others (kernels of a repository, too, and a map
+# that gives them another name), formats of stored weights, choices of one machine.
+_LEFT_ASIDE = (
+    "auto_map", "quantization_config", "torch_dtype", "dtype", "_name_or_path", "attribute_map",
+    "use_kernels", "_use_kernels", "kernel_config", "allow_all_kernels", "trust_remote_code",
+)  # fmt: skip
 _SPECIAL = ("Infinity", "-Infinity", "NaN")
 _INSTALL = "install transformers (`pip install 'offload[hf]'`)"
 
@@ -97,19 +105,21 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
 
 def _values(configuration: ModelConfiguration) -> dict[str, Any]:
     """What the file says of the model itself."""
-    return {
-        key: _decoded(value)
-        for key, value in configuration.values.items()
-        if key not in _LEFT_ASIDE and not key.startswith("_attn_implementation")
-    }
+    values: dict[str, Any] = _decoded(configuration.values)
+    return values
+
+
+def _is_left_aside(key: str) -> bool:
+    return key in _LEFT_ASIDE or names_code(key)
 
 
 def _decoded(value: Any) -> Any:
-    """A copy, with the floats that transformers writes as `{"__float__": "Infinity"}`."""
+    """A copy without what is left aside, and with the floats that transformers writes as
+    `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _SPECIAL:
             return float(value["__float__"])
-        return {key: _decoded(inner) for key, inner in value.items()}
+        return {k: _decoded(inner) for k, inner in value.items() if not _is_left_aside(k)}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 

@@ -16,6 +16,7 @@ from offload.tools.memest.picture import bars
 from offload.tools.memest.source import ModelSource
 from offload.tools.memest.subject import Ranks
 from offload.train.config import TrainConfig
+from offload.written_for import WrittenFor
 
 _MIB = 1 << 20
 _DEFAULTS = OffloadConfig()
@@ -36,6 +37,7 @@ def config_yaml(
     lines += [*_nvme(asked), *_placement(estimate), *_optimizer(estimate, asked)]
     lines += _step(estimate)
     lines += _rest(asked)
+    lines += _written_for(estimate, source)
     lines += _train(estimate, source)
     return "\n".join(lines) + "\n"
 
@@ -168,13 +170,26 @@ def _rest(config: OffloadConfig) -> Iterator[str]:
     """Keys that were set to something else than their default, and say nothing of their own."""
     said = {
         "device", "precision", "seed", "budget", "nvme", "placement", "optimizer", "clip_grad_norm",
-        "gradient_accumulation_steps", "micro_batches", "prefetch", "train",
+        "gradient_accumulation_steps", "micro_batches", "prefetch", "train", "written_for",
     }  # fmt: skip
     dumped = config.model_dump(mode="json", exclude_none=True)
     rest = dict(_changed(dumped, _DEFAULTS, said))
     if rest:
         yield ""
         yield from dump_yaml(rest).rstrip("\n").splitlines()
+
+
+def _written_for(estimate: Estimate, source: ModelSource) -> Iterator[str]:
+    """The model, where no `train:` section describes it."""
+    if source.train_model is not None:
+        return
+    written = WrittenFor(
+        model=_one_line(source.name), parameters=estimate.numel, source=source.location,
+        batch=estimate.workload.batch, sequence=estimate.workload.sequence,
+    )  # fmt: skip
+    yield ""
+    yield "# what all of this was planned for; `offload plan` plans it again"
+    yield from dump_yaml({"written_for": written.model_dump(exclude_none=True)}).splitlines()
 
 
 def _train(estimate: Estimate, source: ModelSource) -> Iterator[str]:

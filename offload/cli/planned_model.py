@@ -1,0 +1,74 @@
+"""The model that `offload plan` is asked about: the built-in one, or one that memest can read."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from offload.config import OffloadConfig
+from offload.homes import compute_device
+from offload.planning.activation_facts import ActivationFacts
+from offload.planning.workload import Workload
+from offload.tiers.errors import ConfigError
+from offload.train.forecast import Facts, FactsOf, workload_of
+from offload.train.model import build_meta_model
+from offload.zero.discovery import discover
+from offload.zero.model_shape import ModelShape
+
+# Nothing below imports the tools: whoever has them finds them by name.
+_READER = "offload.tools.memest.model_source"
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model, and the configuration as its training loop will have it."""
+
+    name: str
+    config: OffloadConfig
+    shape: ModelShape
+    workload: Workload
+    facts: FactsOf | None  # what a pass takes; None: its code is not known
+
+
+def built_in(config: OffloadConfig) -> PlannedModel:
+    """What `offload train` trains, in a loop that takes every step it begins."""
+    config = config.owning_the_loop()
+    model = build_meta_model(config)
+    workload = workload_of(config)
+    shape = discover(model, config.groups.blocks).shape()
+    facts = Facts(model, workload, compute_device(config).type)
+    stated = "train" in config.model_fields_set
+    whose = "of train.model" if stated else "at its default size, as the file names no model"
+    name = f"built-in {config.train.model.shape} {whose}"
+    return PlannedModel(name, config, shape, workload, facts)
+
+
+def named(config: OffloadConfig, source: str | None) -> PlannedModel:
+    """The model at `source`, else the one that the configuration was written for.
+
+    ConfigError where it was written for another one, or that one is not there any more.
+    """
+    reader: Any = importlib.import_module(_READER)
+    written_for = config.written_for
+    if written_for is not None:
+        found = reader.read_written_for(config, written_for, source)
+        batch, sequence = written_for.batch, written_for.sequence
+    else:
+        found = reader.read_model(source, blocks=config.groups.blocks)
+        if found.config is not None:
+            raise ConfigError(f"--model {source}: is a configuration, too; name the model itself")
+        batch, sequence = config.train.batch, config.train.sequence
+    workload = Workload(batch, sequence, config.gradient_accumulation_steps)
+    facts = None
+    if found.has_graph:
+        facts = _traced(found, workload, compute_device(config).type)
+    return PlannedModel(found.name, config, found.shape, workload, facts)
+
+
+def _traced(model: Any, workload: Workload, device: str) -> FactsOf:
+    def facts(config: OffloadConfig) -> ActivationFacts:
+        found: ActivationFacts = model.activations(config, workload, device)
+        return found
+
+    return facts

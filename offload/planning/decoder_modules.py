@@ -1,0 +1,368 @@
+"""Modules that call torch as transformers' (5.17) do, for traces: made from a description's tree.
+
+What is alive when depends on which names refer to what, so each `forward` keeps its results under
+as many names, for as long, as the one it stands for. They have no values and are never trained.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from offload.planning.decoder_settings import Settings
+from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
+
+
+def model_of(tree: ModuleTree, settings: Settings) -> nn.Module:
+    """The module that `tree` describes, on the meta device."""
+    with torch.device("meta"):
+        return _built(tree, settings, {})
+
+
+def _built(tree: ModuleTree, settings: Settings, made: dict[TreeParam, nn.Parameter]) -> nn.Module:
+    if tree.kind is ModuleKind.CONTAINER:
+        return nn.ModuleList(_built(block, settings, made) for block in tree.children.values())
+    module: _Module = _class_of(tree.class_name)()
+    module.settings = settings
+    for name, param in tree.params.items():
+        if param not in made:
+            made[param] = nn.Parameter(torch.empty(param.shape))
+        module.register_parameter(name, made[param])
+    for name, child in tree.children.items():
+        module.add_module(name, _built(child, settings, made))
+    module.complete()
+    return module
+
+
+@cache
+def _class_of(name: str) -> type[_Module]:
+    """A class of that name: groups are named by their modules' classes."""
+    base = next(each for suffix, each in _BY_SUFFIX.items() if name.endswith(suffix))
+    return type(name, (base,), {})
+
+
+class _Module(nn.Module):
+    """Its parameters and children are put in from outside."""
+
+    settings: Settings
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def complete(self) -> None:
+        """They all are there."""
+
+
+# ---------------------------------------------------------------- of both kinds
+class _Linear(_Module):
+    def forward(self, source: Tensor) -> Tensor:
+        return F.linear(source, self.weight, self._parameters.get("bias"))
+
+
+class _Conv1D(_Module):
+    def forward(self, x: Tensor) -> Tensor:
+        size_out = (*x.size()[:-1], self.weight.shape[1])
+        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return x.view(size_out)
+
+
+class _Embedding(_Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class _LayerNorm(_Module):
+    def forward(self, source: Tensor) -> Tensor:
+        return F.layer_norm(source, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class _RMSNorm(_Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
+        normed: Tensor = self.weight * hidden_states.to(input_dtype)
+        return normed
+
+
+def _check_positions(embeds: Tensor, position_ids: Tensor) -> None:
+    """Whether sequences are packed is asked before every pass; they are not."""
+    if embeds.shape[0] != position_ids.shape[0]:
+        position_ids = position_ids.expand(embeds.shape[0], -1)
+    before_first = position_ids[:, :1] - 1
+    difference = torch.diff(position_ids, prepend=before_first, dim=-1)
+    packed = (difference != 1).cumsum(-1)
+    bool((packed[:, -1] == 0).all())
+
+
+def _positions(embeds: Tensor) -> Tensor:
+    position_ids = torch.arange(embeds.shape[1], device=embeds.device) + 0
+    return position_ids.unsqueeze(0)
+
+
+def _attention(
+    settings: Settings, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    more: dict[str, Any] = {}
+    times = settings.heads // settings.kv_heads
+    if times > 1:
+        if key.shape[-1] > 256:
+            key, value = _repeated(key, times), _repeated(value, times)
+        else:
+            more = {"enable_gqa": True}
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=None, dropout_p=settings.attention_dropout, scale=scaling,
+        is_causal=query.shape[2] > 1, **more,
+    )  # fmt: skip
+    return output.transpose(1, 2).contiguous()
+
+
+def _repeated(states: Tensor, times: int) -> Tensor:
+    batch, heads, length, width = states.shape
+    states = states[:, :, None, :, :].expand(batch, heads, times, length, width)
+    return states.reshape(batch, heads * times, length, width)
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    vocab_size = logits.shape[-1]
+    logits = logits.float()
+    labels = F.pad(labels, (0, 1), value=-100)
+    shift_labels = labels[..., 1:].contiguous()
+    logits = logits.view(-1, vocab_size)
+    shift_labels = shift_labels.view(-1)
+    return F.cross_entropy(logits, shift_labels, ignore_index=-100)
+
+
+class _CausalModel(_Module):
+    """A model and its head."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool = False) -> Any:
+        body = self.model if "model" in self._modules else self.transformer
+        outputs = body(input_ids)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states[:, slice(0, None), :])
+        loss = _loss(logits, labels)
+        return SimpleNamespace(loss=loss, logits=logits, outputs=outputs)
+
+
+# ---------------------------------------------------------------- Llama and its relatives
+class _LlamaModel(_Module):
+    def complete(self) -> None:
+        frequencies = torch.empty((self.settings.head_dim + 1) // 2)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        inputs_embeds = self.embed_tokens(input_ids)
+        position_ids = _positions(inputs_embeds)
+        _check_positions(inputs_embeds, position_ids)
+        hidden_states = inputs_embeds
+        position_embeddings = self._rotary(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states, attention_mask=None, position_embeddings=position_embeddings,
+                position_ids=position_ids,
+            )  # fmt: skip
+        hidden_states = self.norm(hidden_states)
+        return SimpleNamespace(last_hidden_state=hidden_states)
+
+    @torch.no_grad()
+    def _rotary(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        expanded = self.inv_freq[None, :, None].expand(position_ids.shape[0], -1, 1)
+        expanded = expanded.to(dtype=torch.float, device=x.device)
+        positions = position_ids[:, None, :].float()
+        frequencies = (expanded @ positions).transpose(1, 2)
+        both = torch.cat((frequencies, frequencies), dim=-1)
+        cos = both.cos() * 1.0
+        sin = both.sin() * 1.0
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+class _LlamaBlock(_Module):
+    def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        return residual + hidden_states
+
+
+class _LlamaAttention(_Module):
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **more: Any
+    ) -> tuple[Tensor, None]:
+        shape = (*hidden_states.shape[:-1], -1, self.settings.head_dim)
+        query = self._normed("q_norm", self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self._normed("k_norm", self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query, key = _rotated(query, key, cos, sin)
+        output = _attention(self.settings, query, key, value, self.settings.head_dim**-0.5)
+        output = output.reshape(*shape[:-2], -1).contiguous()
+        output = self.o_proj(output)
+        return output, None
+
+    def _normed(self, name: str, states: Tensor) -> Tensor:
+        norm = self._modules.get(name)
+        normed: Tensor = states if norm is None else norm(states)
+        return normed
+
+
+def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
+    new_query = (query * cos) + (_half_turned(query) * sin)
+    new_key = (key * cos) + (_half_turned(key) * sin)
+    return new_query, new_key
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first = x[..., : x.shape[-1] // 2]
+    second = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+class _GatedMLP(_Module):
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+# ---------------------------------------------------------------- Mixtral
+class _Experts(_Module):
+    """As one grouped product (`grouped_mm_experts_forward`)."""
+
+    def forward(self, hidden_states: Tensor, top_index: Tensor, top_weights: Tensor) -> Tensor:
+        count, chosen = self.down_proj.shape[0], top_index.size(-1)
+        tokens, width = hidden_states.size(0), hidden_states.size(-1)
+        sample_weights = top_weights.reshape(-1)
+        expert_ids = top_index.reshape(-1)
+        ids, order = torch.sort(expert_ids)
+        selected = hidden_states[order // chosen]
+        weights = sample_weights[order]
+        counted = ids.float()
+        per_expert = torch.histc(counted, bins=count, min=0, max=count - 1)
+        offsets = torch.cumsum(per_expert, dim=0, dtype=torch.int32)
+        beyond = (ids >= count).unsqueeze(-1)
+        ids.clamp_(max=count - 1)
+        selected.masked_fill_(beyond, 0.0)
+        made = _grouped(selected, self.gate_up_proj, offsets)
+        made = made.masked_fill(beyond, 0.0)
+        made = _gated(made)
+        made = _grouped(made, self.down_proj, offsets)
+        made = made.masked_fill(beyond, 0.0)
+        weighted = made * weights.unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.size(0), device=hidden_states.device)
+        weighted = weighted[back]
+        final = weighted.view(tokens, chosen, width).sum(dim=1)
+        return final.to(hidden_states.dtype)
+
+
+def _grouped(source: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    transposed = weight.transpose(-2, -1)
+    return F.grouped_mm(source.to(transposed.dtype), transposed, offs=offsets)
+
+
+def _gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _Router(_Module):
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.weight.shape[1])
+        logits = F.linear(hidden_states, self.weight)
+        shares = F.softmax(logits.float(), dim=-1)
+        top, indices = torch.topk(shares, self.settings.experts_per_token, dim=-1)
+        top /= top.sum(dim=-1, keepdim=True)
+        return logits, top, indices
+
+
+class _Mixture(_Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        batch, length, width = hidden_states.shape
+        hidden_states = hidden_states.view(-1, hidden_states.shape[-1])
+        _, weights, index = self.gate(hidden_states)
+        hidden_states = self.experts(hidden_states, index, weights)
+        return hidden_states.reshape(batch, length, width)
+
+
+# ---------------------------------------------------------------- GPT-2
+class _GPT2Model(_Module):
+    def forward(self, input_ids: Tensor) -> Any:
+        input_shape = input_ids.size()
+        input_ids = input_ids.view(-1, input_shape[-1])
+        inputs_embeds = self.wte(input_ids)
+        position_ids = _positions(inputs_embeds)
+        position_embeds = self.wpe(position_ids)
+        hidden_states = inputs_embeds + position_embeds.to(inputs_embeds.device)
+        _check_positions(inputs_embeds, position_ids)
+        hidden_states = F.dropout(hidden_states, self.settings.embedding_dropout, self.training)
+        output_shape = (-1, *input_shape[1:], hidden_states.size(-1))
+        for block in self.h:
+            hidden_states = block(hidden_states, None, None, None, position_ids=position_ids)
+        hidden_states = self.ln_f(hidden_states)
+        hidden_states = hidden_states.view(output_shape)
+        return SimpleNamespace(last_hidden_state=hidden_states)
+
+
+class _GPT2Block(_Module):
+    def forward(self, hidden_states: Tensor, *nothing: None, **more: Any) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.ln_1(hidden_states)
+        attended, _ = self.attn(hidden_states)
+        hidden_states = attended + residual
+        residual = hidden_states
+        hidden_states = self.ln_2(hidden_states)
+        fed_forward = self.mlp(hidden_states)
+        result: Tensor = residual + fed_forward
+        return result
+
+
+class _GPT2Attention(_Module):
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        width = hidden_states.shape[-1]
+        query, key, value = self.c_attn(hidden_states).split(width, dim=2)
+        shape = (*key.shape[:-1], -1, self.settings.head_dim)
+        key = key.view(shape).transpose(1, 2)
+        value = value.view(shape).transpose(1, 2)
+        query = query.view(shape).transpose(1, 2)
+        output = _attention(self.settings, query, key, value, self.settings.head_dim**-0.5)
+        output = output.reshape(*output.shape[:-2], -1).contiguous()
+        output = self.c_proj(output)
+        output = F.dropout(output, self.settings.residual_dropout, self.training)
+        return output, None
+
+
+class _GPT2MLP(_Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = self.c_fc(hidden_states)
+        hidden_states = _gelu(hidden_states)
+        hidden_states = self.c_proj(hidden_states)
+        return F.dropout(hidden_states, self.settings.residual_dropout, self.training)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    inner = math.sqrt(2.0 / math.pi)
+    return 0.5 * x * (1.0 + torch.tanh(inner * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+_BY_SUFFIX: dict[str, type[_Module]] = {  # the first that fits
+    "GPT2Model": _GPT2Model, "GPT2Block": _GPT2Block, "GPT2Attention": _GPT2Attention,
+    "GPT2MLP": _GPT2MLP, "ForCausalLM": _CausalModel, "LMHeadModel": _CausalModel,
+    "Model": _LlamaModel, "DecoderLayer": _LlamaBlock, "Attention": _LlamaAttention,
+    "MLP": _GatedMLP, "SparseMoeBlock": _Mixture, "TopKRouter": _Router, "Experts": _Experts,
+    "RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm, "Embedding": _Embedding, "Linear": _Linear,
+    "Conv1D": _Conv1D,
+}  # fmt: skip

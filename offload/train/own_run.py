@@ -1,0 +1,134 @@
+"""The run folder of somebody's own loop: what `memest check` needs, kept by the engine.
+
+`offload.initialize(model, config, run_folder="runs/mine")` predicts the run before anything is
+allocated; from then on every optimizer step adds a line to metrics.jsonl, and closing the engine
+writes measured.json. The files are those of `offload train` (`run_folder.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.config_fields import TIERS
+from offload.homes import compute_device, this_machine
+from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.planning.activation_facts import ActivationFacts, PassCost
+from offload.planning.activation_trace import trace_activations
+from offload.planning.baseline import Baseline
+from offload.planning.memory import estimate_memory
+from offload.planning.planner import make_plan, resolved_config
+from offload.planning.run_check import Measured, Prediction, usual_step_s
+from offload.planning.workload import Workload
+from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.train.forecast import forecast_of
+from offload.train.metrics import StepMetrics
+from offload.train.run_folder import RunFolder
+from offload.train.world import FollowersFolder, rank_here
+from offload.zero.discovery import discover
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+_NO_FACTS = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
+
+
+class OwnRun:
+    """Of one engine. To be made before the engine is: it looks at the model as it is."""
+
+    def __init__(self, path: Path, model: nn.Module, config: OffloadConfig) -> None:
+        """ConfigError where the folder holds a run already."""
+        self._folder = FollowersFolder(path) if rank_here() else RunFolder(path)
+        if self._folder.metrics.exists():
+            raise ConfigError(
+                f"run_folder: {path} already holds a run; name another folder, or remove it"
+            )
+        self._prediction = predicted(model, config)
+        self._seconds: list[float] = []
+        self._last = 0.0
+
+    def begin(self, engine: Engine) -> None:
+        """Steps are about to be taken."""
+        self._engine = engine
+        self._folder.make()
+        self._folder.write_config(engine.config)
+        self._folder.write_prediction(self._prediction)
+        self._folder.start_metrics(0)
+        self._last = time.perf_counter()
+        engine.optimizer.register_step_post_hook(self._saw)
+        engine.before_close(self._end)
+
+    def _saw(self, *args: Any) -> None:
+        now = time.perf_counter()
+        self._seconds.append(now - self._last)
+        self._last = now
+        report = self._engine.report()
+        self._folder.append(
+            StepMetrics(
+                step=len(self._seconds), loss=math.nan, lr=math.nan, seconds=self._seconds[-1],
+                tokens_per_second=math.nan, gradient_norm=report.gradient_norm,
+                skipped_steps=report.skipped_steps, rss_nbytes=rss_nbytes(),
+                tiers={name: report.tiers[name].used_nbytes for name in TIERS},
+                moved=dict(report.bytes_moved),
+            )
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        try:
+            if self._seconds:
+                peaks = {n: tier.peak_nbytes for n, tier in self._engine.report().tiers.items()}
+                usual = usual_step_s(self._seconds)
+                measured = Measured(peaks, peak_rss_nbytes(), usual, len(self._seconds))
+                self._folder.write_measured(measured)
+        finally:
+            self._folder.close()
+
+
+def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
+    """What the plan of `config` will take in a loop of which nothing is known but what
+    `written_for` says; what cannot be told says why."""
+    config = config.settled()
+    device = compute_device(config)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return Prediction({}, None, None, None, {}, missing=(_RANKS,))
+    shape = discover(model, config.groups.blocks).shape()
+    hardware = this_machine(config.nvme, device)
+    plan = make_plan(config, shape, hardware)
+    config = resolved_config(config, plan, device.type)
+    written_for, why = config.written_for, _NO_BATCH
+    if written_for is not None:
+        work = Workload(written_for.batch, written_for.sequence, config.gradient_accumulation_steps)
+        try:
+            facts = trace_activations(model, config, work, device=device.type)
+        except UnsupportedError as error:
+            why = f"RSS and step: not predicted: {error}"
+        else:
+            found = forecast_of(config, shape, lambda config: facts, work)
+            if found is not None:
+                prediction = found.prediction()
+                return prediction if found.timed else replace(prediction, missing=(_NO_SPEED,))
+    work = Workload(1, 1, config.gradient_accumulation_steps)
+    memory = estimate_memory(plan, config, shape, _NO_FACTS, work, Baseline(0))
+    tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
+    if plan.activations is not None:
+        why += "; nor what tiers hold of activations"
+        tiers = {name: held for name, held in tiers.items() if name == "device"}
+    bounds = tuple(sorted(str(tier) for tier in memory.bounds if str(tier) in tiers))
+    return Prediction(tiers, None, None, None, {}, bounds, (why,))
+
+
+_RANKS = "nothing is predicted for one of several ranks in a loop of one's own"
+_NO_BATCH = (
+    "RSS and step: not predicted: how large a batch is, is not known; a file of "
+    "`memest MODEL --write FILE` says it under written_for"
+)
+_NO_SPEED = (
+    "step: not predicted: this machine's speed has not been measured; `memest calibrate` does that"
+)

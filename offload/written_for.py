@@ -1,0 +1,40 @@
+"""The model that a configuration was written for, so that it is not taken for another's."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from offload.config_fields import Section
+from offload.tiers.errors import ConfigError
+
+
+class WrittenFor(Section):
+    """Written by `memest --write`; `offload plan` plans this model."""
+
+    model: str = Field(description="Its name.")
+    parameters: int = Field(ge=1, description="How many it has, frozen ones included.")
+    source: str | None = Field(
+        None, description="Where it is described: a file or folder, or module:function."
+    )
+    batch: int = Field(1, ge=1, description="Sequences per pass that were planned with.")
+    sequence: int = Field(2048, ge=1, description="Tokens of each.")
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.parameters:,} parameters)"
+
+    def check(self, name: str, parameters: int) -> None:
+        """ConfigError unless the model `name` has as many parameters as this one."""
+        if parameters != self.parameters:
+            raise ConfigError(
+                f"written_for: this file was written for {self}, and {name} has {parameters:,}; "
+                "`memest MODEL --write FILE` writes one for it; if this one is meant for it all "
+                "the same, remove written_for"
+            )
+
+    def refuse_training(self) -> None:
+        """ConfigError: `offload train` cannot build this model."""
+        raise ConfigError(
+            f"written_for: this file was written for {self}, and `offload train` trains only its "
+            "built-in model; train in a loop of your own with offload.initialize(model, FILE), or, "
+            "for the built-in model, describe it under train.model and remove written_for"
+        )

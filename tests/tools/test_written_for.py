@@ -1,0 +1,149 @@
+"""A file that memest wrote for one model is not taken for another's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.cli.app import main as offload_main
+from offload.config import OffloadConfig
+from offload.tools.memest.cli import main as memest_main
+from tests.tools.model_files import TINY_LLAMA, TINY_LLAMA_NUMEL, write_config
+
+WORK = ["--batch", "3", "--sequence", "16", "--no-measure", "--gpu", "none"]
+ONE = ["-o", "placement.activations.checkpoint=false", "-o", "precision=fp32"]
+COUNT = f"{TINY_LLAMA_NUMEL:,}"
+
+
+def run(main: Any, *arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = tmp_path / "tiny-llama"
+    made.mkdir()
+    write_config(made)
+    return made
+
+
+@pytest.fixture
+def file(folder: Path, tmp_path: Path, capsys: Any) -> Path:
+    path = tmp_path / "offload.yaml"
+    assert run(memest_main, folder, *WORK, *ONE, "--write", path) == 0
+    capsys.readouterr()
+    return path
+
+
+def other(tmp_path: Path) -> Path:
+    made = tmp_path / "wider"
+    made.mkdir()
+    write_config(made, {**TINY_LLAMA, "vocab_size": 96})
+    return made
+
+
+def test_a_written_file_names_its_model_and_plan_plans_it(
+    file: Path, folder: Path, capsys: Any
+) -> None:
+    written = OffloadConfig.load(file).written_for
+    assert written is not None
+    assert (written.model, written.parameters) == ("tiny-llama", TINY_LLAMA_NUMEL)
+    assert (written.source, written.batch, written.sequence) == (str(folder), 3, 16)
+    assert run(offload_main, "plan", file) == 0
+    out = capsys.readouterr().out
+    assert f"{COUNT} parameters" in out
+    assert "tiny-llama" in out
+    assert "3 x 16 tokens" in out
+
+
+def test_plan_refuses_another_model_and_says_whose_file_it_is(
+    file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run(offload_main, "plan", file, "--model", other(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert f"written for tiny-llama ({COUNT} parameters), and wider has " in said
+    assert "memest MODEL --write FILE" in said
+    assert f"{file}:" in said
+
+
+def test_a_model_that_moved_is_named_with_model(file: Path, folder: Path, capsys: Any) -> None:
+    moved = folder.rename(folder.with_name("moved"))
+    assert run(offload_main, "plan", file) == 2
+    assert f"not at {folder} any more; name it: `offload plan FILE --model" in (
+        capsys.readouterr().err
+    )
+    assert run(offload_main, "plan", file, "--model", moved) == 0
+    assert "moved" in capsys.readouterr().out
+
+
+def test_plan_takes_a_model_for_a_file_that_names_none(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text("precision: fp32\n")
+    assert run(offload_main, "plan", path, "--model", folder) == 0
+    assert f"{COUNT} parameters" in capsys.readouterr().out
+    assert run(offload_main, "plan", path, "--model", path) == 2
+    assert "is a configuration, too" in capsys.readouterr().err
+
+
+def test_plan_says_that_the_model_is_the_built_in_one(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text("precision: fp32\nplacement: {activations: {checkpoint: false}}\n")
+    assert run(offload_main, "plan", path) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "built-in llama at its default size, as the file names no model" in out
+
+
+def test_train_refuses_a_file_written_for_another_model(
+    file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run(offload_main, "train", file, "--run-dir", tmp_path / "run") == 2
+    said = capsys.readouterr().err
+    assert f"{file}:" in said
+    assert f"written for tiny-llama ({COUNT} parameters)" in said
+    assert "offload.initialize(model, FILE)" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_memest_reads_the_model_that_a_file_was_written_for(
+    file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run(memest_main, file, "--no-measure", "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["model"]["parameters"] == TINY_LLAMA_NUMEL
+    assert (value["workload"]["batch"], value["workload"]["sequence"]) == (3, 16)
+    assert run(memest_main, other(tmp_path), "--config", file, *WORK) == 2
+    assert "was written for tiny-llama" in capsys.readouterr().err
+
+
+def test_code_that_only_the_file_names_is_not_run(file: Path, tmp_path: Path, capsys: Any) -> None:
+    text = file.read_text()
+    place = next(line for line in text.splitlines() if line.startswith("  source: "))
+    file.write_text(text.replace(place, "  source: os:abort"))
+    assert run(offload_main, "plan", file) == 2
+    assert "--model os:abort" in capsys.readouterr().err
+    assert run(memest_main, file, "--no-measure") == 2
+
+
+def test_initialize_says_when_the_model_is_another(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch import nn
+
+    import offload
+
+    with (
+        caplog.at_level(logging.WARNING, logger="offload"),
+        offload.initialize(nn.Linear(8, 8), file),
+    ):
+        pass
+    assert f"was written for tiny-llama ({COUNT} parameters), and Linear has 72" in caplog.text
