@@ -36,6 +36,7 @@ from offload.swap.activation_rules import LEAST_NBYTES, TRIM_NBYTES, WHOLE
 from offload.swap.activation_window import ActivationWindow
 from offload.swap.block_store import BlockStore
 from offload.swap.device_state import Links
+from offload.swap.shield import uninterrupted
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload")
@@ -113,6 +114,7 @@ class ActivationTier:
                 spared[weak.key] = weak
         self._spared = spared
 
+    @uninterrupted
     def keep(self, tensor: torch.Tensor) -> Parked | None:
         """Take `tensor`'s storage over; None where it stays where it is.
 
@@ -214,6 +216,7 @@ class ActivationTier:
         )  # fmt: skip
 
     # ---------------------------------------------------------------- giving back
+    @uninterrupted
     def fetch(self, token: Token) -> torch.Tensor:
         """The bytes of a record on the device; starts bringing what was saved before it."""
         self._bury_dead()

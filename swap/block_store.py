@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from offload.swap.io_backend import IOBackend, IOStatistics, Priority
+from offload.swap.shield import uninterrupted
 from offload.swap.swap_file import SwapFile
 from offload.swap.transfer import Transfer, UnobservedErrors
 from offload.tiers.errors import ChecksumError, NoSpaceError, StateError
@@ -39,8 +40,13 @@ def checksum_of(buffer: memoryview) -> int:
 class ExtentAllocator(Protocol):
     """What the store needs of a tier. Called with the store's lock held."""
 
-    def allocate(self, nbytes: int, owner: str, state_class: Any) -> Extent:
-        """A new extent of at least `nbytes`. Raises TierFullError."""
+    def spare_nbytes(self, lengths: Sequence[int]) -> int:
+        """How much longer files of these `lengths`, one per path, may get in all."""
+        ...
+
+    def allocate(self, nbytes: int, owner: str, state_class: Any, lengths: Sequence[int]) -> Extent:
+        """A new extent of at least `nbytes`, for which files of these `lengths` have room or may
+        be made longer. Raises TierFullError."""
         ...
 
     def free(self, extent: Extent) -> None: ...
@@ -122,6 +128,7 @@ class BlockStore:
 
     # ---- the verbs
 
+    @uninterrupted
     def write(
         self, source: memoryview, *, owner: str, state_class: Any,
         replaces: StoredBlock | None = None, priority: Priority = Priority.NORMAL,
@@ -157,6 +164,7 @@ class BlockStore:
         moved.then(lambda ended: None if ended.failure is None else self._roll_back(write))
         return self._unobserved.watch(moved.map(lambda _: self._commit(write)))
 
+    @uninterrupted
     def read(
         self, block: StoredBlock, destination: memoryview, *, priority: Priority = Priority.NORMAL
     ) -> Transfer[None]:
@@ -187,6 +195,7 @@ class BlockStore:
         moved.then(lambda _: self._end_reading(record))
         return moved
 
+    @uninterrupted
     def free(self, block: StoredBlock) -> None:
         """Forget `block`; its extent goes back to the tier, after the reads of it in flight.
 
@@ -198,6 +207,7 @@ class BlockStore:
                 raise StateError(f"{block.owner}: freed while a write that replaces it is going on")
             self._doom(record)
 
+    @uninterrupted
     def await_room(self) -> bool:
         """Block until an extent comes back to the tier; False if nothing in flight frees one.
 
@@ -213,11 +223,13 @@ class BlockStore:
                 self._freed.wait()
             return True
 
+    @uninterrupted
     def drain(self, timeout_s: float | None = None) -> None:
         """Block until nothing is in flight, then raise the first error nobody has waited for."""
         self.backend.drain(timeout_s)
         self._unobserved.raise_first()
 
+    @uninterrupted
     def statistics(self) -> StoreStatistics:
         """The counts as they are now."""
         with self._lock:
@@ -233,6 +245,7 @@ class BlockStore:
                 checksum_failures=self._checksum_failures,
             )
 
+    @uninterrupted
     def close(self) -> None:
         """Finish what is in flight and close backend and files, so that all blocks are gone; then
         raise the first error nobody has waited for. Calling it again does nothing."""
@@ -255,7 +268,8 @@ class BlockStore:
     # ---- the life of a block (with or without the lock, which is reentrant)
 
     def _allocate(self, nbytes: int, owner: str, state_class: Any) -> Extent:
-        extent = self._tier.allocate(nbytes, owner, state_class)
+        lengths = [file.nbytes for file in self.files]
+        extent = self._tier.allocate(nbytes, owner, state_class, lengths)
         try:
             self._reserve(extent)
         except BaseException:
@@ -267,8 +281,10 @@ class BlockStore:
         file, end = self.files[extent.path_index], extent.offset_bytes + extent.nbytes
         if end <= file.nbytes:
             return
+        spare = self._tier.spare_nbytes([file.nbytes for file in self.files])
+        share = file.nbytes + spare // len(self.files)  # the other paths' files grow, too
         try:
-            file.reserve(round_up(end, self._growth_nbytes))
+            file.reserve(max(end, min(round_up(end, self._growth_nbytes), share)))
         except NoSpaceError:  # no room for a whole step: what is needed may still fit
             file.reserve(end)
 

@@ -17,6 +17,7 @@ import torch
 
 from offload.swap.block_store import BlockStore, StoredBlock
 from offload.swap.io_backend import Priority
+from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
 from offload.swap.state import HostPiece
@@ -60,6 +61,7 @@ class FileState(SlotState):
     def _forget_arrival(self) -> None:
         self._arrivals.clear()
 
+    @uninterrupted
     def leave(self) -> None:
         """Start taking every dirty piece home."""
         with self._lock:
@@ -96,6 +98,7 @@ class FileState(SlotState):
                 return Residency.ARRIVING
             return Residency.CLEAN
 
+    @interrupted_in_waits
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         self._raise_failure()
         with self._lock:
@@ -143,6 +146,7 @@ class FileState(SlotState):
         with self._lock:
             self._pool.traffic.needed_nbytes += self.nbytes
 
+    @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
         while True:
             self.bring(next_use=None, priority=Priority.URGENT)
@@ -154,6 +158,7 @@ class FileState(SlotState):
                     return slot.tensor[: self.nbytes]
             # it was dropped between its arrival and this view of it: bring it again
 
+    @uninterrupted
     def blank(self) -> torch.Tensor:
         self._raise_failure()
         while True:
@@ -169,6 +174,7 @@ class FileState(SlotState):
             self._dirty = set(range(self.pieces))
         return view
 
+    @uninterrupted
     def wrote(self, *, soon: bool = False) -> None:
         with self._lock:
             if self._slot is None:
@@ -181,6 +187,7 @@ class FileState(SlotState):
         self.leave()
 
     # ---------------------------------------------------------------- update side
+    @uninterrupted
     def host_piece(self, piece: int) -> HostPiece | None:
         self._raise_failure()
         with self._lock:
@@ -191,10 +198,12 @@ class FileState(SlotState):
             view = self._slot.tensor[self.span(piece)]
             return HostPiece(view, tuple(transfer for transfer in moving if transfer is not None))
 
+    @uninterrupted
     def wrote_piece(self, piece: int) -> None:
         with self._lock:
             self._depart(piece, self._slot_pages(piece))
 
+    @interrupted_in_waits
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
         self._raise_failure()
         with self._lock:
@@ -206,12 +215,14 @@ class FileState(SlotState):
                 raise StateError(f"{self.name}: piece {piece} is read before it was ever written")
             return self._read(piece, self._staged_pages(piece, destination), Priority.NORMAL)
 
+    @uninterrupted
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         self._raise_failure()
         with self._lock:
             return self._depart(piece, self._staged_pages(piece, source))
 
     # ---------------------------------------------------------------- both
+    @uninterrupted
     def discard(self) -> None:
         self.settle()
         with self._lock:
@@ -224,6 +235,7 @@ class FileState(SlotState):
                     self._store.free(block)
             self._blocks = [None] * self.pieces
 
+    @interrupted_in_waits
     def settle(self) -> None:
         with self._lock:
             pending = [*self._arrivals.values(), *self._departures.values()]

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from offload.swap.io_request import IORequest, Operation, Piece, Priority
+from offload.swap.shield import uninterrupted
 from offload.swap.transfer import STALL_S, Transfer, UnobservedErrors
 from offload.tiers.errors import OffloadError, StateError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
@@ -105,6 +106,7 @@ class IOBackend(ABC):
             Operation.WRITE, fd, buffer, offset_bytes, path, priority, before, after
         )
 
+    @uninterrupted
     def statistics(self) -> IOStatistics:
         """A copy of the counts as they are now. A request is counted off just after its waiters
         wake up: exact after `drain()`."""
@@ -116,6 +118,7 @@ class IOBackend(ABC):
                 now.write_busy_s += time.monotonic() - self._busy_since[Operation.WRITE]
             return now
 
+    @uninterrupted
     def drain(self, timeout_s: float | None = None) -> None:
         """Block until nothing is in flight, callbacks included; then raise the first error that
         nobody has waited for. StorageError after `timeout_s`. Never call it from a callback."""
@@ -127,6 +130,7 @@ class IOBackend(ABC):
                 )
         self._unobserved.raise_first()
 
+    @uninterrupted
     def close(self) -> None:
         """Finish what is in flight, end the threads, then raise the first error nobody has
         waited for. Calling it again does nothing."""
@@ -190,6 +194,10 @@ class IOBackend(ABC):
 
     def _finish(self, request: IORequest) -> None:
         """All pieces have ended: run `after`, complete the transfer, count the request off."""
+        with self._idle:
+            if request.finished:  # of a request that failed when it was queued already
+                return
+            request.finished = True
         try:
             if request.error is None and request.after is not None:
                 request.after()
@@ -221,6 +229,7 @@ class IOBackend(ABC):
         now = self._statistics
         return f"{now.in_flight_requests} requests ({format_bytes(now.in_flight_nbytes)}) in flight"
 
+    @uninterrupted
     def _submit(
         self, operation: Operation, fd: int, buffer: memoryview, offset_bytes: int, path: str,
         priority: Priority, before: Callable[[], None] | None, after: Callable[[], None] | None,

@@ -59,6 +59,7 @@ class IORequest:
     transfer: Transfer[None]
     error: BaseException | None = None  # the first one; the pieces not yet moved are skipped
     pieces_left: int = 1
+    finished: bool = False
 
     def __str__(self) -> str:
         return (

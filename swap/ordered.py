@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.streams import WorkStream
 from offload.swap.transfer import Failure, Transfer
 from offload.swap.worker import Worker
@@ -42,6 +43,7 @@ class OrderedWork:
         self._closed = False
         self._worker = Worker(name, self._work, self._fail)
 
+    @uninterrupted
     def submit(self, what: object, run: Callable[[], T]) -> Transfer[T]:
         """Have `run` called after all that was submitted before; a transfer of what it returns."""
         ended: Transfer[T] = Transfer(what)
@@ -61,6 +63,7 @@ class OrderedWork:
         with self._lock:
             return len(self._waiting) + (self._oldest is not None)
 
+    @interrupted_in_waits
     def await_oldest(self) -> bool:
         """Wait for the oldest job that has not ended; False if there is none, or on the thread
         itself."""
@@ -71,6 +74,7 @@ class OrderedWork:
         oldest.wait()
         return True
 
+    @uninterrupted
     def drain(self, timeout_s: float) -> None:
         """Wait until all that was submitted has ended, well or not, for `timeout_s` at most."""
         if self._worker.is_this_thread():
@@ -109,6 +113,7 @@ class OrderedWork:
     def _fail(self, error: BaseException) -> None:
         self._end_with(Failure(error))
 
+    @uninterrupted
     def close(self) -> None:
         """Stop after the job under way; those that wait fail."""
         with self._lock:

@@ -65,7 +65,7 @@ class ThreadsBackend(IOBackend):
             self._stopping = True
             self._ready.notify_all()
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.ident != threading.get_ident():
                 thread.join()
 
     # ---- in the workers

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar, cast
 
+from offload.swap.shield import begin_wait, end_wait
 from offload.tiers.errors import StateError, StorageError
 
 T = TypeVar("T")
@@ -189,17 +190,24 @@ class Transfer(Generic[T]):
             if self.done() or self._completing_thread == threading.get_ident():
                 return True
             self._gates.append(gate)
-        if timeout_s is None:
-            while not gate.acquire(timeout=STALL_S):
-                _log.warning("still waiting for %s; see `dmesg`", self.what)
-            return True
-        if gate.acquire(timeout=max(timeout_s, 0.0)):
-            return True
+        try:
+            begin_wait()
+            if self._passes(gate, timeout_s):
+                return True
+        finally:
+            end_wait()
         with self._lock:
             if self.done():  # it ended just after the timeout
                 return True
             self._gates.remove(gate)
         return False
+
+    def _passes(self, gate: threading.Lock, timeout_s: float | None) -> bool:
+        if timeout_s is not None:
+            return gate.acquire(timeout=max(timeout_s, 0.0))
+        while not gate.acquire(timeout=STALL_S):
+            _log.warning("still waiting for %s; see `dmesg`", self.what)
+        return True
 
 
 def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[list[T]]:

@@ -96,7 +96,7 @@ class Worker:
 
     def is_this_thread(self) -> bool:
         """Whether the caller runs within `work`."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread.ident
 
     def close(self) -> None:
         """Stop after the call of `work` under way; waits for the thread to end."""

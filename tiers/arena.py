@@ -31,11 +31,15 @@ class Arena:
     def largest_free_nbytes(self) -> int:
         return max(self._free_sizes.values(), default=0)
 
-    def allocate(self, nbytes: int) -> int | None:
-        """The offset of a free range of at least `nbytes` (at least one page), or None."""
+    def allocate(self, nbytes: int, end: int | None = None) -> int | None:
+        """The offset of a free range of at least `nbytes` (at least one page) that ends at `end`
+        at the latest, or None."""
         size = round_up(max(nbytes, 1), PAGE_NBYTES)
+        last = self.nbytes - size if end is None else end - size
         best: int | None = None
         for offset in self._free_offsets:
+            if offset > last:
+                break
             hole = self._free_sizes[offset]
             if hole >= size and (best is None or hole < self._free_sizes[best]):
                 best = offset

@@ -10,7 +10,9 @@
     │   └── ChecksumError       ... because what was read is not what was written
     ├── CheckpointError         a checkpoint that is missing, torn or of another model
     ├── UnsupportedError        something that works elsewhere and not (yet) here
+    │   └── DtypeError          ... tensors of two formats met; a RuntimeError, too
     ├── StateError              calls in an order that cannot work
+    │   └── ModifiedError       ... what backward needs was changed in place; a RuntimeError, too
     ├── RankError               something ranks do together failed: which, of what, who is missing
     └── IntegrityError          our own books do not balance: a bug, please report it
 
@@ -86,8 +88,16 @@ class UnsupportedError(OffloadError):
     """A combination that is not supported; the message names it and the way round."""
 
 
+class DtypeError(UnsupportedError, RuntimeError):
+    """A module was given tensors of another format than its parameters. Torch raises several."""
+
+
 class StateError(OffloadError):
     """A call at a moment when it cannot work (closed engine, missing backward, ...)."""
+
+
+class ModifiedError(StateError, RuntimeError):
+    """Backward needs what was changed in place since the forward. Torch raises a RuntimeError."""
 
 
 class RankError(OffloadError):

@@ -25,21 +25,31 @@ class FileTier:
         if not shares or min(shares) <= 0:
             raise ValueError(f"shares must be positive, one per path; got {list(shares)}")
         self.shares = tuple(share / total for share in shares)
-        # Any path may hold all of it: the account, not the arenas, enforces the budget.
+        # Any path may hold all of it: the account and the files' lengths keep to the budget.
         self.arenas = [Arena(budget_nbytes) for _ in shares]
         self.account = ledger.open_account(self.name, budget_nbytes)
         for arena in self.arenas:
             ledger.audit(self.name, arena)
         self._classes: dict[tuple[int, int], StateClass] = {}
 
-    def allocate(self, nbytes: int, owner: str, state_class: StateClass) -> Extent:
-        """A new extent of whole pages on one path. Raises TierFullError."""
+    def spare_nbytes(self, lengths: Sequence[int]) -> int:
+        """How much longer files of these `lengths`, one per path, may get in all."""
+        return max(0, self.account.budget_nbytes // PAGE_NBYTES * PAGE_NBYTES - sum(lengths))
+
+    def allocate(
+        self, nbytes: int, owner: str, state_class: StateClass,
+        lengths: Sequence[int] | None = None,
+    ) -> Extent:  # fmt: skip
+        """A new extent of whole pages on one path, where files of these `lengths` have room for it
+        or may be made longer. Raises TierFullError."""
         size = round_up(max(nbytes, 1), PAGE_NBYTES)
         free = self.account.budget_nbytes - self.account.used_nbytes
         if size > free:
             raise self._full(nbytes, free, owner)
+        lengths = [0] * len(self.arenas) if lengths is None else lengths
+        spare = self.spare_nbytes(lengths)
         for index in sorted(range(len(self.arenas)), key=self._fill):
-            offset = self.arenas[index].allocate(size)
+            offset = self.arenas[index].allocate(size, lengths[index] + spare)
             if offset is not None:
                 self.account.move(state_class, size)
                 self._classes[(index, offset)] = state_class

@@ -345,3 +345,25 @@ def test_libaio_turns_a_refused_submission_into_a_typed_error(tmp_path: Path) ->
     outcomes = run_with_fault(tmp_path, "libaio", "io_submit", "error=EIO:when=3+3")
     assert "StorageError 5" in outcomes
     assert "same" in outcomes
+
+
+@pytest.mark.parametrize("paths", [1, 2, 3])
+def test_files_take_no_more_of_the_disk_than_the_budget(
+    make_bench: Any, noise: Noise, tmp_path: Path, paths: int
+) -> None:
+    """Files grow in steps, here of 1 MiB."""
+    nbytes = 3 * PAGE_NBYTES
+    budget = 225 * nbytes + PAGE_NBYTES + 5
+    bench = make_bench(*(tmp_path / str(path) for path in range(paths)), budget_nbytes=budget)
+    source, count = noise(nbytes), 0
+
+    def fill() -> None:
+        nonlocal count
+        while True:
+            put(bench, source)
+            count += 1
+
+    with pytest.raises(TierFullError):
+        fill()
+    assert count >= 225 - paths + 1  # all of it: each further file may end in less than a block
+    assert sum(os.fstat(file.fd).st_blocks * 512 for file in bench.files) <= budget

@@ -1,0 +1,191 @@
+"""A Ctrl-C waits until what is under way is whole.
+
+Python raises KeyboardInterrupt at any call of the main thread. Amid our books that would lose a
+slot, finish a request twice, or leave a lock locked. So a signal that comes while the main thread
+runs something `uninterrupted`, or `interrupted_in_waits`, is noted, and raised where the outermost
+of them ends:
+
+    user's code ──┤ a verb of ours ├── user's code
+                     ▲ signal      ▲ KeyboardInterrupt
+
+What handles it is the user's own handler, put aside meanwhile. What is `interrupted_in_waits` keeps
+nobody waiting: a transfer that it waits for ends the wait at once, as with an error. Threads other
+than the main one never see a signal and are not concerned.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # `signal` without its enums, five times as fast
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+from offload.tiers.errors import StateError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Handler = Callable[[int, FrameType | None], Any]
+
+# Those that programs make raise: Ctrl-C, the end of a job, a time limit.
+_SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGALRM))
+PATIENCE_S = 5.0  # after which another signal is not put off
+
+
+class _Deferral:
+    """Signals of this process, while the main thread is not to be interrupted."""
+
+    def __init__(self) -> None:
+        self.main = threading.main_thread().ident
+        self.torn = False  # what had to be whole was cut short all the same
+        self._depth = self._firm = 0
+        self._waiting = False
+        self._handlers: dict[int, Handler] = {}  # the user's
+        self._noted: list[int] = []
+        self._first_s = 0.0
+
+    # A signal is raised between any two calls below: until its handler is ours nothing has begun,
+    # once it is the user's again everything has ended.
+
+    def enter(self, *, firm: bool) -> None:
+        if not self._depth:
+            try:
+                for number in _SIGNALS:
+                    handler = _signal.getsignal(number)
+                    if callable(handler):  # else it is ignored, or ends the process
+                        self._handlers[number] = handler
+                        _signal.signal(number, self._note)
+            except BaseException:
+                self._end()
+                raise
+        self._depth += 1
+        self._firm += firm
+
+    def leave(self, *, firm: bool) -> None:
+        self._firm -= firm
+        if self._depth > 1:
+            self._depth -= 1
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self._put_back()
+        finally:
+            self._depth = 0
+            noted, self._noted = self._noted, []
+            if noted:
+                _raise_again(noted)
+
+    def _put_back(self) -> None:
+        try:
+            while self._handlers:
+                number, handler = self._handlers.popitem()
+                _signal.signal(number, handler)
+        finally:
+            if self._handlers:
+                self._put_back()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler meanwhile."""
+        handler = self._handlers.get(number)
+        if self._waiting and handler is not None:
+            handler(number, frame)
+            return
+        if not self._noted:
+            self._first_s = time.monotonic()
+        elif handler is not None and time.monotonic() - self._first_s > PATIENCE_S:
+            self._insist(number, frame, handler)
+            return
+        self._noted.append(number)
+
+    def _insist(self, number: int, frame: FrameType | None, handler: Handler) -> None:
+        self._noted.clear()
+        try:
+            handler(number, frame)
+        except BaseException:
+            self.torn = True
+            raise
+
+    def begin_wait(self) -> None:
+        """What follows, up to `end_wait`, may be interrupted where the caller says so."""
+        if self._depth and not self._firm and get_ident() == self.main:
+            self._waiting = True
+            noted, self._noted = self._noted, []
+            for number in noted:
+                self._note(number, None)
+
+    def end_wait(self) -> None:
+        if self._waiting and get_ident() == self.main:
+            self._waiting = False
+
+    def forget_parent(self) -> None:
+        """In a forked child, whose only thread was perhaps not the main one."""
+        if self.main == get_ident():
+            return
+        self.main = get_ident()
+        self._firm = 0
+        self._waiting = False
+        self._noted.clear()
+        self._end()
+
+
+def _raise_again(numbers: list[int]) -> None:
+    try:
+        signal.raise_signal(numbers.pop(0))
+    finally:
+        if numbers:
+            _raise_again(numbers)
+
+
+_deferral = _Deferral()
+os.register_at_fork(after_in_child=_deferral.forget_parent)
+
+
+class _Whole:
+    """A context, also to decorate functions with. Can be entered within itself."""
+
+    def __init__(self, *, firm: bool) -> None:
+        self._firm = firm
+
+    def __enter__(self) -> None:
+        if get_ident() == _deferral.main:
+            _deferral.enter(firm=self._firm)
+
+    def __exit__(self, *_: object) -> None:
+        if get_ident() == _deferral.main:
+            _deferral.leave(firm=self._firm)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        firm = self._firm
+
+        @functools.wraps(function)
+        def whole(*args: P.args, **kwargs: P.kwargs) -> R:
+            if get_ident() != _deferral.main:
+                return function(*args, **kwargs)
+            _deferral.enter(firm=firm)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _deferral.leave(firm=firm)
+
+        return whole
+
+
+uninterrupted = _Whole(firm=True)
+interrupted_in_waits = _Whole(firm=False)
+begin_wait, end_wait = _deferral.begin_wait, _deferral.end_wait
+
+
+def check_whole() -> None:
+    """StateError once something was cut short that had to be whole."""
+    if _deferral.torn:
+        raise StateError(
+            f"a second interrupt, {PATIENCE_S:g} s after the first, cut short what has to be "
+            "whole, and nobody knows what became of it; go on from a checkpoint in a new process"
+        )
