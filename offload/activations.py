@@ -1,4 +1,4 @@
-"""What the engine does about saved activations besides placing them."""
+"""What the engine does about what a forward keeps, besides placing it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from offload.caches import WithoutCaches
 from offload.swap.activations import ActivationTier
 from offload.zero.discovery import Discovery
-from offload.zero.recompute import Recomputation
+from offload.zero.recompute import Holder, Recomputation
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -20,20 +21,21 @@ _log = logging.getLogger("offload")
 
 
 class Activations:
-    """Of one model: recomputed blocks, and inputs and buffers that stay where they are."""
+    """Of one model: recomputed blocks, no caches, and inputs and buffers that stay where they
+    are."""
 
     def __init__(
         self, model: nn.Module, discovery: Discovery, config: OffloadConfig,
-        tier: ActivationTier | None,
+        tier: ActivationTier | None, holder: Holder,
     ) -> None:  # fmt: skip
         """To be made before the model's other hooks are installed."""
         wanted = config.placement.activations
+        self._caches = WithoutCaches(model)
         self._recomputation: Recomputation | None = None
         if wanted.checkpoint:
             self._recomputation = Recomputation(
-                discovery.units, selective=wanted.checkpoint == "selective", keeper=tier,
-                by_hooks=config.micro_batches == 1,
-            )  # fmt: skip
+                discovery.units, holder, selective=wanted.checkpoint == "selective", keeper=tier
+            )
         if tier is None and wanted.tier == "host":
             _log.warning(
                 "placement.activations.tier: host changes nothing here: the model computes on the "
@@ -43,6 +45,7 @@ class Activations:
 
     def remove(self) -> None:
         """The model is as it was."""
+        self._caches.remove()
         if self._recomputation is not None:
             self._recomputation.remove()
         if self._hook is not None:

@@ -21,6 +21,7 @@ from offload.config_fields import (
     Budget,
     KeyedError,
     MicroBatches,
+    PathText,
     Percent,
     Recompute,
     Section,
@@ -34,6 +35,7 @@ from offload.optimizer_config import OptimizerConfig
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
 from offload.train.config import TrainConfig
+from offload.written_for import WrittenFor
 
 __all__ = ["OffloadConfig", "Percent", "Tier", "TierSplit"]
 
@@ -58,7 +60,7 @@ class BudgetConfig(Section):
 class NvmeConfig(Section):
     """Where and how the nvme tier is read and written."""
 
-    paths: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
+    paths: Annotated[tuple[PathText, ...], Field(strict=False)] = Field(
         (),
         description="Folders for swap files; several are striped. {rank} and {local_rank} stand "
         "for the process's numbers under torchrun. Empty: a temporary folder.",
@@ -245,7 +247,9 @@ class OffloadConfig(Section):
     gradient_accumulation_steps: int = Field(
         1,
         ge=1,
-        description="Backward passes whose gradients add up to one step.",
+        le=1 << 16,
+        description="Backward passes whose gradients add up to one step. Says what the loop does: "
+        "no step is skipped, and no loss is divided.",
     )
     micro_batches: MicroBatches = Field(
         1,
@@ -264,6 +268,9 @@ class OffloadConfig(Section):
     zero: ZeroConfig = Field(default_factory=ZeroConfig, description="What is sharded over ranks.")
     train: TrainConfig = Field(
         default_factory=TrainConfig, description="What `offload train` does; unused elsewhere."
+    )
+    written_for: WrittenFor | None = Field(
+        None, description="The model that this file was written for; absent: any."
     )
 
     @model_validator(mode="before")

@@ -6,11 +6,20 @@ described for the JSON Schema.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+)
 
 from offload.tiers.units import parse_bytes, parse_percent
 
@@ -19,6 +28,9 @@ TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 _AUTO = {"const": "auto"}
 AUTO_MICRO_BATCHES = 0  # how `micro_batches: auto` is kept: not more than one piece until chosen
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
+_MAX_DEPTH = 4096  # groups fetched ahead: more than any model has
+_MAX_CHUNK = 1 << 34  # elements: no group has more
+_MAX_PATH, _MAX_NAME = 4095, 255  # bytes that Linux takes
 
 
 class Section(BaseModel):
@@ -240,11 +252,30 @@ def _parse_threads(value: Any) -> Any:
 
 
 def _parse_depth(value: Any) -> Any:
-    return _auto_int(value, 0)
+    return _auto_int(value, 0, most=_MAX_DEPTH)
 
 
 def _parse_chunk(value: Any) -> Any:
-    return _auto_int(value, 1024, 1024)
+    return _auto_int(value, 1024, 1024, most=_MAX_CHUNK)
+
+
+def _check_path(value: str) -> str:
+    """A name that a file can have, of a user that there is."""
+    shown = repr(value) if len(value) <= 60 else f"{value[:57]!r}..."
+    if "\0" in value:
+        raise ValueError(f"{shown} has a NUL character, which no path can have")
+    name = max(value.split("/"), key=lambda part: len(os.fsencode(part)))
+    for text, most, what in ((value, _MAX_PATH, "the path"), (name, _MAX_NAME, "a name in it")):
+        if len(os.fsencode(text)) > most:
+            raise ValueError(
+                f"{shown}: {what} has {len(os.fsencode(text)):,} bytes; at most {most:,} work"
+            )
+    if os.path.expanduser(value).startswith("~"):
+        user = value.partition("/")[0]
+        raise ValueError(
+            f"{shown}: there is no user {user[1:]!r} here; name the folder itself, or ./{user}"
+        )
+    return value
 
 
 _SIZE_SCHEMA = {
@@ -274,6 +305,7 @@ def _auto_schema(schema: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [schema, _AUTO]})
 
 
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
 Budget = Annotated[
     int | Percent | None,
     PlainValidator(_parse_budget),

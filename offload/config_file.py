@@ -18,7 +18,7 @@ import yaml
 from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.units import format_bytes
 
-MAX_FILE_NBYTES = 1 << 20
+MAX_FILE_NBYTES = 128 << 10  # every key with its description takes 20 KiB
 MAX_DEPTH = 32
 
 KeyPath = tuple[str | int, ...]
@@ -114,7 +114,9 @@ def _read_text(path: Path) -> str:
         status = path.stat()
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise PathError(f"{path}: cannot read the configuration: {reason}") from None
+        raise PathError(f"{_named(path)}: cannot read the configuration: {reason}") from None
+    except ValueError as error:  # a NUL in the name
+        raise PathError(f"{str(path)!r} is no name of a file: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
         raise PathError(f"{path}: cannot read the configuration: it is {kind}; name a YAML file")
@@ -131,6 +133,12 @@ def _read_text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise PathError(f"{path}: cannot read the configuration: {error.strerror}") from None
+
+
+def _named(path: Path) -> str:
+    """Not longer than somebody would read."""
+    text = str(path)
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _check_events(text: str, source: str) -> None:
@@ -204,6 +212,8 @@ def _scalar_of(node: yaml.Node, source: str) -> str | int | float | bool | None:
             return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
     line = node.start_mark.line + 1
     shown = text if len(text) <= 40 else text[:37] + "..."
+    if node.tag == f"{_TAG}int" and _INT.fullmatch(text):
+        raise ConfigError(f"{source}:{line}: {shown} has {len(text)} digits; no key takes so many")
     raise ConfigError(f"{source}:{line}: {shown!r} with tag {node.tag!r} is not supported here")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
+import os
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,16 +19,20 @@ from torch import nn
 from offload import machine
 from offload.activations import Activations
 from offload.config import OffloadConfig
+from offload.foreign_optimizers import refuse_foreign_optimizers
+from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
 from offload.homes import TieredHomes, compute_device, nvme_paths, ranks_here, this_machine
 from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
 from offload.model_state import StateDictHooks
+from offload.model_structure import ModelStructure
 from offload.optimizer import OffloadOptimizer
 from offload.planning.plan import Plan, spare_host_nbytes
 from offload.planning.planner import make_plan, resolved_config
 from offload.planning.preflight import preflight
 from offload.report import Report, tier_reports
+from offload.swap.shield import uninterrupted
 from offload.swap.worker import ParallelRunner
-from offload.tiers.errors import OffloadError, StateError, UnsupportedError
+from offload.tiers.errors import CheckpointError, OffloadError, StateError, UnsupportedError
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, discover, managed
 from offload.zero.group import ParamGroup
@@ -35,8 +42,10 @@ from offload.zero.loading import load_group
 from offload.zero.local_tensors import local_of
 from offload.zero.loss_scale import LossScale
 from offload.zero.ranks import Ranks, data_ranks
+from offload.zero.refusal import Refusal
 from offload.zero.runtime import Runtime, RuntimeOptions
 from offload.zero.sharding import ALONE
+from offload.zero.shared_views import refuse_shared_views
 from offload.zero.stepper import StepRules
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.values import ParameterValues
@@ -56,11 +65,14 @@ def initialize(
     parameters: ParamGroups | None = None,
     weights: str | Path | None = None,
     mesh: DeviceMesh | None = None,
+    run_folder: str | Path | None = None,
 ) -> Engine:
     """Spread the model's states over tiers and make it train from there.
 
-    `model` may be on the meta device: it is then initialised group by group (from `weights`, a
-    safetensors file or folder, or by its own `reset_parameters`) and is never whole in RAM.
+    `model` may be on the meta device: it is then initialised group by group and is never whole in
+    RAM, from `weights` (a safetensors file or folder, or a checkpoint of ours), or by what its
+    constructor would call: `reset_parameters`, `_init_weights`. A tensor that these do not set, or
+    that the constructor set in another way, is an UnsupportedError that names it.
     `parameters` are the optimizer's param groups as torch.optim takes them; by default all
     trainable parameters. The module object stays the same and is used as before.
 
@@ -68,10 +80,23 @@ def initialize(
     of the world. A model that is parallel in other ways as well needs it: one that
     `parallelize_module` made (`mesh=mesh["dp"]`), or a stage of a pipeline.
 
+    `run_folder`: a new folder for what was predicted and what came, for `memest check`.
+
     Raises ConfigError, PathError or BudgetError before anything is allocated.
     """
     loaded = OffloadConfig.load({} if config is None else config)
-    return Engine(model, loaded, parameters=parameters, weights=weights, mesh=mesh)
+    if run_folder is None:
+        return Engine(model, loaded, parameters=parameters, weights=weights, mesh=mesh)
+    from offload.train.own_run import OwnRun
+
+    run = OwnRun(Path(run_folder), model, loaded)
+    engine = Engine(model, loaded, parameters=parameters, weights=weights, mesh=mesh)
+    try:
+        run.begin(engine)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 class Engine:
@@ -85,10 +110,14 @@ class Engine:
         self.module = model
         self.device = compute_device(config)
         self._closed = False
+        self._pid = os.getpid()
+        self._before_close: list[Callable[[], None]] = []
         self._run: ParallelRunner
         self._homes: TieredHomes
         self._runtime: Runtime | None = None
         self._activations: Activations | None = None
+        _refuse_shared(model)
+        _take_over(model, weights)
         _check_model(model)
         discovery = discover(model, config.groups.blocks)
         zero = config.zero
@@ -98,7 +127,7 @@ class Engine:
         _check_tensor_parallel(self._tensor_parallel, weights)
         self._ranks = Ranks.join(
             zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
-            _alike(config, discovery),
+            _alike(config, discovery, model),
         )  # fmt: skip
         try:
             self._build(model, config, discovery, parameters, weights)
@@ -106,7 +135,8 @@ class Engine:
             self.close()
             raise
         self.optimizer.engine = self  # whoever keeps the optimizer keeps what it works with
-        self._finalizer = weakref.finalize(self, _close_all, self._runtime, self._run, self._homes)
+        made = self._runtime, self._run, self._homes
+        self._finalizer = weakref.finalize(self, _close_dropped, os.getpid(), *made)
 
     # ---------------------------------------------------------------- building
     def _build(
@@ -116,7 +146,9 @@ class Engine:
         dtype = _DTYPES[config.precision]
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
-        self.plan: Plan = make_plan(config, discovery.shape(), hardware)
+        shape = discovery.shape()
+        _say_if_another(config, model, shape.numel)
+        self.plan: Plan = make_plan(config, shape, hardware)
         self.config = resolved_config(
             config, self.plan, self.device.type, ranks_here()
         )  # fmt: skip
@@ -126,22 +158,33 @@ class Engine:
         if parameters is not None and not isinstance(parameters, torch.Tensor):
             optimized = list(parameters)
 
+        files = SafetensorsWeights(weights, dtype) if weights is not None else None
         initialiser = _initialiser(model, config.seed)
-        translate = make_real(model, dtype, self.device) if initialiser is not None else {}
-        originals = [dict(group.params) for group in discovery.groups]
-        _translate_groups(discovery, translate)
+        if initialiser is not None:
+            initialiser.check(files)
+            make_real(model, dtype, self.device)
 
         self._run = ParallelRunner(int(self.config.threads.optimizer))
         if self.config.threads.torch != "auto":
             torch.set_num_threads(self.config.threads.torch)
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
         self._runtime = self._make_runtime(discovery, dtype)
-        self._load(originals, initialiser, weights)
+        self._load(initialiser, files)
         self.values = ParameterValues(self._runtime)
-        self.optimizer = self._make_optimizer(optimized, translate)
+        self.optimizer = self._make_optimizer(optimized)
+        structure = ModelStructure(model, self._runtime.group_of)
+        self.optimizer.register_step_pre_hook(lambda *_: structure.check())
         self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
-        self._activations = Activations(model, discovery, config, self._homes.activations)
-        self._runtime.start(model, self.values.adopt_written)
+        self._runtime.on_reuse.append(self._state_dict_hooks.remove)
+        self._activations = Activations(
+            model, discovery, config, self._homes.activations, self._runtime
+        )
+        self._runtime.start(model, self.values, weakref.ref(self))
+        self._refusals = [
+            refuse_foreign_optimizers(self._runtime), refuse_foreign_wrappers(self._runtime),
+        ]  # fmt: skip
+        for refusal in self._refusals:
+            weakref.finalize(self, refusal.remove)
 
     def _make_runtime(self, discovery: Discovery, dtype: torch.dtype) -> Runtime:
         config = self.config
@@ -176,17 +219,11 @@ class Engine:
         self._homes.let_wait(runtime.await_progress)
         return runtime
 
-    def _load(
-        self, originals: Sequence[Mapping[tuple[str, ...], nn.Parameter]],
-        initialiser: MetaInitialiser | None, weights: str | Path | None,
-    ) -> None:  # fmt: skip
+    def _load(self, initialiser: MetaInitialiser | None, files: SafetensorsWeights | None) -> None:
         """Fill every group's states, one group at a time."""
         assert self._runtime is not None, "made just before"
-        files = SafetensorsWeights(weights) if weights is not None else None
-        for group, params in zip(self._runtime.groups, originals, strict=True):
-            values = _values(
-                group, params, initialiser, files, self._ranks, self._tensor_parallel
-            )  # fmt: skip
+        for group in self._runtime.groups:
+            values = _values(group, initialiser, files, self._ranks, self._tensor_parallel)
             state = self._runtime.optimizer_states[group.index]
             load_group(state, self._runtime.own, values)
             group.adopt()
@@ -194,25 +231,23 @@ class Engine:
                 self._runtime.rank_work.refresh([group])
             machine.trim_memory()  # the values of one group are freed before the next ones come
         if initialiser is not None:
-            initialiser.finish_buffers()
+            initialiser.finish(files, self.device)
+        if files is not None:
+            _load_unmanaged(self.module, self._runtime, files)
             _load_buffers(self.module, files)
-            _check_buffers(self.module)
         if self._ranks is not None:
-            for buffer in self.module.buffers():
-                own = local_of(buffer)
+            others = (p for p in self.module.parameters() if self._runtime.group_of(p) is None)
+            for tensor in (*self.module.buffers(), *others):
+                own = local_of(tensor).detach()
                 own.copy_(self._ranks.from_first(own))
 
-    def _make_optimizer(
-        self, given: Any, translate: Mapping[int, nn.Parameter]
-    ) -> OffloadOptimizer:
+    def _make_optimizer(self, given: Any) -> OffloadOptimizer:
         assert self._runtime is not None, "made just before"
         if given is None:
             # as one param group: that may be empty (a frozen model), a list of parameters may not
             params: Any = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
-        elif isinstance(given, torch.Tensor):
-            params = given  # torch says what is wrong with it
         else:
-            params = [_translated(item, translate) for item in given]
+            params = given
         return OffloadOptimizer(self._runtime, self.values, params, self.config.optimizer)
 
     # ---------------------------------------------------------------- training
@@ -297,6 +332,7 @@ class Engine:
         from offload.checkpoint import save
 
         _refuse_parts("save_checkpoint", self._open())
+        self.values.adopt_changes()
         save(self, Path(path))
 
     def load_checkpoint(self, path: str | Path) -> None:
@@ -304,6 +340,7 @@ class Engine:
         from offload.checkpoint import load
 
         _refuse_parts("load_checkpoint", self._open())
+        self.values.adopt_changes()
         load(self, Path(path))
 
     @property
@@ -315,22 +352,36 @@ class Engine:
     def _open(self) -> Runtime:
         if self._closed or self._runtime is None:
             raise StateError("the engine is closed; make a new one with offload.initialize")
+        self._runtime.check_process()
         return self._runtime
 
+    def before_close(self, call: Callable[[], None]) -> None:
+        """`call()` when the engine is about to be closed, while it can still be looked at."""
+        self._before_close.append(call)
+
+    @uninterrupted
     def close(self) -> None:
-        """Stop threads, close swap files, give back memory. Parameters are not readable after.
+        """Stop threads, close swap files, give back memory. Parameters are not readable after; the
+        model can be given to `offload.initialize` again, with `weights=`.
 
         Calling it again does nothing.
         """
         if self._closed:
             return
+        while self._before_close:
+            self._before_close.pop()()
         self._closed = True
+        if self._pid != os.getpid():  # a forked child: it is the parent's
+            self._finalizer.detach()
+            return
         if self._ranks is not None:
             self._ranks.watch.leave_after_error()  # before anything waits for the others
         if hasattr(self, "_finalizer"):
             self._finalizer.detach()
         if self._activations is not None:
             self._activations.remove()
+        for refusal in getattr(self, "_refusals", ()):
+            refusal.remove()
         try:
             made = getattr(self, "_run", None), getattr(self, "_homes", None)
             _close_all(self._runtime, *made)
@@ -357,7 +408,7 @@ class Engine:
 def _close_all(
     runtime: Runtime | None, runner: ParallelRunner | None, homes: TieredHomes | None
 ) -> None:
-    """Threads, files and memory, in this order; also of an engine that was never closed."""
+    """Threads, files and memory, in this order."""
     try:
         if runtime is not None:
             runtime.close()
@@ -368,11 +419,34 @@ def _close_all(
             homes.close()
 
 
-def _alike(config: OffloadConfig, discovery: Discovery) -> dict[str, str]:
+def _close_dropped(pid: int, *made: Any) -> None:
+    """Of an engine that was dropped without `close`, or is there when the program ends.
+
+    The collector runs in any thread, also in those that closing waits for, and amid whatever holds
+    a lock: so a thread of its own closes, and is not waited for. Not one of `threading`, which has
+    locks, too. A forked child leaves its parent's engine alone.
+    """
+    if os.getpid() != pid:
+        return
+    if threading.main_thread().is_alive():
+        _thread.start_new_thread(_close_alone, made)
+    else:  # the program ends
+        _close_alone(*made)
+
+
+def _close_alone(*made: Any) -> None:
+    try:
+        _close_all(*made)
+    except OffloadError as error:
+        _log.warning("while closing an engine that was dropped: %s", error)
+
+
+def _alike(config: OffloadConfig, discovery: Discovery, model: nn.Module) -> dict[str, str]:
     """What ranks that train together have to agree on; budgets, placements and folders are each
     rank's own."""
     keys: dict[str, Any] = {
         "precision": config.precision,
+        "seed": config.seed,
         "clip_grad_norm": config.clip_grad_norm,
         "skip_nonfinite": config.skip_nonfinite,
         "loss_scale": config.loss_scale and config.loss_scale.model_dump(),
@@ -385,6 +459,10 @@ def _alike(config: OffloadConfig, discovery: Discovery) -> dict[str, str]:
         keys |= {f"{name}.{key}": value for key, value in section.items()}
     shape = discovery.shape()
     keys["the model (names, shapes, what is trained, groups)"] = shape.groups, shape.units
+    keys["the model's formats (dtypes of parameters, buffers and their shapes)"] = (
+        [(name, param.dtype) for name, param in model.named_parameters()],
+        [(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in model.named_buffers()],
+    )
     return {key: str(value) for key, value in keys.items()}
 
 
@@ -396,6 +474,15 @@ def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
     found.refuse()
     for warning in found.warnings:
         _log.warning("%s", warning)
+
+
+def _say_if_another(config: OffloadConfig, model: nn.Module, numel: int) -> None:
+    written_for = config.written_for
+    if written_for is not None and written_for.parameters != numel:
+        _log.warning(
+            "this configuration was written for %s, and %s has %s: budgets, placement and chunks "
+            "were chosen for the other one", written_for, type(model).__name__, f"{numel:,}",
+        )  # fmt: skip
 
 
 def _say_slow(precision: str, device: torch.device) -> None:
@@ -422,12 +509,37 @@ def _loss_scale(config: OffloadConfig) -> LossScale | None:
     )  # fmt: skip
 
 
-def _check_model(model: nn.Module) -> None:
-    if UnitHooks.had_an_engine(model):
+def _refuse_shared(model: nn.Module) -> None:
+    """StateError if an engine that is open has a parameter of this model."""
+    closed = Refusal.of(model)
+    for prefix, module in model.named_modules():
+        taken = UnitHooks.has_an_engine(module)
+        for name, param in module.named_parameters(prefix=prefix, recurse=taken):
+            if taken or (Runtime.has(param) and not any(each.has(param) for each in closed)):
+                raise StateError(
+                    f"{name} trains through another engine that is open: one parameter cannot have "
+                    "two. Close that one first (engine.close()), or give offload.initialize one "
+                    "module around all that trains together (and if it was taken out of a closed "
+                    "engine's model: its values are gone, make a new parameter)"
+                )
+
+
+def _take_over(model: nn.Module, weights: str | Path | None) -> None:
+    """Of closed engines: modules whose parameters are gone, and come from `weights`."""
+    closed = Refusal.of(model)
+    if closed and weights is None:
         raise StateError(
-            "this model was given to an engine before, which has its parameters (or had, until it "
-            "was closed); build the model anew"
+            "this model was given to an engine before, which was closed, and its parameters went "
+            "with it; say with weights= where their values are (safetensors files; of "
+            'engine.save_checkpoint("checkpoint"): weights="checkpoint/parameters", and then '
+            "engine.load_checkpoint), or build the model anew"
         )
+    for each in closed:
+        each.lift(model)
+
+
+def _check_model(model: nn.Module) -> None:
+    refuse_wrapped(model)
     for name, param in model.named_parameters():
         if param.requires_grad and not managed(param):
             raise UnsupportedError(
@@ -438,6 +550,7 @@ def _check_model(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{name} has no shape yet (a lazy module); run one forward before initialize"
             )
+    refuse_shared_views(model)
 
 
 def _check_tensor_parallel(found: TensorParallel | None, weights: str | Path | None) -> None:
@@ -464,64 +577,59 @@ def _initialiser(model: nn.Module, seed: int) -> MetaInitialiser | None:
     return MetaInitialiser(model, seed) if any(t.is_meta for t in anything) else None
 
 
-def _translate_groups(discovery: Discovery, new: Mapping[int, nn.Parameter]) -> None:
-    for group in discovery.groups:
-        group.params = [(names, new.get(id(p), p)) for names, p in group.params]
-
-
 def _values(
-    group: ParamGroup, originals: Mapping[tuple[str, ...], nn.Parameter],
-    initialiser: MetaInitialiser | None, files: SafetensorsWeights | None, ranks: Ranks | None,
-    tensor_parallel: TensorParallel | None,
-) -> Any:  # fmt: skip
-    """Where a group's initial values come from: of several ranks, the first one's model."""
-    if files is not None:
-        return files.get
-    meta = {names[0]: param for names, param in originals.items() if param.is_meta}
-    fresh = initialiser.values(meta) if initialiser is not None and meta else {}
+    group: ParamGroup, initialiser: MetaInitialiser | None, files: SafetensorsWeights | None,
+    ranks: Ranks | None, tensor_parallel: TensorParallel | None,
+) -> Callable[[ParamSpec], torch.Tensor]:  # fmt: skip
+    """Where a group's initial values come from: of several ranks, what the first one has."""
+    params = dict(zip(group.layout.params, group.params, strict=True))
+    fresh: Mapping[str, torch.Tensor] = {}
+    if initialiser is not None and files is None:
+        fresh = initialiser.values({spec.name: param for spec, param in params.items()})
 
     def value(spec: ParamSpec) -> torch.Tensor:
-        found = fresh.get(spec.name)
-        if found is not None:
-            return found
-        param = originals[spec.names]
-        given = local_of(param).detach()
-        if tensor_parallel is not None:
-            given = tensor_parallel.agree_on(param, given)
-        return given if ranks is None else ranks.from_first(given)
+        if files is not None:
+            return files.get(spec)
+        if spec.name in fresh:
+            return fresh[spec.name]
+        given = local_of(params[spec]).detach()
+        return given if tensor_parallel is None else tensor_parallel.agree_on(params[spec], given)
 
-    return value
-
-
-def _load_buffers(model: nn.Module, files: SafetensorsWeights | None) -> None:
-    if files is None:
-        return
-    for name, buffer in model.named_buffers():
-        saved = files.find((name,))
-        if saved is not None and not buffer.is_meta:
-            buffer.copy_(saved)
+    if ranks is None:
+        return value
+    agreed = ranks.as_on_first([value(spec) for spec in params])
+    return dict(zip(params, agreed, strict=True)).__getitem__
 
 
-def _check_buffers(model: nn.Module) -> None:
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise UnsupportedError(
-                f"buffer {name} is on the meta device and nothing gives it a value; let its "
-                "module's reset_parameters() fill it, or keep buffers real when building the model"
-            )
+def _load_unmanaged(model: nn.Module, runtime: Runtime, files: SafetensorsWeights) -> None:
+    """Parameters that stay in the model: those that hold no floating point numbers."""
+    for name, param in model.named_parameters():
+        if runtime.group_of(param) is None:
+            saved = files.get_as(name, param)
+            if saved is None:
+                raise CheckpointError(f"weights: no tensor {name} in the files")
+            param.data = saved.to(param.device)  # a meta parameter's has no memory of its own
 
 
-def _translated(item: Any, new: Mapping[int, nn.Parameter]) -> Any:
-    """A parameter, `(name, parameter)` or param group with meta parameters replaced."""
-    if isinstance(item, dict):
-        return {**item, "params": [_translated(p, new) for p in _as_list(item["params"])]}
-    if isinstance(item, tuple):  # of named_parameters()
-        return (*item[:-1], new.get(id(item[-1]), item[-1]))
-    return new.get(id(item), item)
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
+def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
+    """Persistent buffers, from the files that have them. CheckpointError where one does not fit."""
+    absent = []
+    for prefix, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            name = f"{prefix}.{own}" if prefix else own
+            if own in module._non_persistent_buffers_set:
+                continue
+            saved = files.get_as(name, buffer)
+            if saved is None:
+                absent.append(name)
+            else:
+                buffer.copy_(saved)
+    if absent:
+        more = ", ..." if len(absent) > 3 else ""
+        _log.warning(
+            "weights: %d buffers are not in the files and stay as the model has them (%s%s)",
+            len(absent), ", ".join(absent[:3]), more,
+        )  # fmt: skip
 
 
 def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:

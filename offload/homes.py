@@ -31,7 +31,7 @@ from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream
 from offload.swap.swap_file import SwapFile, check_directory
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
-from offload.tiers.extent import TierName
+from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
@@ -98,7 +98,7 @@ class TieredHomes:
         needed = needed_nbytes(self.plan, TierName.NVME)
         try:
             for file, share in zip(files, tier.shares, strict=True):
-                file.reserve(int(needed * share))
+                file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
         except BaseException:
             store.close()
             raise

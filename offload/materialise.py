@@ -1,142 +1,245 @@
 """Values for a group's parameters: the model's own, freshly initialised, or from safetensors.
 
 A model built on the meta device has shapes and no values. Each module with parameters of its own is
-given real memory, one group at a time, and initialises itself (`reset_parameters`, or the model's
-`_init_weights` as Hugging Face models have it) under a seed made from the run's seed and the
-module's name: the values do not depend on grouping, order or placement.
+given real memory, one group at a time, and initialised by what would initialise it in a constructor
+(`initialisers`), under a seed made from the run's seed and the module's name: the values do not
+depend on grouping, order or placement. Nothing is left as it was found: fresh memory is filled
+with what no initialiser writes, and what is still there afterwards is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.initialisers import Call, Entry, Initialisers
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.zero.layout import ParamSpec
 
-Values = Callable[[ParamSpec], torch.Tensor]
+_PIECE_NUMEL = 1 << 22
 
 
 class MetaInitialiser:
-    """Initialises the modules of a meta-device model one by one."""
+    """Initialises the modules of a model that is on the meta device, or partly, one by one."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = model
         self._seed = seed
-        self._owner: dict[int, nn.Module] = {}  # the first module that has a parameter
-        self._meta: dict[int, dict[str, nn.Parameter]] = {}  # a module's own, before `make_real`
-        for module in model.modules():
-            own = dict(module.named_parameters(recurse=False))
-            self._meta[id(module)] = own
-            for param in own.values():
-                self._owner.setdefault(id(param), module)
+        self._plan = Initialisers(model)
         self._names = {id(module): name for name, module in model.named_modules()}
+        entries = sorted(self._plan.entries, key=lambda entry: entry.is_meta)
+        self._entry = {id(entry.tensor): entry for entry in entries}  # that is to have values
+
+    def check(self, files: SafetensorsWeights | None) -> None:
+        """UnsupportedError for what `values` could not give and `files` have not got, either."""
+        entries = [entry for entry in self._plan.entries if entry.is_meta]
+        if files is not None:
+            # parameters come from the files, or are missed there
+            entries = [
+                e for e in entries if not e.is_parameter and files.find((e.name,)) is None
+            ]  # fmt: skip
+        self._plan.refuse(entries)
+        _refuse_attributes(self._model, self._entry)
 
     def values(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Real values for `params` (name -> meta parameter, all of one group), in RAM."""
-        modules = {id(m): m for m in (self._owner[id(p)] for p in params.values())}
-        values: dict[int, torch.Tensor] = {}
-        with torch.random.fork_rng(devices=[]):
-            for module in modules.values():
-                values.update(self._initialise(module))
-        return {name: values[id(param)] for name, param in params.items()}
+        """Values for those of `params` (by name, all of one group) that have none, in RAM."""
+        entries = {name: self._entry[id(param)] for name, param in params.items()}
+        entries = {name: entry for name, entry in entries.items() if entry.is_meta}
+        found = self._initialise(entries.values())
+        return {name: found[entry] for name, entry in entries.items()}
 
-    def _initialise(self, module: nn.Module) -> dict[int, torch.Tensor]:
-        """The values of a module's own parameters, by id of the meta parameter."""
-        own = dict(module.named_parameters(recurse=False))
-        meta = self._meta[id(module)]
-        buffers = dict(module.named_buffers(recurse=False))
-        module._parameters.update({k: _empty_like(meta[k]) for k in own})
-        module._buffers.update({k: _real(b) for k, b in buffers.items()})
-        try:
-            self._reset(module)
-            return {id(meta[k]): module._parameters[k].detach() for k in own}  # type: ignore[union-attr]
-        finally:
-            module._parameters.update(own)
+    def finish(self, files: SafetensorsWeights | None, device: torch.device) -> None:
+        """Give values to all that is in no group: buffers, integers."""
+        entries = [
+            entry for entry in self._plan.entries
+            if entry.is_meta and not (entry.is_parameter and entry.tensor.is_floating_point())
+        ]  # fmt: skip
+        given = {} if files is None else {
+            e: files.get_as(e.name, e.tensor) for e in entries if not _is_made_anew(e)
+        }  # fmt: skip
+        missing = [entry for entry in entries if given.get(entry) is None]
+        for entry, value in {**given, **self._initialise(missing)}.items():
+            assert value is not None, "given, or initialised"
+            old, new = entry.tensor, value.to(device)
+            if entry.is_parameter:
+                old.data = new
+                continue
+            for each in (e for e in self._plan.entries if e.tensor is old):
+                each.tensor = new
+                each.install(new)
+                for owner in each.owners:
+                    _replace_attributes(owner.module, old, new)
 
-    def _reset(self, module: nn.Module) -> None:
-        name = self._names[id(module)]
+    # ---------------------------------------------------------------- module by module
+    def _initialise(self, entries: Iterable[Entry]) -> dict[Entry, torch.Tensor]:
+        with torch.random.fork_rng(devices=[]), self._plan.twins_installed():
+            found: dict[nn.Module, dict[Entry, torch.Tensor]] = {}
+            for module in (entry.owners[0].module for entry in entries):
+                if module not in found:
+                    found[module] = self._of_module(module, module)
+            values = {e: found[e.owners[0].module][e] for e in entries}
+            for entry, value in values.items():
+                self._check_tied(entry, value)
+            return values
+
+    def _check_tied(self, entry: Entry, value: torch.Tensor) -> None:
+        """Which of the modules that share a tensor has made it, the model does not tell. Under the
+        seed of the first one they have to give the same."""
+        first, *others = entry.owners
+        for other in others:
+            if not torch.equal(self._of_module(other.module, first.module)[entry], value):
+                raise UnsupportedError(
+                    f"{entry.name} on the meta device is {other.name}, too, and their modules "
+                    "would initialise it in different ways: it is not known which one the model "
+                    "began with; build the model on the CPU, or pass weights= with safetensors "
+                    "files"
+                )
+
+    def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, torch.Tensor]:
+        """The values of a module's own tensors."""
+        own = [entry for entry in self._plan.of_module[id(module)] if entry.is_meta]
+        calls = self._plan.calls_for(module)
+        name = self._names[id(seeded_as)]
+        values = self._run(own, calls, name, fill=0)
+        exact = {entry for entry in own if not _has_nan(entry)}
+        again = self._run(own, calls, name, fill=1) if exact else values
+        for entry, value in values.items():
+            unwritten = not torch.equal(value, again[entry]) if entry in exact else _is_nan(value)
+            if unwritten:
+                raise UnsupportedError(
+                    f"{entry.name} on the meta device is not initialised everywhere by "
+                    f"{type(module).__name__}.reset_parameters() or _init_weights; build the model "
+                    "on the CPU, or pass weights= with safetensors files"
+                )
+        return values
+
+    def _run(
+        self, own: list[Entry], calls: list[Call], name: str, *, fill: int
+    ) -> dict[Entry, torch.Tensor]:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        initialise = getattr(self._model, "_init_weights", None)
-        reset = getattr(module, "reset_parameters", None)
-        with torch.no_grad():
-            if callable(initialise):
-                initialise(module)
-            elif callable(reset):
-                reset()
-            else:
+        try:
+            for entry in own:
+                entry.install(entry.like(_filled(entry, fill)))
+            for call in calls:
+                call.run()
+            found = {entry: entry.owners[0].get(is_parameter=entry.is_parameter) for entry in own}
+        finally:
+            for entry in own:
+                entry.install(entry.twin)
+        return {entry: _checked(entry, value) for entry, value in found.items()}
+
+
+def _has_nan(entry: Entry) -> bool:
+    return entry.tensor.is_floating_point() or entry.tensor.is_complex()
+
+
+def _filled(entry: Entry, fill: int) -> torch.Tensor:
+    value = float("nan") if _has_nan(entry) else fill
+    return torch.full(entry.twin.shape, value, dtype=entry.twin.dtype, device="cpu")
+
+
+def _is_nan(value: torch.Tensor) -> bool:
+    return bool(value.sum().isnan()) and bool(value.isnan().any())
+
+
+def _checked(entry: Entry, value: torch.Tensor | None) -> torch.Tensor:
+    """What an initialiser may have put in a tensor's place."""
+    if value is None or value.is_meta or value.shape != entry.twin.shape:
+        raise UnsupportedError(
+            f"{entry.name} on the meta device: its initialiser left "
+            f"{'nothing' if value is None else f'{tuple(value.shape)} on {value.device}'} in the "
+            f"place of {tuple(entry.twin.shape)}; build the model on the CPU"
+        )
+    return value.detach()
+
+
+def _refuse_attributes(model: nn.Module, known: Mapping[int, Entry]) -> None:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not isinstance(value, torch.Tensor) or id(value) in known:
+                continue
+            if value.is_meta and value.numel():
                 raise UnsupportedError(
-                    f"{name or 'the model'} ({type(module).__name__}) is on the meta device and "
-                    "has parameters but no reset_parameters(); give it one, build the model on "
-                    "the CPU, or pass weights= with safetensors files"
+                    f"{name}.{key} is a tensor on the meta device that is neither parameter nor "
+                    "buffer, and nothing gives it a value; set it again after building the model, "
+                    "or build the model on the CPU"
                 )
 
-    def finish_buffers(self) -> None:
-        """Initialise modules that have meta buffers and no parameters."""
-        for module in self._model.modules():
-            has_params = next(module.parameters(recurse=False), None) is not None
-            if any(b.is_meta for b in module.buffers(recurse=False)) and not has_params:
-                module._buffers.update(
-                    {k: _real(b) for k, b in module.named_buffers(recurse=False)}
-                )
-                with torch.random.fork_rng(devices=[]):
-                    self._reset(module)
+
+def _replace_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Other names that a module has for a buffer."""
+    for key, value in list(vars(module).items()):
+        if value is old:
+            vars(module)[key] = new
 
 
-def _empty_like(param: nn.Parameter) -> nn.Parameter:
-    real = torch.empty(param.shape, dtype=param.dtype, device="cpu")
-    return nn.Parameter(real, requires_grad=param.requires_grad)
+def make_real(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Turn every meta parameter into one on `device` without memory of its own. It stays the same
+    object: whoever holds it has it still. The values follow when the groups are loaded."""
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            continue
+        new = _placeholder(param, dtype, device)
+        try:
+            # As torch.utils.swap_tensors does, which keeps off tensors with weak references
+            # (nn.LSTM has them): they are to the object, and that stays.
+            torch._C._swap_tensor_impl(param, new)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{name} on the meta device is part of a graph ({error}); call offload.initialize "
+                "before using the model"
+            ) from error
 
 
-def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    if buffer is None or not buffer.is_meta:
-        return buffer
-    return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
-
-
-def make_real(
-    model: nn.Module, dtype: torch.dtype, device: torch.device
-) -> dict[int, nn.Parameter]:
-    """Swap every meta parameter for one on `device` without memory of its own.
-
-    Returns new parameters by id of the old: whoever held the old ones translates. The values follow
-    when the groups are loaded.
-    """
-    new: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            if param.is_meta:
-                if id(param) not in new:
-                    new[id(param)] = _placeholder(param, dtype, device)
-                module._parameters[name] = new[id(param)]
-    return new
+def _is_made_anew(entry: Entry) -> bool:
+    """A buffer that torch leaves out of a state dict."""
+    owner = entry.owners[0]
+    own = entry.name.rpartition(".")[2]
+    return not entry.is_parameter and own in owner.module._non_persistent_buffers_set
 
 
 def _placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     kind = dtype if param.is_floating_point() else param.dtype
     one = torch.zeros((), dtype=kind, device=device)
-    return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
+    made = nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(param, hooks):
+            setattr(made, hooks, getattr(param, hooks))
+    return made
 
 
 class SafetensorsWeights:
-    """Weights in one safetensors file, or in all of a folder, read tensor by tensor."""
+    """Weights in a safetensors file, all of a folder or a checkpoint of ours, tensor by tensor.
 
-    def __init__(self, path: str | Path) -> None:
+    What is rounded to a model's precision may lose bits; no value becomes infinite, none is cut to
+    an integer, and no shape is broadcast: CheckpointError, naming the tensor.
+    """
+
+    def __init__(self, path: str | Path, dtype: torch.dtype) -> None:
+        """`dtype` is that which the model computes with."""
         from safetensors import safe_open
 
+        self._dtype = dtype
         self._files: dict[str, Any] = {}
+        where: dict[str, Path] = {}
         for file in _files_of(Path(path)):
             try:
                 handle = safe_open(str(file), framework="pt", device="cpu")
             except Exception as error:
                 raise CheckpointError(f"{file} is no safetensors file: {error}") from error
             for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name in where:
+                    raise CheckpointError(
+                        f"weights: {name} is in {where[name]} and in {file}; name one file, or a "
+                        "folder with one model"
+                    )
+                where[name] = file
                 self._files[name] = handle
 
     def find(self, names: tuple[str, ...]) -> torch.Tensor | None:
@@ -147,23 +250,75 @@ class SafetensorsWeights:
         return None
 
     def get(self, spec: ParamSpec) -> torch.Tensor:
-        """CheckpointError if the tensor is missing or has another shape."""
+        """CheckpointError if the tensor is missing, has another shape or other numbers."""
         tensor = self.find(spec.names)
         if tensor is None:
             raise CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
-        if tensor.shape != spec.shape:
+        _check_shape(spec.name, tensor, spec.shape)
+        if not tensor.is_floating_point():
             raise CheckpointError(
-                f"weights: {spec.name} has shape {tuple(tensor.shape)}, "
-                f"in the model {tuple(spec.shape)}"
+                f"weights: {spec.name} is {tensor.dtype} in the files, and a floating point "
+                "parameter in the model; convert it (dequantise it) first"
             )
+        _check_range(spec.name, tensor, self._dtype)
         return tensor
+
+    def get_as(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """A tensor of the shape and dtype of `like`; None if it is not in the files."""
+        tensor = self.find((name,))
+        if tensor is None:
+            return None
+        _check_shape(name, tensor, tuple(like.shape))
+        if tensor.dtype == like.dtype:
+            return tensor
+        if tensor.is_floating_point() and like.is_floating_point():
+            _check_range(name, tensor, like.dtype)
+            return tensor.to(like.dtype)
+        return _exactly(name, tensor, like.dtype)
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"weights: {name} has shape {tuple(tensor.shape)}, in the model {shape}"
+        )
+
+
+def _check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """CheckpointError if a finite value would become infinite."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(tensor.dtype).max <= limit:
+        return
+    for piece in tensor.reshape(-1).split(_PIECE_NUMEL):
+        lost = piece[piece.isfinite() & piece.to(dtype).isinf()]
+        if lost.numel():
+            raise CheckpointError(
+                f"weights: {name} ({tensor.dtype}) holds {float(lost[0]):g}, more than {dtype} can "
+                f"({limit:g}); use a precision with a larger range"
+            )
+
+
+def _exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another kind of numbers. CheckpointError unless each value stays what it is."""
+    if not tensor.is_complex():
+        converted = tensor.to(dtype)
+        if torch.equal(converted.to(tensor.dtype), tensor) and torch.equal(
+            *(each.to(torch.complex128) for each in (converted, tensor))
+        ):
+            return converted
+    raise CheckpointError(
+        f"weights: {name} is {tensor.dtype} in the files and {dtype} in the model, which cannot "
+        "hold the same values; convert it first"
+    )
 
 
 def _files_of(path: Path) -> Iterator[Path]:
     if path.is_file():
         yield path
         return
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
+    if (path / "manifest.json").is_file():
+        files += sorted(file for file in path.glob("parameters/*.safetensors") if file.is_file())
     if not files:
         raise ConfigError(f"weights: {path} is no safetensors file and no folder with any")
     yield from files

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.tiers.errors import UnsupportedError
+from offload.zero.group import NO_COPIES
 from offload.zero.runtime import Runtime
 from offload.zero.values import ParameterValues
 
@@ -30,11 +31,7 @@ class StateDictHooks:
 
     def __deepcopy__(self, memo: Any) -> Any:
         """`copy.deepcopy(model)` comes here with the hooks; the copy would hold placeholders."""
-        raise UnsupportedError(
-            "a model that trains through an engine cannot be deep-copied: its parameters are in "
-            "the engine's tiers. Copy it before offload.initialize, or build it anew and load "
-            "model.state_dict() into it"
-        )
+        raise UnsupportedError(f"the model cannot be deep-copied: {NO_COPIES}")
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False)

@@ -7,16 +7,20 @@ waits for that parameter's group.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from offload.optimizer_kinds import KINDS
+from offload.optimizer_state_dict import Kept, check_kind, check_sizes, check_state
+from offload.swap.shield import uninterrupted
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
+from offload.zero.compilers import uncompiled
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.runtime import Runtime
 from offload.zero.stepper import StepOutcome
@@ -37,6 +41,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         self._runtime = runtime
         self._values = values
+        self._type = config.type
         self._kind = KINDS[config.type]
         self._states = config.state_names
         self.last_step: StepOutcome | None = None
@@ -92,19 +97,32 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 hypers[id(param)] = hyper
         return lambda param: hypers.get(id(param))
 
-    @torch.no_grad()
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients. Returns the closure's loss, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.last_step = self._runtime.step(self.hyper_of())
+        self._step()
         return loss
 
+    @uninterrupted
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.last_step = self._runtime.step(self.hyper_of())
+
+    @uncompiled
+    @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; a pending update keeps those it still has to read."""
-        self._runtime.zero_grad()
+        """As in torch; a pending update keeps the gradients that it still has to read."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
+        self._runtime.drop_cleared_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """States and param groups, in torch's format, as copies that later steps do not change.
@@ -125,16 +143,54 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": packed_groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` of an optimizer of the same parameters returned."""
-        groups = state_dict["param_groups"]
-        mine = self.param_groups
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in mine]:
-            raise ValueError("loaded state dict has param groups of other sizes than the optimizer")
-        for group, saved in zip(mine, groups, strict=True):
-            numbers = {key: value for key, value in saved.items() if key != "params"}
-            group.update(numbers)
+        """Take over what `state_dict` of an optimizer of the same parameters returned, this one's
+        or one of torch.optim's.
+
+        ValueError or UnsupportedError, and nothing is changed, where it is of another kind, or of
+        other parameters.
+        """
+        check_sizes(self.param_groups, state_dict)
+        numbers, states = [], []
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            found = {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
+            self.check_numbers(group, found)
+            numbers.append(found)
             for param, number in zip(group["params"], saved["params"], strict=True):
-                self._values.write_state(param, state_dict["state"].get(number, {}))
+                state = state_dict["state"].get(number, {})
+                states.append((param, check_state(self._kept(param), param, state)))
+        try:
+            for param, state in states:
+                self._values.write_state(param, state)
+        except BaseException:
+            self._runtime.unusable = (
+                "loading an optimizer's state dict failed half-way, so states are a mixture; "
+                "load a checkpoint, or make a new engine"
+            )
+            raise
+        for group, found in zip(self.param_groups, numbers, strict=True):
+            group.update(found)
+
+    def check_numbers(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+        """ValueError or UnsupportedError unless saved numbers can take the place of a param
+        group's."""
+        check_kind(self._type, {**self.defaults, **group}, numbers)
+        try:
+            self._hyper({**group, **numbers})
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"no update can be made with it: {error}") from None
+
+    def _kept(self, param: nn.Parameter) -> Kept:
+        found = self._runtime.group_of(param)
+        assert found is not None, "checked when the param group was added"
+        spec = found[0].layout.params[found[1]]
+        return Kept(spec.name, tuple(spec.shape), self._states, self._type not in ("sgd", "lion"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What copy and pickle call. UnsupportedError."""
+        raise UnsupportedError(
+            "an optimizer of offload cannot be copied or pickled: its states live in the tiers of "
+            "its engine; keep optimizer.state_dict(), or engine.save_checkpoint(path)"
+        )
 
 
 def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:

@@ -10,7 +10,7 @@ where the accumulator lives; how a gradient gets there is its path's secret.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class GradientAccumulator:
         self._path = self._choose_path(run, partials, outbox)
         self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
         self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
+        self._factors = np.ones(len(self._specs))  # what users have scaled each one's sum by
         # All that was taken in is in the accumulator, and that is on its way home.
         self.landed: Transfer[None] = Transfer.completed(None)
 
@@ -82,12 +83,18 @@ class GradientAccumulator:
     def is_here(self) -> bool:
         return True
 
+    @property
+    def spent(self) -> bool:
+        return self._spent
+
     def add(self, index: int, gradient: torch.Tensor) -> bool:
         """Take in the gradient of parameter `index`; the pass ends with that of the last one. True:
         it is there at once."""
         source = flat_gradient(gradient)
         if self.passes[index] and self.format is not Float.FP32:
             self._promote()
+        if self._factors[index] != 1.0:
+            self._apply_factor(index)
         target = self._slice(self._specs[index])
         if self.passes[index]:
             self._path.add(index, target, source)
@@ -107,6 +114,33 @@ class GradientAccumulator:
             buffer = self.state.tensor() if self.has_any else self.state.blank()
             self._open = buffer.view(DTYPE_OF[self.format])
         return self._open[spec.offset : spec.stop]
+
+    def _apply_factor(self, index: int) -> None:
+        """Let the fp32 sum be what it was scaled to: the next gradient is added to that."""
+        self._arrive()
+        self._slice(self._specs[index]).mul_(self._factors[index])
+        self._factors[index] = 1.0
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Let `value`, of the parameter's size, be what was accumulated."""
+        self._arrive()
+        self._path.copy(index, self._slice(self._specs[index]), flat_gradient(value))
+        self.passes[index] = max(1, self.passes[index])
+        self._factors[index] = 1.0
+        self.close()
+
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply what was accumulated: kept as a number until it is used."""
+        self._factors[index] *= factor
+
+    def factor(self, index: int) -> float:
+        """What the accumulator's values have to be multiplied with."""
+        return float(self._factors[index])
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """Forget what was accumulated for some parameters."""
+        self.passes[indices] = 0
+        self._factors[indices] = 1.0
 
     def _promote(self) -> None:
         """Make the accumulator fp32, with what it holds."""
@@ -143,21 +177,23 @@ class GradientAccumulator:
     def _last_pass(self) -> bool:
         return self._used_after is not None and bool((self.passes >= self._used_after).all())
 
-    def squared_norm(self, without: Container[int] = ()) -> list[float]:
-        """Sums of squares of what the accumulator holds, exact to sum with `math.fsum`; `without`
-        parameters of these indices."""
-        held = [i for i, passes in enumerate(self.passes) if passes and i not in without]
-        return [float(part) for index in held for part in self._path.squares(index)]
+    def square(self, index: int) -> float:
+        """The sum of squares of what was accumulated for a parameter."""
+        if not self.passes[index]:
+            return 0.0
+        return total_square(self._path.squares(index).tolist()) * self.factor(index) ** 2
 
     def read(self, index: int) -> torch.Tensor | None:
-        """A copy of the accumulated gradient (fp32 or 16-bit), or None if there is none
-        (any more: an update during backward uses them up)."""
+        """A copy of the accumulated gradient (fp32, or 16-bit if it is neither a sum nor scaled),
+        or None if there is none (any more: an update during backward uses them up)."""
         if not self.passes[index] or self._spent:
             return None
         self._arrive()
         spec = self._specs[index]
         flat = self.state.tensor().view(DTYPE_OF[self.format])
-        return flat[spec.offset : spec.stop].view(spec.shape).clone()
+        found = flat[spec.offset : spec.stop].view(spec.shape).clone()
+        factor = self.factor(index)
+        return found if factor == 1.0 else found.float().mul_(factor)
 
     def _arrive(self) -> None:
         """Wait for what is on its way into the accumulator."""
@@ -176,14 +212,10 @@ class GradientAccumulator:
         self._arrive()
         self._open = None
         self.passes[:] = 0
+        self._factors[:] = 1.0
         if not self._spent:
             self.state.discard()
         self._spent = False
-
-
-def total_norm(parts: list[float]) -> float:
-    """The 2-norm from sums of squares; infinite or NaN if any gradient is."""
-    return math.sqrt(total_square(parts))
 
 
 def total_square(parts: Sequence[float]) -> float:

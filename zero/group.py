@@ -3,30 +3,55 @@
 Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
 
     RELEASED   a one-element placeholder (NaN) of the parameter's full shape; the state owns
-               the bytes, wherever they are
+               the bytes, wherever they are. The parameter's class fetches them for who reads it
+               (zero/released.py)
     GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
 
 A group whose home is the memory it is used in stays GATHERED, except while an update of it runs in
 the background: nobody can read half of an update. Where all its states are in memory there is
-nothing to hide, the update is waited for in the step, and it stays GATHERED for good.
+nothing to hide, the update is waited for in the step, and it stays GATHERED for good. One with
+masters is released there as well: what is written to its parameters has to reach the masters.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from offload.swap.state import State
 from offload.swap.transfer import Transfer
+from offload.tiers.errors import UnsupportedError
 from offload.zero.layout import Layout
-from offload.zero.local_tensors import hold
+from offload.zero.local_tensors import hold, local_of
+
+NO_COPIES = (
+    "a model that trains through an engine has its parameters in the engine's tiers. Use "
+    "model.state_dict() or engine.save_checkpoint(), or copy the model before offload.initialize"
+)
+
+
+def digest(param: torch.Tensor) -> int:
+    """Of the bytes of a parameter's values (of this rank's part)."""
+    flat = local_of(param).detach().cpu().reshape(-1).view(torch.uint8)
+    return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
 
 
 class GroupState(enum.Enum):
     RELEASED = "released"
     GATHERED = "gathered"
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The classes that one parameter has (see zero/released.py)."""
+
+    own: type
+    released: type
+    gathered: type
 
 
 class ParamGroup:
@@ -35,7 +60,9 @@ class ParamGroup:
     def __init__(
         self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
         dtype: torch.dtype, state: State, device: torch.device,
+        classes_of: Callable[[type], Classes],
     ) -> None:  # fmt: skip
+        """`classes_of` gives the classes of a parameter that is of another one by itself."""
         self.index = index
         self.name = name
         self.layout = layout
@@ -44,15 +71,23 @@ class ParamGroup:
         self.state = state
         self.device = device
         self.permanent = False  # True: every state is in memory that it is used in
+        self.has_masters = False  # True: written parameters are not all of the truth
+        self._addresses: list[int] = []  # of the parameters' values, as they were gathered last
         self.version = 0  # counts updates; a saved handle of an older version is stale
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
+        self._classes = [classes_of(type(param)) for param in self.params]
+        self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
         self._held_for: set[int] = set()  # users of a pass that is repeated without data
         self.on_hold: Callable[[ParamGroup, object, bool], None] | None = None  # True: entered
         self._written = [param._version for param in self.params]  # counters of known writes
         nan = float("nan") if dtype.is_floating_point else 0
         self._placeholder = torch.full((), nan, dtype=dtype, device=device)
+
+    def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
+        """The parameters with the classes that they have by themselves."""
+        return [(p, kinds.own) for p, kinds in zip(self.params, self._classes, strict=True)]
 
     @property
     def in_use(self) -> bool:
@@ -78,21 +113,39 @@ class ParamGroup:
                 self.wait_for_update()
             return
         flat = self.flat()
-        for param, spec in zip(self.params, self.layout.params, strict=True):
-            hold(param, flat[spec.offset : spec.stop].view(spec.shape))
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, spec, classes in zip(
+                self.params, self.layout.params, self._classes, strict=True
+            ):
+                hold(param, flat[spec.offset : spec.stop].view(spec.shape))
+                param.__class__ = classes.own if self._stays else classes.gathered
+            self._addresses = self._find_addresses()
         self.residing = GroupState.GATHERED
 
     @torch.inference_mode(False)
     def release(self) -> None:
         """Let go of the buffer (unless it is at home in place): it may be dropped now."""
-        if self.residing is GroupState.RELEASED or self.state.in_place:
+        if self.residing is GroupState.RELEASED or self._stays:
             return
         self._put_placeholders()
 
+    @property
+    def _stays(self) -> bool:
+        return self.state.in_place and not self.has_masters
+
     def _put_placeholders(self) -> None:
         self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
-        for param, spec in zip(self.params, self.layout.params, strict=True):
-            hold(param, self._placeholder.expand(spec.shape))
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, spec, classes in zip(
+                self.params, self.layout.params, self._classes, strict=True
+            ):
+                param.__class__ = classes.released  # first: nobody may read the placeholder
+                hold(param, self._placeholder.expand(spec.shape))
+
+    def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
+        """Give a parameter the class of released ones again, unless it was gathered meanwhile."""
+        if self.residing is GroupState.RELEASED:
+            param.__class__ = kind
 
     def enter(self, user: object) -> None:
         """`user` (a module's call, a `gathered`) needs the parameters; it has to leave also where
@@ -139,20 +192,70 @@ class ParamGroup:
         self.state.outdate()
 
     def changed(self) -> list[int]:
-        """Parameters (by index) that somebody wrote to since the last call or `note_versions`."""
+        """Parameters (by index) that were written to since the last call or `note_versions`, also
+        through `.data`, or whose `.data` was set to another tensor: its values are in the buffer
+        now."""
+        rebound = self.take_over()
+        through_data = [
+            index for index, before in self._watched.items() if digest(self.params[index]) != before
+        ]
+        self._watched.clear()
         versions = [param._version for param in self.params]
         pairs = zip(versions, self._written, strict=True)
         self._written = versions
-        return [index for index, (now, known) in enumerate(pairs) if now != known]
+        written = [index for index, (now, known) in enumerate(pairs) if now != known]
+        return sorted({*rebound, *through_data, *written})
+
+    def watch(self, index: int) -> None:
+        """The `.data` of a gathered parameter is taken: what is written through it is not counted
+        by autograd."""
+        if self.residing is GroupState.GATHERED and index not in self._watched:
+            self._watched[index] = digest(self.params[index])
+
+    def take_over(self) -> list[int]:
+        """Copy what `param.data` was set to while gathered into the buffer; which ones (by index).
+
+        UnsupportedError for values of another shape, format or device.
+        """
+        if self.residing is not GroupState.GATHERED:
+            return []
+        addresses = self._find_addresses()
+        if addresses == self._addresses:
+            return []
+        pairs = zip(addresses, self._addresses, strict=True)
+        rebound = [index for index, (now, then) in enumerate(pairs) if now != then]
+        with torch.inference_mode(False):
+            self._copy_rebound(rebound)
+        return rebound
+
+    def _copy_rebound(self, rebound: Sequence[int]) -> None:
+        flat = self.flat()
+        for index in rebound:
+            param, spec = self.params[index], self.layout.params[index]
+            given = local_of(param).detach()
+            if (given.shape, given.dtype, given.device) != (spec.shape, self.dtype, flat.device):
+                raise UnsupportedError(
+                    f"{spec.name}.data was set to {tuple(given.shape)}, {given.dtype} on "
+                    f"{given.device}, and is {tuple(spec.shape)}, {self.dtype} on {flat.device} in "
+                    "the engine's tiers; change the model before offload.initialize, or "
+                    "precision: and device: in the configuration"
+                )
+            view = flat[spec.offset : spec.stop].view(spec.shape)
+            view.copy_(given)
+            hold(param, view)
+
+    def _find_addresses(self) -> list[int]:
+        return [local_of(param).data_ptr() for param in self.params]
 
     def note_versions(self) -> None:
         """What was written up to now is known."""
+        self._watched.clear()
         self._written = [param._version for param in self.params]
 
     def adopt(self) -> None:
         """Make the parameters ours: full precision values are in the state, data follows it."""
         self.residing = GroupState.GATHERED
-        if self.state.in_place:
+        if self._stays:
             self.residing = GroupState.RELEASED
             self.gather()
         else:

@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.utils.checkpoint
 
-from offload.tiers.errors import StateError
+from offload.swap.shield import interrupted_in_waits
+from offload.tiers.errors import ModifiedError, StateError
+from offload.zero.compilers import uncompiled
 from offload.zero.group import ParamGroup
-from offload.zero.local_tensors import is_dtensor, local_of, memory_of, rebuilt
+from offload.zero.local_tensors import (
+    forget_values,
+    is_dtensor,
+    local_of,
+    memory_of,
+    rebuilt,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -38,6 +46,8 @@ class Handle:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    counter: torch.Tensor  # counts versions with what was saved; without values
+    counted: int  # when it was saved
     spec: DTensorSpec | None = None  # of the DTensor whose local tensor it is
 
 
@@ -91,17 +101,21 @@ class SavedTensor:
         self._shape = tuple(tensor.shape)
         self._parked = parked
         if parked is not None:
-            self._detached.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            forget_values(self._detached)
 
     def tensor(self) -> torch.Tensor:
-        version = self._detached._version
-        if version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {self._shape} is at version {version}, "
-                f"expected version {self._version}"
-            )
+        what = f"a tensor of shape {self._shape}"
+        _check_version(self._detached, self._version, what)
         return self._detached if self._parked is None else self._parked.tensor()
+
+
+def _check_version(counter: torch.Tensor, saved: int, what: str) -> None:
+    if counter._version != saved:
+        raise ModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {what} is at version {counter._version}, expected version {saved}; make "
+            "the change before the forward or after the backward, or compute with a copy"
+        )
 
 
 class HandleTable:
@@ -137,6 +151,7 @@ class HandleTable:
         if outer is not None and outer[0].__module__ == torch.utils.checkpoint.__name__:
             return nullcontext()
 
+        @uncompiled
         def pack(tensor: torch.Tensor) -> Any:
             group = self.group_of(tensor)
             if group is not None:
@@ -161,6 +176,7 @@ class HandleTable:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
+    @uncompiled
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
             return self._view(packed)
@@ -169,8 +185,10 @@ class HandleTable:
         tensor: torch.Tensor = packed.tensor()
         return tensor
 
+    @interrupted_in_waits
     def _view(self, handle: Handle) -> torch.Tensor:
         group = handle.group
+        _check_version(handle.counter, handle.counted, _name_of(handle))
         trainable = group.dtype is not handle.dtype or handle.offset < group.layout.numel_trainable
         if group.version != handle.version and trainable:
             raise StateError(
@@ -192,6 +210,8 @@ def _pass_on(tensor: torch.Tensor, outer: Hooks | None, keeper: Keeper | None = 
 
 def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
     view = local_of(tensor)
+    counter = tensor.detach()
+    forget_values(counter)
     return Handle(
         group,
         group.version,
@@ -199,5 +219,18 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
         view.shape,
         view.stride(),
         int(view.storage_offset()),
+        counter,
+        tensor._version,
         tensor._spec if is_dtensor(tensor) else None,
     )
+
+
+def _name_of(handle: Handle) -> str:
+    """The parameter that a handle is a view of; where its format is another, the group."""
+    group = handle.group
+    found = [
+        spec.name
+        for spec in group.layout.params
+        if group.dtype is handle.dtype and spec.offset <= handle.offset < spec.stop
+    ]
+    return f"{found[0] if found else group.name}, saved in shape {tuple(handle.shape)},"

@@ -2,9 +2,9 @@
 
 The outermost unit being called opens a *session*: saved tensors become handles, and parameters that
 are used outside their own module's forward (a tied head written as `F.linear(x, embed.weight)`,
-attention that reads its projection's weight) are gathered when a torch function gets them and stay
-until the session ends. In a backward pass (recomputation by a checkpoint) the handles stay off:
-the recomputed tensors are the checkpoint's to hold, and they are needed at once.
+attention that reads its projection's weight) stay gathered until the session ends. In a backward
+pass (recomputation by a checkpoint) the handles stay off: the recomputed tensors are the
+checkpoint's to hold, and they are needed at once.
 
 Whatever ends a call, it gives back what it has entered: hooks with `always_call` run after an
 Exception alone, a KeyboardInterrupt is met by a guard around the call.
@@ -12,19 +12,25 @@ Exception alone, a KeyboardInterrupt is met by a guard around the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from threading import get_ident
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.tiers.errors import StateError
+from offload.swap.shield import interrupted_in_waits, uninterrupted
+from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.compilers import break_graph, uncompiled
 from offload.zero.discovery import Unit
-from offload.zero.group import GroupState, ParamGroup
+from offload.zero.dtype_errors import explain_dtypes
+from offload.zero.group import NO_COPIES, ParamGroup
 from offload.zero.handles import HandleTable
-from offload.zero.session import Session, in_backward, take_off_dead_modes
+from offload.zero.one_thread import OneThread
+from offload.zero.session import Session, in_backward
+from offload.zero.transforms import refuse_transforms
 
 
 class UnitHooks:
@@ -34,21 +40,22 @@ class UnitHooks:
         self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup],
         handles: HandleTable, use: Callable[[ParamGroup], None],
         written: Callable[[ParamGroup, list[int]], None], begin_forward: Callable[[], None],
+        owner: Callable[[], object | None], one_thread: OneThread,
     ) -> None:  # fmt: skip
         """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`),
-        `begin_forward` that the whole model is called, outside of any backward pass."""
+        `begin_forward` that the whole model is called, outside of any backward pass. `owner` is
+        what closes the engine when it is dropped: never amid a call."""
         self._model = model
         self._groups = groups
         self._written = written
         self._handles = handles
         self._use = use
         self._begin_forward = begin_forward
+        self._owner = owner
+        self._one_thread = one_thread
         self._calls: list[_Call] = []  # under way, the outermost first
-        self._group_of = {
-            id(param): group for group in groups for param in group.params
-            if not group.permanent
-        }  # fmt: skip
         self._removable: list[RemovableHandle | _Guard] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
         if all(unit.module is not model for unit in units):
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
@@ -57,23 +64,10 @@ class UnitHooks:
             self._install_inner(unit, inner)
 
     @staticmethod
-    def had_an_engine(model: nn.Module) -> bool:
-        """Whether some engine, open or closed, has this model's parameters."""
-        hooks = (h for module in model.modules() for h in module._forward_pre_hooks.values())
+    def has_an_engine(module: nn.Module) -> bool:
+        """Whether an engine that is open calls for a module's parameters."""
+        hooks = module._forward_pre_hooks.values()
         return any(getattr(hook, "__module__", "") == __name__ for hook in hooks)
-
-    @staticmethod
-    def forbid(units: Sequence[Unit]) -> None:
-        """The parameters are gone: calling a unit says so."""
-
-        def refuse(module: nn.Module, args: Any) -> None:
-            raise StateError(
-                "the engine is closed and this model's parameters went with it; build the model "
-                "anew (engine.save_checkpoint or state_dict before close keep them)"
-            )
-
-        for unit in units:
-            unit.module.register_forward_pre_hook(refuse, prepend=True)
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
@@ -96,40 +90,58 @@ class UnitHooks:
 
     def _register(self, module: nn.Module, before: Callable[[nn.Module, Any], None]) -> None:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            # a hook that a user put in front of `before` may have raised: nothing has begun then
-            if self._calls and self._calls[-1].module is module:
-                call = self._calls[-1]
-                if call.session is not None:
-                    call.session.close()
-                    call.session = None
-                self._end(len(self._calls) - 1)
+            self._return(module)
 
-        self._removable.append(module.register_forward_pre_hook(before, prepend=True))
-        self._removable.append(module.register_forward_hook(after, always_call=True))
-        self._removable.append(_Guard(module, self._calls, self._end))
+        self._removable.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
+        self._removable.append(module.register_forward_hook(_Hook(after), always_call=True))
+        self._removable.append(_Guard(module, self._names[id(module)], self._calls, self._end))
 
+    @interrupted_in_waits
     def _begin(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        refuse_transforms()
+        self._one_thread.__enter__()
         call = _Call(module=module)
         outermost = not self._calls
         self._calls.append(call)
         if outermost:
+            call.owner = self._owner()
+            if call.owner is None:
+                raise StateError(
+                    "this model's engine was dropped, and its parameters went with it; keep the "
+                    "engine, or its optimizer, for as long as the model is used"
+                )
             if module is self._model and not in_backward():
                 self._begin_forward()
-            gather_strays = self._gather_strays if self._group_of else None
-            call.session = Session(self._handles, gather_strays)
+            call.session = Session(self._handles)
             call.session.open()
         self._enter(groups, call)
 
+    @uninterrupted
+    def _return(self, module: nn.Module) -> None:
+        # a hook that a user put in front of `before` may have raised, or another thread be inside:
+        # nothing has begun then
+        call = self._calls[-1] if self._calls else None
+        if call is not None and call.module is module and call.thread == get_ident():
+            if call.session is not None:
+                call.session.close()
+                call.session = None
+            self._end(len(self._calls) - 1)
+
+    @uninterrupted
     def _end(self, outer: int) -> None:
         """End all calls but the `outer` first ones, however far they got. May be cut short and
         called again."""
         while len(self._calls) > outer:
             call = self._calls[-1]
+            if call.thread != get_ident():  # that one was refused which comes here
+                return
             if call.session is not None:
                 call.session.abandon()
             self._leave(call)
             self._calls.pop()
+            self._one_thread.__exit__()
 
+    @interrupted_in_waits
     def _enter(self, groups: Sequence[ParamGroup], user: _User) -> None:
         """To be followed by `_leave`, also where this raises."""
         for group in groups:
@@ -138,6 +150,7 @@ class UnitHooks:
             group.enter(user)
             self._handles.note(group)
 
+    @uninterrupted
     def _leave(self, user: _User) -> None:
         while user.groups:
             group = user.groups[-1]
@@ -157,16 +170,32 @@ class UnitHooks:
             self._enter(groups, user)
             yield
         finally:
-            self._leave(user)
+            try:
+                self._leave(user)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._leave(user)
+                raise
 
-    def _gather_strays(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, nn.Parameter):
-                group = self._group_of.get(id(value))
-                if group is not None and group.residing is GroupState.RELEASED:
-                    self._enter([group], self._calls[0])
-            elif isinstance(value, (list, tuple)):
-                self._gather_strays(value)
+    def join_call(self, groups: Sequence[ParamGroup]) -> bool:
+        """Let the outermost call under way use `groups`, too. False if there is none."""
+        if not self._calls:
+            return False
+        self._enter(groups, self._calls[0])
+        return True
+
+    @contextmanager
+    def computing(self, unit: Unit) -> Iterator[None]:
+        """Around a unit's own forward, for who computes it without calling the module."""
+        outer = len(self._calls)
+        try:
+            self._begin(unit.module, [self._groups[index] for index in unit.groups])
+            yield
+        finally:
+            try:
+                self._end(outer)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._end(outer)
+                raise
 
     def remove(self) -> None:
         """Leave the modules and torch's stacks as they were, also amid a call: what its groups
@@ -174,7 +203,6 @@ class UnitHooks:
         for call in self._calls:
             if call.session is not None:
                 call.session.abandon()
-        take_off_dead_modes()
         self._calls.clear()
         for each in self._removable:
             each.remove()
@@ -190,6 +218,20 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
                 yield unit, inner
 
 
+class _Hook:
+    """A module's hook of ours: it refuses to be copied or pickled along with the module."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    @uncompiled
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(f"the model cannot be copied or pickled: {NO_COPIES}")
+
+
 class _Guard:
     """Around a module's call: what began in it has ended after it, whatever it raised.
 
@@ -198,22 +240,31 @@ class _Guard:
     """
 
     def __init__(
-        self, module: nn.Module, calls: Sequence[_Call], end: Callable[[int], None]
+        self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None]
     ) -> None:
         """`end` is told how many of `calls` were under way before this one."""
         self._module = module
+        self._name = name
         self._calls = calls
         self._end = end
         self._installed = module._compiled_call_impl
         self._call: Callable[..., Any] = self._installed or module._call_impl
         module._compiled_call_impl = self
 
+    @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = len(self._calls)
         try:
             return self._call(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            explain_dtypes(error, self._name, self._module, (args, kwargs))
+            raise
         finally:
-            self._end(outer)
+            try:
+                self._end(outer)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._end(outer)
+                raise
 
     def remove(self) -> None:
         if self._module._compiled_call_impl is self:
@@ -232,4 +283,6 @@ class _Call(_User):
     """A module's call under way. The outermost one has the session and the strays."""
 
     module: nn.Module
+    thread: int = field(default_factory=get_ident)
     session: Session | None = None
+    owner: object | None = None  # kept while the outermost call lasts

@@ -9,12 +9,16 @@ of being an error, and a graph may be run backward several times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+)
 
 from offload.tiers.errors import StateError
 from offload.zero.handles import Keeper, SavedTensor
@@ -78,12 +82,9 @@ class KeepProducts:
         parked = None if self._keeper is None else self._keeper.keep(alias.tensor)
         return _Kept(alias.tensor, parked)
 
-    def again(self) -> AbstractContextManager[None]:
-        """Around the block's forward when it is computed again; may be entered several times."""
-        return _Again(self.calls_again)
-
     @contextmanager
     def calls_again(self) -> Iterator[None]:
+        """Around the block's forward when it is computed again; may be entered several times."""
         left = iter(self.calls)
 
         def replay(op: Any, run: Callable[[], Any]) -> Any:
@@ -100,28 +101,17 @@ class KeepProducts:
             yield
 
 
-class _Again:
-    """A context that makes itself anew each time it is entered."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        context = self._make()
-        context.__enter__()
-        self._entered.append(context)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
-
-
 class _Watch(TorchDispatchMode):
     """Hands calls of dear operations to `take`, with a function that runs them."""
 
     def __init__(self, take: Callable[[Any, Callable[[], Any]], Any]) -> None:
         super().__init__()
         self._take = take
+
+    def __exit__(self, *error: Any) -> None:
+        """Also where it was taken off already, and others are on the stack."""
+        if self in _get_current_dispatch_mode_stack():
+            super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -130,6 +120,18 @@ class _Watch(TorchDispatchMode):
         if not _is_dear(func, args, kwargs):
             return func(*args, **kwargs)
         return self._take(func, lambda: func(*args, **kwargs))
+
+
+class watches_taken_off:  # noqa: N801 - as other contexts, and not a generator
+    """A context after which no watch is on torch's stack that was not before. An interrupt may
+    come just before a watch takes itself off."""
+
+    def __enter__(self) -> None:
+        self._outer = torch._C._len_torch_dispatch_stack()
+
+    def __exit__(self, *_: object) -> None:
+        while torch._C._len_torch_dispatch_stack() > self._outer:
+            _pop_mode()
 
 
 def _is_dear(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

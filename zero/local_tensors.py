@@ -65,6 +65,15 @@ def hold(param: torch.Tensor, values: torch.Tensor) -> None:
     param._local_tensor = values
 
 
+def forget_values(tensor: torch.Tensor) -> None:
+    """Let `tensor` hold no memory; it still counts versions with those it shares a counter with."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if is_dtensor(tensor):
+        tensor._local_tensor = empty
+    else:
+        tensor.data = empty
+
+
 def rebuilt(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor without a graph around a local tensor."""
     from torch.distributed.tensor import DTensor

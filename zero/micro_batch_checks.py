@@ -24,8 +24,9 @@ def check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> N
             )
 
 
-def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `a` is `b` but for the order of sums; integers, inf and NaN must be equal."""
+def is_close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether `a` is `b` but for the order of sums; integers, inf and NaN must be equal. `dtype`
+    is what they were computed in, where it is not theirs."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     finite = b.isfinite()
@@ -35,7 +36,7 @@ def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     finite_a, finite_b = a[finite].double(), b[finite].double()
     distance = (finite_a - finite_b).norm()
-    return bool(distance <= _TOLERANCE.get(a.dtype, 5e-2) * finite_b.norm())
+    return bool(distance <= _TOLERANCE.get(dtype or a.dtype, 5e-2) * finite_b.norm())
 
 
 def refuse_batch_norm(unit: Unit, count: int) -> None:

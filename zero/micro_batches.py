@@ -14,16 +14,16 @@ uses in one chain, here those of a piece are added first, then the pieces, then 
 In 16 bits the sum over pieces is kept in fp32 and rounded once.
 
 What cannot be split is refused: batch norm when it is installed, caches and other objects by their
-argument's name, and anything else that mixes samples by a comparison, the first time a class of
-blocks is called: two pieces together must give what each gives alone. So is a backward that is
+argument's name, and anything else that mixes samples by a comparison, the first time a block is
+called in a mode (`zero/sample_mixing.py` says what that sees). So is a backward that is
 asked for chosen gradients alone (`torch.autograd.grad`, `backward(inputs=...)`): pieces are
 differentiated in a pass of their own, which does not know what was chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -31,7 +31,6 @@ from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
@@ -39,11 +38,11 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.discovery import Unit
 from offload.zero.micro_batch_checks import (
     check_joinable,
-    is_close,
     refuse_batch_norm,
     refuse_chosen_gradients,
     refuse_outer_checkpoint,
 )
+from offload.zero.sample_mixing import refuse_mixing
 
 Forward = Callable[..., Any]
 # Entered around the backward of a block, with its groups (by index) and whether more of their
@@ -71,8 +70,7 @@ class MicroBatching:
             )
         for unit in blocks:
             refuse_batch_norm(unit, count)
-        compared: set[tuple[type, tuple[bool, ...]]] | None = set() if compare else None
-        self._blocks = [_Block(unit, count, backward, compared) for unit in blocks]
+        self._blocks = [_Block(unit, count, backward, compare) for unit in blocks]
 
     def remove(self) -> None:
         for block in self._blocks:
@@ -83,15 +81,15 @@ class _Block:
     """One block: its forward is replaced by the loop over pieces."""
 
     def __init__(
-        self, unit: Unit, count: int, backward: BlockBackward,
-        compared: set[tuple[type, tuple[bool, ...]]] | None,
+        self, unit: Unit, count: int, backward: BlockBackward, compare: bool
     ) -> None:  # fmt: skip
         self.unit = unit
         self.count = count
         self.backward = backward
-        # classes that were seen to treat samples alone, by which of their arguments were split;
-        # None: nobody looks
-        self._compared = compared
+        # how it was called when it was seen to treat samples alone; None: nobody looks
+        self._alone: set[tuple[tuple[bool, ...], tuple[bool, ...]]] | None = (
+            set() if compare else None
+        )
         self._waiting: WeakSet[_Call] = WeakSet()
         self.own_forward: Forward = unit.module.forward
         self._overrides = "forward" in unit.module.__dict__
@@ -117,7 +115,7 @@ class _Block:
             )
         refuse_outer_checkpoint(self.unit)
         pieces = _Pieces(leaves, structure, batch, self.count)
-        self._compare_once(pieces)
+        self._refuse_mixing_once(pieces)
         if not training:
             whole = _Whole(batch)
             for number in range(self.count):
@@ -159,37 +157,12 @@ class _Block:
             raise UnsupportedError(f"{self.unit.name}: no tensor is given to the block to split")
         return sizes[0]
 
-    def _try_alone(self, pieces: _Pieces, number: int) -> list[torch.Tensor]:
-        try:
-            return _tensors(self.run(pieces.call(number, pieces.leaves)))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise UnsupportedError(
-                f"{self.unit.name}: it fails on a piece of its batch ({error}); a tensor it is "
-                "given has a first dimension as long as the batch that is not the batch, or it "
-                "needs the whole batch; use gradient_accumulation_steps instead of micro_batches"
-            ) from error
-
-    def _compare_once(self, pieces: _Pieces) -> None:
-        kind = type(self.unit.module)
-        if self._compared is None or (kind, tuple(pieces.split)) in self._compared:
-            return
-        with torch.no_grad(), _evaluating(self.unit.module), _same_random(pieces):
-            alone = [self._try_alone(pieces, number) for number in (0, 1)]
-            together = _tensors(self.run(pieces.pair()))
-        for number, outputs in enumerate(alone):
-            check_joinable(outputs, pieces.spans[number], self.unit.name)
-        for place, whole in enumerate(together):
-            joined = torch.cat([outputs[place] for outputs in alone])
-            if joined.shape != whole.shape or not is_close(joined, whole):
-                raise UnsupportedError(
-                    f"{self.unit.name} ({kind.__name__}): two micro-batches together do not give "
-                    "what each gives alone, so it mixes samples, its first dimension is not the "
-                    "batch, or it draws random numbers in eval mode too; use "
-                    "gradient_accumulation_steps instead of micro_batches"
-                )
-        self._compared.add((kind, tuple(pieces.split)))
+    def _refuse_mixing_once(self, pieces: _Pieces) -> None:
+        """Once per mode of its modules, and per choice of arguments that are split."""
+        asked = tuple(each.training for each in self.unit.module.modules()), tuple(pieces.split)
+        if self._alone is not None and asked not in self._alone:
+            refuse_mixing(self.unit, self.run, pieces)
+            self._alone.add(asked)
 
 
 class _Call:
@@ -216,9 +189,9 @@ class _Pieces:
         """(args, kwargs) of one piece, from whole leaves."""
         return self._call(self.spans[number], leaves)
 
-    def pair(self) -> tuple[Any, Any]:
+    def pair(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """(args, kwargs) of the first two pieces together."""
-        return self._call(slice(0, self.spans[1].stop), self.leaves)
+        return self._call(slice(0, self.spans[1].stop), leaves)
 
     def _call(self, span: slice, leaves: Sequence[Any]) -> tuple[Any, Any]:
         pairs = zip(leaves, self.split, strict=True)
@@ -373,27 +346,3 @@ def _entered(
 def _edge(tensor: torch.Tensor) -> Any:
     """Where a piece's graph ends; it does not keep the tensor. None without a graph."""
     return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Without dropout: it would make any two runs differ."""
-    training = [each for each in module.modules() if each.training]
-    for each in training:
-        each.training = False
-    try:
-        yield
-    finally:
-        for each in training:
-            each.training = True
-
-
-def _same_random(pieces: _Pieces) -> AbstractContextManager[None]:
-    """Whatever random numbers are drawn inside, those drawn after it are the same."""
-    tensors = [leaf for leaf in pieces.leaves if isinstance(leaf, torch.Tensor)]
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    return torch.random.fork_rng(devices=sorted(devices, key=str))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,13 +48,38 @@ class Gradients(Protocol):
         the step."""
         ...
 
+    def read(self, index: int) -> torch.Tensor | None:
+        """A copy of what this rank has of a gradient; None where it has nothing of it."""
+        ...
+
     def close(self) -> bool:
         """Let what arrived go home; False if there is nothing to let go."""
         ...
 
-    def squared_norm(self, without: Container[int] = ()) -> list[float]:
-        """Sums of squares of what this rank updates with, exact to sum with `math.fsum`; `without`
-        parameters of these indices."""
+    def square(self, index: int) -> float:
+        """The sum of squares of what this rank updates a parameter with; infinite or NaN if that
+        is."""
+        ...
+
+    @property
+    def spent(self) -> bool:
+        """Whether an update has used the gradients up."""
+        ...
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Let `value`, of the whole parameter's size, be its gradient."""
+        ...
+
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply a parameter's gradient."""
+        ...
+
+    def factor(self, index: int) -> float:
+        """What an update has to multiply the values in `state` with."""
+        ...
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """Forget the gradients of some parameters."""
         ...
 
     def spend(self) -> None:

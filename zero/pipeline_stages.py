@@ -5,9 +5,8 @@ a schedule is a loop that runs some forwards before their backwards and takes on
 
     Schedule1F1B, stage 0       F0 F1 B0 F2 B1 F3 B2 B3 | step      gradients: the sum of B0 to B3
 
-Two things would train something else without an error, and are refused at the first forward: a
-schedule that divides `param.grad` in the end finds none, as gradients go into the engine's
-accumulators when they come; and what looks at all gradients of a model sees those of one stage.
+What looks at all gradients of a model sees those of one stage: it would train something else
+without an error, and is refused at the first forward.
 """
 
 from __future__ import annotations
@@ -28,12 +27,6 @@ def check_schedule(rules: StepRules) -> None:
     if schedule is None:
         return
     name = type(schedule).__name__
-    if getattr(schedule, "scale_grads", False):
-        raise UnsupportedError(
-            f"{name} would divide gradients by the number of micro-batches where the engine does "
-            "not keep them (param.grad); make it with scale_grads=False, and divide the loss by "
-            "that number in its loss_fn"
-        )
     key = "clip_grad_norm" if rules.clip_grad_norm is not None else "skip_nonfinite"
     if rules.clip_grad_norm is not None or rules.skip_nonfinite:
         raise UnsupportedError(

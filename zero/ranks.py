@@ -12,6 +12,7 @@ from zlib import crc32
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offload.tiers.errors import ConfigError, RankError
@@ -125,15 +126,15 @@ class Ranks:
                 all_gather_flat(rows, mine, self.control)
         return rows.cpu().numpy().reshape(self.world_size, len(numbers))
 
-    def exchange_sums(self, mine: float) -> list[float]:
-        """A number of each rank of this shard group: summed, they stand for the whole model."""
-        sums = torch.tensor([mine], dtype=torch.float64, device=self._control_device)
-        rows = sums.new_empty(self.world_size)
+    def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
+        """Numbers of each rank of this shard group, one row each: summed over ranks, they stand for
+        the whole model."""
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._control_device)
+        rows = sums.new_empty(self.world_size * len(mine))
         with self._during("the all-gather of gradient norms"):
             all_gather_flat(rows, sums, self.control)
         first = self.sharding.replica * self.sharding.ranks
-        found: list[float] = rows[first : first + self.sharding.ranks].tolist()
-        return found
+        return rows.cpu().numpy().reshape(-1, len(mine))[first : first + self.sharding.ranks]
 
     def combine(self, parts: torch.Tensor) -> torch.Tensor:
         """The whole of a tensor, of which each rank of this shard group has its part, and zeros
@@ -156,6 +157,16 @@ class Ranks:
         with self._during("the broadcast of initial values"):
             dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
+
+    def as_on_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the first rank has of each floating-point tensor. What has the same bits on all of
+        them already (a model made under one seed, files that were copied) is not sent."""
+        rows = self.exchange([half for each in tensors for half in _digest(each)], "first values")
+        alike = (rows == rows[0]).all(axis=0).reshape(len(tensors), 2).all(axis=1)
+        return [
+            tensor if same else self.from_first(tensor.float())
+            for tensor, same in zip(tensors, alike, strict=True)
+        ]
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Give a tensor (1D) to another rank, which is to `receive` it."""
@@ -205,6 +216,13 @@ class Ranks:
         """End the process group, if it was made here."""
         if self.owns_world:
             end_world()
+
+
+def _digest(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of a tensor's format and values, as two int32."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    digest = xxhash.xxh3_64_intdigest(flat.numpy().data) ^ crc32(str(tensor.dtype).encode())
+    return (digest >> 33), digest & 0x7FFFFFFF
 
 
 def start_world(device: torch.device, timeout_s: float) -> bool:

@@ -5,53 +5,61 @@ Each block's forward becomes a checkpoint around itself (Chen et al., 2016, by w
 is saved by whatever hooks are active, so its boundary goes where other activations go.
 
     forward     hooks: gather ▶ checkpoint(own forward) ▶ release
-    backward    the checkpoint ▶ module(...) ▶ hooks: gather ▶ own forward ▶ release
+    backward    the checkpoint ▶ gather ▶ own forward, from the same state ▶ release
 
-Selective: what matrix products and attention gave is kept (`zero/kept_products.py`).
+Selective: what matrix products and attention gave is kept (`zero/kept_products.py`). Nothing shows
+that a block was computed twice: it begins with the buffers and attributes that it had, and what it
+does to them is forgotten (`zero/block_state.py` says what is out of reach). Hooks of the block
+itself belong to its call in the forward; those of modules inside run again.
 
-Random numbers are drawn again as they were: those of torch's default generators, and of generators
-that are attributes of a block's modules (`torch.Generator`, `random.Random`). Nobody watches others
-(Python's `random` functions, NumPy, a generator that lives elsewhere): a block that draws from them
-gets wrong gradients, and no error.
+Random numbers are drawn again as they were: `zero/random_state.py` says from which generators.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
 from torch.utils import _pytree as pytree
 
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import ModifiedError, UnsupportedError
+from offload.zero.block_state import BlockState
 from offload.zero.discovery import Unit
 from offload.zero.handles import Keeper
-from offload.zero.kept_products import KeepProducts
+from offload.zero.kept_products import KeepProducts, watches_taken_off
+from offload.zero.random_state import RandomState, generators_of
 
 _log = logging.getLogger("offload")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-Generator = torch.Generator | random.Random
+
+
+class Holder(Protocol):
+    """Has the parameters of blocks."""
+
+    def held(self, unit: Unit) -> AbstractContextManager[None]:
+        """Around a unit's computation in a backward pass: its parameters are there."""
+        ...
+
+    def versions(self, unit: Unit) -> tuple[int, ...]:
+        """Change with every update of its parameters."""
+        ...
 
 
 class Recomputation:
     """Installed in every repeated block. `remove` takes it out again."""
 
     def __init__(
-        self, units: Sequence[Unit], *, selective: bool, keeper: Keeper | None, by_hooks: bool
+        self, units: Sequence[Unit], holder: Holder, *, selective: bool, keeper: Keeper | None
     ) -> None:
-        """What selective keeps goes to `keeper`, if there is one.
-
-        `by_hooks`: in backward the block is called as a module, so that its hooks gather its
-        parameters. Otherwise somebody else holds them while it is computed again.
-        """
+        """What selective keeps goes to `keeper`, if there is one."""
+        self.holder = holder
         self.selective = selective
         self.keeper = keeper
-        self.by_hooks = by_hooks
         self._said_nested = False
         self._blocks = [_Block(unit, self) for unit in units if unit.repeated]
         if not self._blocks:
@@ -81,7 +89,6 @@ class _Block:
     def __init__(self, unit: Unit, owner: Recomputation) -> None:
         self._unit = unit
         self._owner = owner
-        self._again: list[AbstractContextManager[Any]] = []  # one per computation again, under way
         self._overrides = "forward" in unit.module.__dict__
         self._own: Callable[..., Any] = unit.module.forward
         unit.module.forward = self
@@ -93,9 +100,6 @@ class _Block:
             del self._unit.module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._again:
-            with self._again[-1]:
-                return self._own(*args, **kwargs)
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return self._own(*args, **kwargs)  # in backward: somebody else computes it again
         if _in_checkpoint():
@@ -104,27 +108,67 @@ class _Block:
         self._refuse_caches((*args, *kwargs.values()))
         # all tensors as positional arguments: those are saved, others would only be referred to
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        return torch.utils.checkpoint.checkpoint(
-            self._run, structure, *leaves, use_reentrant=False, context_fn=self._contexts
-        )
+        call = _Call()
+        with watches_taken_off():
+            return torch.utils.checkpoint.checkpoint(
+                self._run, call, structure, *leaves, use_reentrant=False,
+                context_fn=partial(self._contexts, call),
+            )  # fmt: skip
 
-    def _run(self, structure: pytree.TreeSpec, *leaves: Any) -> Any:
+    def _run(self, call: _Call, structure: pytree.TreeSpec, *leaves: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        if not self._again:
+        if call.is_first:
+            call.is_first = False
             return self._own(*args, **kwargs)
-        return (self._unit.module if self._owner.by_hooks else self)(*args, **kwargs)
+        # around the block's own forward alone: what gathers its parameters is computed once
+        with self._owner.holder.held(self._unit), watches_taken_off(), call.as_it_was():
+            return self._own(*args, **kwargs)
 
-    def _contexts(self) -> Contexts:
-        generators = _generators(self._unit.module)
-        if not self._owner.selective:
-            return nullcontext(), self._computing_again(_SameRandom(generators, nullcontext()))
-        kept = KeepProducts(self._owner.keeper)
-        return kept.first_pass(), self._computing_again(_SameRandom(generators, kept.again()))
+    def _contexts(self, call: _Call) -> Contexts:
+        block = self._unit.module
+        state, versions = BlockState(block), self._owner.holder.versions(self._unit)
+        random = RandomState(generators_of(block))
+        kept = KeepProducts(self._owner.keeper) if self._owner.selective else None
 
-    def _computing_again(self, context: AbstractContextManager[Any]) -> _Again:
-        """`context` is entered around the block's own forward alone: what gathers its parameters
-        is no part of what is computed again."""
-        return _Again(self._again, context)
+        @contextmanager
+        def first_pass() -> Iterator[None]:
+            state.keep()
+            with nullcontext() if kept is None else kept.first_pass():
+                yield
+            state.settle()
+            self._refuse_changes(state.changed())
+
+        @contextmanager
+        def as_it_was() -> Iterator[None]:
+            self._check_unchanged(state.changed(), versions)
+            with ExitStack() as stack:
+                stack.enter_context(state.installed())
+                if kept is not None:
+                    stack.enter_context(kept.calls_again())
+                stack.enter_context(random.again())
+                yield
+
+        call.as_it_was = as_it_was
+        return first_pass(), nullcontext()
+
+    def _refuse_changes(self, names: Sequence[str]) -> None:
+        if names:
+            raise UnsupportedError(
+                f"placement.activations.checkpoint: the forward of {self._unit.name} changes its "
+                f"{', '.join(names)} in place, and computing it again would do so twice; change "
+                "parameters outside of the block, let other tensors be buffers, or set "
+                "checkpoint: false"
+            )
+
+    def _check_unchanged(self, names: Sequence[str], versions: tuple[int, ...]) -> None:
+        now = self._owner.holder.versions(self._unit)
+        if names or now != versions:
+            what = ", ".join(names) or "its parameters, by an optimizer step,"
+            raise ModifiedError(
+                f"backward computes {self._unit.name} again and needs it as it was in the forward, "
+                f"but {what} changed since; make changes before the forward or after the "
+                "backward, or set placement.activations.checkpoint: false"
+            )
 
     def _refuse_caches(self, values: Sequence[Any]) -> None:
         for value in values:
@@ -136,59 +180,13 @@ class _Block:
                 )
 
 
-class _Again:
-    """A context that can be entered once per backward pass."""
+class _Call:
+    """One call of a block in a forward. That an interrupt leaves it behind disturbs no other."""
 
-    def __init__(
-        self, stack: list[AbstractContextManager[Any]], context: AbstractContextManager[Any]
-    ) -> None:
-        self._stack = stack
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._stack.append(self._context)
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.pop()
-
-
-class _SameRandom:
-    """Around a computation again: `generators` draw what they drew after this was made, and then go
-    on from where they were. Enters `inner` as well."""
-
-    def __init__(self, generators: Sequence[Generator], inner: AbstractContextManager[Any]) -> None:
-        self._generators = generators
-        self._inner = inner
-        self._first = _states(generators)
-        self._now: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-        self._now = _states(self._generators)
-        _set_states(self._generators, self._first)
-
-    def __exit__(self, *error: Any) -> None:
-        _set_states(self._generators, self._now)
-        self._inner.__exit__(*error)
-
-
-def _generators(module: nn.Module) -> list[Generator]:
-    """Those that a block keeps for itself and that have a state."""
-    values = (value for each in module.modules() for value in vars(each).values())
-    found = [value for value in values if isinstance(value, (torch.Generator, random.Random))]
-    return [each for each in found if not isinstance(each, random.SystemRandom)]
-
-
-def _states(generators: Sequence[Generator]) -> list[Any]:
-    return [g.getstate() if isinstance(g, random.Random) else g.get_state() for g in generators]
-
-
-def _set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        if isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.set_state(state)
+    def __init__(self) -> None:
+        self.is_first = True  # it has not been computed yet
+        # makes what is around the block's forward when it is computed again
+        self.as_it_was: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def _in_checkpoint() -> bool:

@@ -14,7 +14,7 @@ it. A parameter that no rank has a gradient of is not updated, as on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +32,7 @@ from offload.swap.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.collectives import Collectives, Workspace
-from offload.zero.gradients import GradientAccumulator, flat_gradient, total_square
+from offload.zero.gradients import GradientAccumulator, flat_gradient
 from offload.zero.pass_log import PassLog
 from offload.zero.ranks import Ranks
 from offload.zero.sharding import BUCKETS, Part, PartOfParam
@@ -56,6 +56,7 @@ class ReducedGradients:
         self.name = own.name
         self.late = late
         self.parts: list[PartOfParam] = list(part.trained())
+        self._numbers = {part.index: number for number, part in enumerate(self.parts)}
         self.specs = [spec for spec in part.layout.params if spec.trainable]
         self.numel = part.layout.numel_trainable
         starts = [*(spec.offset for spec in self.specs[1:]), self.numel]
@@ -102,9 +103,37 @@ class ReducedGradients:
         """Nothing is ever left open: each reduction sends the accumulator home."""
         return False
 
-    def squared_norm(self, without: Container[int] = ()) -> list[float]:
+    def square(self, index: int) -> float:
         """Of this rank's part."""
-        return self.own.squared_norm({n for n, p in enumerate(self.parts) if p.index in without})
+        return self.own.square(self._numbers[index]) if index in self._numbers else 0.0
+
+    @property
+    def spent(self) -> bool:
+        return self.own.spent
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        self.landed.wait()
+        self.passes[index] = 1
+        self.submitted = True
+        if index in self._numbers:
+            number = self._numbers[index]
+            part = self.parts[number]
+            self.own.write(number, value.reshape(-1)[part.start : part.start + part.spec.numel])
+            self.landed = self.own.landed
+
+    def scale(self, index: int, factor: float) -> None:
+        if index in self._numbers:
+            self.own.scale(self._numbers[index], factor)
+
+    def factor(self, index: int) -> float:
+        return self.own.factor(self._numbers[index]) if index in self._numbers else 1.0
+
+    def drop(self, indices: Sequence[int]) -> None:
+        self.landed.wait()
+        self.passes[indices] = 0
+        self.own.drop([self._numbers[index] for index in indices if index in self._numbers])
+        if self.local is not None:
+            self.local.drop(indices)
 
     def spend(self) -> None:
         self.landed.wait()
@@ -112,8 +141,8 @@ class ReducedGradients:
 
     def read(self, index: int) -> torch.Tensor | None:
         """A copy of this rank's part of a gradient that was reduced; None where there is none."""
-        numbers = {part.index: number for number, part in enumerate(self.parts)}
-        return self.own.read(numbers[index]) if index in numbers and self.passes[index] else None
+        there = index in self._numbers and self.passes[index]
+        return self.own.read(self._numbers[index]) if there else None
 
     def clear(self) -> None:
         self.landed.wait()
@@ -442,9 +471,9 @@ class Reductions:
         self._kept_passes = False
         self._arrivals.clear()
 
-    def all_squares(self, parts: list[float]) -> list[float]:
-        """Sums of squares over all ranks' parts, the same on every rank."""
-        return self._ranks.exchange_sums(total_square(parts))
+    def all_squares(self, squares: list[float]) -> np.ndarray:
+        """Sums of squares of parameters' parts: those of all ranks, one row each."""
+        return self._ranks.exchange_sums(squares)
 
     def await_progress(self, *, in_backward: bool) -> bool:
         """For a pool that is out of room: wait for a reduction under way, or begin one that others

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -19,14 +19,17 @@ from torch import nn
 
 from offload.kernels.floats import Float
 from offload.swap.io_backend import Priority
+from offload.swap.shield import check_whole, interrupted_in_waits, uninterrupted
 from offload.swap.state import State
 from offload.swap.trace import Trace
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.bits import FLOAT_OF
 from offload.zero.collectives import Wire
+from offload.zero.compilers import uncompiled
 from offload.zero.device_work import DeviceWork
-from offload.zero.discovery import Discovery, shapes_of
+from offload.zero.discovery import Discovery, Unit, shapes_of
+from offload.zero.gradient_handles import GradientHandles
 from offload.zero.gradient_paths import DevicePartials
 from offload.zero.gradient_sums import GradientSums
 from offload.zero.gradients import GradientAccumulator
@@ -35,15 +38,18 @@ from offload.zero.handles import HandleTable, Keeper
 from offload.zero.hooks import UnitHooks
 from offload.zero.hyper import HyperOf
 from offload.zero.layout import Layout, lay_out
-from offload.zero.local_tensors import local_of, spread_as
+from offload.zero.local_tensors import spread_as
 from offload.zero.loss_scale import LossScale
 from offload.zero.micro_batches import MicroBatching
+from offload.zero.one_thread import OneThread
 from offload.zero.optimizer_state import Gradients, OptimizerState
 from offload.zero.pipeline_stages import check_schedule
 from offload.zero.rank_work import RankWork, SharedMemory
 from offload.zero.ranks import Ranks
-from offload.zero.records import RecordFormat
+from offload.zero.records import Master, RecordFormat
 from offload.zero.reduction import ReducedGradients, Reductions
+from offload.zero.refusal import Refusal
+from offload.zero.released import ReleasedParameters, Values, is_released
 from offload.zero.session import in_backward
 from offload.zero.sharding import ALONE, Part
 from offload.zero.stepper import StepOutcome, Stepper, StepRules
@@ -132,9 +138,12 @@ class Runtime:
         self._partials = DevicePartials(work.partials) if work.partials is not None else None
         self._outbox = work.outbox
         self._needed: int | None = None  # the group that was asked for last
+        self._one_thread = OneThread()
         self.unusable: str | None = None  # why nothing may be read or trained (a torn load)
         self._scaled_backward = False
         self._called = False  # ... for a forward
+        self._values: Values | None = None
+        self._released = ReleasedParameters(self.group_of)
         self.groups: list[ParamGroup] = []
         self.optimizer_states: list[OptimizerState] = []
         self._backward_thread = 0  # the one that gave the last gradient
@@ -162,11 +171,16 @@ class Runtime:
             self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale, late,
             self.reductions, tensor_parallel,
         )  # fmt: skip
+        self.gradients = GradientHandles(
+            self.optimizer_states, self.stepper, self.reductions, ranks, self._arrive,
+            self._comes_in_parts,
+        )  # fmt: skip
         self._handles = HandleTable(self.use, homes.keeper)
         self._units = discovery.units
         self._hooks: UnitHooks | None = None
         self._micro_batching: MicroBatching | None = None
         self._gradient_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
 
     # ---------------------------------------------------------------- building
     def _add_group(self, name: str, params: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
@@ -185,7 +199,8 @@ class Runtime:
 
         state = self._parameters(index, name, layout, next_use)
         group = ParamGroup(
-            index, name, layout, ordered, options.dtype, state, options.device
+            index, name, layout, ordered, options.dtype, state, options.device,
+            self._released.classes_of,
         )  # fmt: skip
         if self.rank_work is not None:
             group.on_hold = self._note_hold
@@ -203,11 +218,12 @@ class Runtime:
         kept = OptimizerState(
             group, gradients, chunks, records, formats, steps, part, sharding.parameters
         )
+        group.has_masters = any(format_.master is not Master.NONE for format_ in formats)
         # What is at home on the device is not updated where the CPU could wait for it: the model
         # has to ask for it anew, so that its stream waits.
         states = (state, gradients.state, *records)
         group.permanent = (
-            kept.in_place and sharding.ranks == 1
+            kept.in_place and not group.has_masters and sharding.ranks == 1
             and not any(each.at_home_on_device for each in states)
         )  # fmt: skip
         self.optimizer_states.append(kept)
@@ -261,16 +277,22 @@ class Runtime:
         in_backward = self.options.step_rules.in_backward
         return self.rank_work.reduce(reduced, self.options.dtype, self.trace, patient=in_backward)
 
-    def start(self, model: nn.Module, written: Callable[[ParamGroup, list[int]], None]) -> None:
-        """Install the hooks: from here on `model` trains through this runtime."""
+    def start(self, model: nn.Module, values: Values, owner: Callable[[], object | None]) -> None:
+        """Install the hooks: from here on `model` trains through this runtime, while its `owner`
+        is there."""
+        self._values = values
         self._hooks = UnitHooks(
-            model, self._units, self.groups, self._handles, self.use, written,
-            self._begin_forward,
+            model, self._units, self.groups, self._handles, self.use, values.adopt_written,
+            self._begin_forward, owner, self._one_thread,
         )  # fmt: skip
+        self._released.connect(self._handles, self._hooks.join_call, values)
         if self.options.micro_batches > 1:
             self._micro_batching = MicroBatching(
                 self.options.micro_batches, self._units, self._block_backward
             )
+        places = [self._where[id(p)] for p in model.parameters() if id(p) in self._where]
+        self.stepper.add_norms_in([(g.index, i) for g, i in places if g.layout.params[i].trainable])
+        self.gradients.prepare()
         for group in self.groups:
             for param, spec in zip(group.params, group.layout.params, strict=True):
                 if spec.trainable:
@@ -282,14 +304,25 @@ class Runtime:
         if not self._called:
             self._called = True
             check_schedule(self.options.step_rules)
+        self.gradients.drop_cleared()
+        self.gradients.note_set()
+        self._adopt_changes()
         if self.rank_work is not None:
             self.rank_work.finish_pass()
             self.rank_work.refresh(self.groups)
             self.rank_work.begin_pass()
         self.trace.begin_forward()
 
+    def _adopt_changes(self) -> None:
+        assert self._values is not None, "set by `start`"
+        self._values.adopt_changes()
+
     def use(self, group: ParamGroup) -> None:
         """`group` is needed now: note it, hurry its update, fetch what comes next."""
+        with self._one_thread:
+            self._use(group)
+
+    def _use(self, group: ParamGroup) -> None:
         self.check_usable()
         self._needed = group.index  # what comes next must not take its place before it is gathered
         backward = in_backward()
@@ -344,21 +377,44 @@ class Runtime:
             keep_records=self.options.keep_records,
         )
 
+    @uncompiled
+    @uninterrupted
     def _take_gradient(self, param: torch.Tensor) -> None:
-        gradient, param.grad = param.grad, None
-        if gradient is None:
+        with self._one_thread:
+            self._take(param)
+
+    def _take(self, param: torch.Tensor) -> None:
+        """Autograd has given a gradient, or has added one to the handle that was there."""
+        group, index = self._where[id(param)]
+        gradient = param.grad
+        key = group.index, index
+        if gradient is None or self.gradients.is_current(key, gradient):
             return
+        if self.gradients.is_set(key, gradient):
+            return
+        param.grad = None
+        if gradient.requires_grad:
+            raise UnsupportedError(
+                f"backward(create_graph=True): the gradient of {group.layout.params[index].name} "
+                "would have to keep its graph, and gradients leave for their tier as they come; "
+                "use torch.autograd.grad(loss, tensors, create_graph=True) for what is "
+                "differentiated twice, and an ordinary backward for the rest"
+            )
+        self.gradients.take(self.optimizer_states[group.index], index, gradient)
+
+    def _arrive(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
+        """A gradient of one parameter, of the whole pass or of a part of it."""
         if self.loss_scale is not None and not self._scaled_backward:
             raise StateError(
                 "precision fp16 scales the loss: call engine.backward(loss) instead of "
-                "loss.backward()"
+                "loss.backward(); a GradScaler is not needed"
             )
         if self.rank_work is not None:
             assert self.reductions is not None, "made with it"
             self.rank_work.log.note_gradient(reduced=self.reductions.synchronising)
-        gradient = spread_as(param, gradient)
-        group, index = self._where[id(param)]
-        if self._sums is not None and self._sums.takes(group):
+        group = state.group
+        gradient = spread_as(group.params[index], gradient)
+        if self._sums is not None and self._comes_in_parts(group):
             self._sums.add(group, index, gradient)
         else:
             self._keep_gradient(group, index, gradient)
@@ -371,7 +427,12 @@ class Runtime:
         group.wait_for_update()  # of a graph older than the last step: that step still reads
         self._backward_thread = threading.get_ident()
         there = state.gradients.add(index, gradient)
+        if not more:
+            self.stepper.count_pass(state, index)
         self.stepper.arrived(state, index, more=more or not there)
+
+    def _comes_in_parts(self, group: ParamGroup) -> bool:
+        return self._sums is not None and self._sums.takes(group)
 
     @contextmanager
     def _block_backward(self, indices: Sequence[int], more: bool) -> Iterator[None]:
@@ -387,6 +448,16 @@ class Runtime:
             for group in own:
                 for index, total in self._sums.totals(group):
                     self._keep_gradient(group, index, total, more=more)
+
+    def held(self, unit: Unit) -> AbstractContextManager[None]:
+        """Around a block that is computed again in backward: its parameters are there."""
+        if self._hooks is None or self._micro_batching is not None:  # `_block_backward` holds them
+            return nullcontext()
+        return self._hooks.computing(unit)
+
+    def versions(self, unit: Unit) -> tuple[int, ...]:
+        """Change with every update of a unit's parameters."""
+        return tuple(self.groups[index].version for index in unit.groups)
 
     def await_progress(self) -> bool:
         """For a pool that is out of room: send home gradients of groups whose backward is not over
@@ -407,11 +478,13 @@ class Runtime:
         self.check_usable()
         if self.rank_work is not None:
             self._begin_forward()
+            self.stepper.idled()
             try:
                 self.rank_work.idle()
             finally:
                 for group in self.groups:
                     group.let_go_all()
+            self.gradients.repeat()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -437,46 +510,74 @@ class Runtime:
             self._scaled_backward = False
 
     # ---------------------------------------------------------------- step
+    @uninterrupted
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
+        with self._one_thread:
+            return self._step(hyper_of)
+
+    def _step(self, hyper_of: HyperOf) -> StepOutcome:
         self.check_usable()
         self._check_params()
+        self._refuse_amid_use()
+        self._adopt_changes()
+        self.gradients.collect()
         if self.rank_work is not None:
             self.rank_work.finish_pass()
         outcome = self.stepper.step(hyper_of)
         if self.rank_work is not None:
             assert self.reductions is not None, "made with it"
+            self.gradients.complete()
             self.rank_work.refresh(self.groups[i] for i in self.reductions.forward_order)
         return outcome
 
-    def zero_grad(self) -> None:
-        """Forget all gradients, each as soon as a pending update has read it."""
+    @uninterrupted
+    def drop_cleared_gradients(self) -> None:
+        """Forget gradients that are not in `param.grad` any more, each as soon as a pending update
+        has read it."""
         self.check_usable()
-        self.stepper.zero_grad()
+        with self._one_thread:
+            self.gradients.drop_cleared()
+
+    def _refuse_amid_use(self) -> None:
+        for group in self.groups:
+            if group.in_use:
+                raise StateError(
+                    f"optimizer.step() while {group.name} is gathered: inside `with "
+                    "engine.gathered(...)`, or amid a forward, an update would change what is "
+                    "being read, and what is written there would undo it; leave the block first"
+                )
 
     def _check_params(self) -> None:
-        for group in self.groups:
-            for param, spec in zip(group.params, group.layout.params, strict=True):
-                if param.requires_grad and not spec.trainable:
-                    raise UnsupportedError(
-                        f"{spec.name} was frozen when the engine was made and requires a gradient "
-                        "now; set requires_grad before offload.initialize"
-                    )
-                found = None if param.grad is None else local_of(param.grad)
-                if found is not None and spec.trainable and found.any():
-                    raise UnsupportedError(
-                        f"{spec.name}.grad was set by something else than a backward pass through "
-                        "the model, and no update would see it: pipeline schedules that compute "
-                        "gradients of weights apart from those of inputs do that "
-                        "(InterleavedZeroBubble, ZBVZeroBubble, DualPipeV); use ScheduleGPipe, "
-                        "Schedule1F1B or ScheduleInterleaved1F1B, or set .grad to None"
-                    )
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self.groups:
+                for param, spec in zip(group.params, group.layout.params, strict=True):
+                    if param.requires_grad and not spec.trainable:
+                        raise UnsupportedError(
+                            f"{spec.name} was frozen when the engine was made and requires a "
+                            "gradient now; set requires_grad before offload.initialize"
+                        )
 
     # ---------------------------------------------------------------- the whole
     def check_usable(self) -> None:
-        """StateError if the states are a mixture (a load that failed half-way)."""
+        """StateError if the states are a mixture (a load that failed half-way), or another
+        process's."""
+        self._one_thread.check_process()
+        check_whole()
         if self.unusable is not None:
             raise StateError(self.unusable)
+
+    def check_process(self) -> None:
+        """StateError in a forked child."""
+        self._one_thread.check_process()
+
+    @staticmethod
+    def has(param: nn.Parameter) -> bool:
+        """Whether a runtime has a parameter: fetches its values, or waits for its gradients."""
+        if is_released(param):
+            return True
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        return any(isinstance(getattr(hook, "__self__", None), Runtime) for hook in hooks.values())
 
     def group_of(self, param: nn.Parameter) -> tuple[ParamGroup, int] | None:
         """A parameter's group and its index there; None if it is not managed."""
@@ -486,6 +587,7 @@ class Runtime:
         """Bytes of whole buffers that were gathered and reduced with other ranks."""
         return {} if self.rank_work is None else self.rank_work.moved_nbytes()
 
+    @interrupted_in_waits
     def settle(self) -> None:
         """Wait for every pending update and every byte on its way; raises what went wrong."""
         self.updates.settle()
@@ -505,8 +607,11 @@ class Runtime:
             self._micro_batching.remove()
         if self._hooks is not None:
             self._hooks.remove()
-        UnitHooks.forbid(self._units)
+        own = [pair for group in self.groups for pair in group.own_classes()]
+        Refusal(self._units, own, self.on_reuse)
+        self._released.close()
         for group in self.groups:
             group.withhold()
         for hook in self._gradient_hooks:
             hook.remove()
+        self.gradients.clear("the engine is closed")

@@ -26,13 +26,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from offload.kernels.rules import Scalars
 from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.zero.chunks import GroupUpdate, Segment
-from offload.zero.gradients import total_norm, total_square
+from offload.zero.gradients import total_square
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.loss_scale import LossScale
 from offload.zero.optimizer_state import OptimizerState
@@ -41,6 +42,7 @@ from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import UpdateQueue, merge
 
 _log = logging.getLogger("offload")
+Place = tuple[int, int]  # a group, and a parameter in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Stepper:
         self._trace = trace
         self._loss_scale = loss_scale
         self.taken = self.skipped = 0
-        self.has_unstepped_gradients = False  # ... that arrived since the last step or zero_grad
+        self._unstepped = False  # gradients arrived since the last step or zero_grad
         self._lock = threading.RLock()
         self._read_by_update: set[int] = set()
         self._clear_after_update: set[int] = set()
@@ -88,6 +90,14 @@ class Stepper:
         # in_backward: numbers as they are when the first group is complete, groups that are being
         # updated ahead of their step, and gradients since the last step, per group and parameter
         self.hyper_source: Callable[[], HyperOf] | None = None
+        # told which groups' gradients have no values any more, and why
+        self.on_used_up: Callable[[Sequence[int], str], None] = _nobody_to_tell
+        self._order: list[Place] = []  # parameters, as the norms of their gradients are added
+        self._places: dict[Place, int] = {}
+        self._norms: torch.Tensor | None = None  # of the gradients as they are now
+        self._loss_scale_of_gradients = 1.0  # they were multiplied with it
+        self._idle_passes = 0  # since the last step
+        self._short_step: int | None = None  # passes of the last step, if it had less than it says
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()
         self._late = late
@@ -99,9 +109,31 @@ class Stepper:
             for state in states
         ]  # fmt: skip
         self._arrived = [np.zeros_like(state.steps) for state in states]
+        self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
+
+    def add_norms_in(self, order: Sequence[Place]) -> None:
+        """Groups and parameters in them (by index): torch's clipping adds norms in the order of
+        `model.parameters()`, and rounds in between."""
+        self._order = list(order)
+        self._places = {place: number for number, place in enumerate(self._order)}
+
+    @property
+    def has_unstepped_gradients(self) -> bool:
+        """Gradients that arrived since the last step, and were not dropped."""
+        return self._unstepped and any(state.gradients.has_any for state in self._states)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self._rules.in_backward
+
+    @property
+    def loss_scale_of_gradients(self) -> float:
+        """What accumulated gradients have to be divided by."""
+        return self._loss_scale_of_gradients
 
     def check_arrival(self, state: OptimizerState) -> None:
         """StateError if the group's update has begun and would miss another gradient."""
+        self._follow_loss_scale()
         if state.group.index in self._ahead:
             raise StateError(
                 f"{state.gradients.name} got another gradient after the update that used its last "
@@ -112,7 +144,8 @@ class Stepper:
     def arrived(self, state: OptimizerState, index: int, *, more: bool = False) -> None:
         """A gradient of parameter `index` is in its accumulator. `more`: it is a part, and the
         rest comes in the same backward pass."""
-        self.has_unstepped_gradients = True
+        self._unstepped = True
+        self._norms = None
         if more or not self._rules.in_backward or state.group.index in self._late:
             return
         arrived = self._arrived[state.group.index]
@@ -123,6 +156,21 @@ class Stepper:
                 begin()
             else:
                 self._reductions.when_issued(state.group.index, begin)
+
+    def count_pass(self, state: OptimizerState, index: int) -> None:
+        """A parameter got all of its gradient of one backward pass."""
+        if state.group.index not in self._late:
+            self._passes[state.group.index][index] += 1
+
+    def _follow_loss_scale(self) -> None:
+        """Gradients that are still there were multiplied with the scale of their pass."""
+        scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
+        before, self._loss_scale_of_gradients = self._loss_scale_of_gradients, scale
+        if scale == before:
+            return
+        for state in self._states:
+            for index in np.flatnonzero(state.gradients.passes):
+                state.gradients.scale(int(index), scale / before)
 
     def _update_ahead(self, state: OptimizerState) -> None:
         """Begin the update of one group before its step."""
@@ -144,14 +192,17 @@ class Stepper:
         with.
         """
         self._check_numbers_ahead(hyper_of)
+        self._check_passes()
         self._wait_for_reading_updates()
-        self.has_unstepped_gradients = False
+        self._unstepped = False
         if self._reductions is not None:
             self._reductions.agree()
+            self.agreed()
         for state in self._states:
             state.gradients.close()
-        scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
-        norm = self.gradient_norm() / scale
+        scale = self._loss_scale_of_gradients
+        total = self._total_norm()
+        norm = float(total)
         finite = math.isfinite(norm)
         skip = not finite and self._rules.skip_nonfinite
         if self._loss_scale is not None:
@@ -160,7 +211,7 @@ class Stepper:
             self.skipped += 1
         else:
             self.taken += 1
-            self._submit_rest(hyper_of, self._clip(norm) / scale)
+            self._submit_rest(hyper_of, self._clip(total) / scale)
         self._say_nonfinite(finite, skip)
         self._trace.end_cycle()
         self._end_ahead()
@@ -190,55 +241,139 @@ class Stepper:
             self._ahead.clear()
             self._clear_after_update |= self._read_by_update.intersection(ahead)
             ended = [index for index in ahead if index not in self._read_by_update]
+        self._forget_passes()
+        self.on_used_up(ahead, "the update in backward has used it up")
         for index in ended:
             self._states[index].gradients.clear()
-        for arrived in self._arrived:
-            arrived[:] = 0
 
     def zero_grad(self) -> None:
         """Forget all gradients, each as soon as a pending update has read it.
 
         StateError if updates have begun ahead of a step that was never taken.
         """
-        if self._ahead:
+        self._refuse_to_drop(self._ahead)
+        self._unstepped = False
+        self._norms = None
+        if self._reductions is not None:
+            self._reductions.discard()
+        for state in self._states:
+            self._clear(state)
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        self._idle_passes = 0
+        for passes in (*self._passes, *self._arrived):
+            passes[:] = 0
+
+    def drop(self, state: OptimizerState, indices: Sequence[int]) -> None:
+        """Forget the gradients of some parameters of a group, as `zero_grad` does."""
+        self._refuse_to_drop(self._ahead & {state.group.index})
+        self._norms = None
+        if self._reductions is not None:
+            self._reductions.finish()
+        state.gradients.drop(indices)
+        if not state.gradients.has_any:
+            self._clear(state)
+
+    def _refuse_to_drop(self, ahead: set[int]) -> None:
+        if ahead:
             raise StateError(
                 "zero_grad before step: optimizer.in_backward has used these gradients already; "
                 "call optimizer.step() after every backward, or set in_backward: false"
             )
-        self.has_unstepped_gradients = False
-        if self._reductions is not None:
-            self._reductions.discard()
-        for state in self._states:
-            with self._lock:
-                if state.group.index in self._read_by_update:
-                    self._clear_after_update.add(state.group.index)
-                    continue
-            if state.gradients.holds_any:
-                state.gradients.clear()
+
+    def _clear(self, state: OptimizerState) -> None:
+        with self._lock:
+            if state.group.index in self._read_by_update:
+                self._clear_after_update.add(state.group.index)
+                return
+        if state.gradients.holds_any:
+            state.gradients.clear()
 
     def forget(self) -> None:
         """Forget all gradients, and that updates have begun ahead of a step: what they changed is
         about to be replaced. For settled states."""
-        self.has_unstepped_gradients = False
+        self._unstepped = False
         if self._reductions is not None:
             self._reductions.discard()
+        self._norms = None
         having = [state for state in self._states if state.gradients.holds_any]
         self._end_ahead()
+        self.on_used_up(range(len(self._states)), "a checkpoint was loaded since")
         for state in having:
             if state.gradients.holds_any:
                 state.gradients.clear()
             if state.group.state.in_place:
                 state.group.gather()  # an update ahead withheld it
 
-    def gradient_norm(self) -> float:
-        """2-norm of all gradients as accumulated (scaled under loss scaling), on every rank."""
-        pairs = zip(self._states, self._counted_elsewhere, strict=True)
-        parts = [part for s, without in pairs for part in s.gradients.squared_norm(without)]
-        if self._reductions is not None:
-            parts = self._reductions.all_squares(parts)
-        if self._tensor_parallel is not None:
-            parts = self._tensor_parallel.exchange_sums(total_square(parts))
-        return total_norm(parts)
+    def gradient_norm_of(self, place: Place) -> torch.Tensor:
+        """The 2-norm of one parameter's gradient, 0-dim, fp32. Of several ranks all have to ask,
+        and are answered from one exchange until a gradient changes."""
+        group, index = place
+        if self._reductions is None and self._tensor_parallel is None:
+            square = self._states[group].gradients.square(index)
+            return self._as_norms([square])[0]
+        return self._gradient_norms()[self._places[place]]
+
+    def idled(self) -> None:
+        """This rank took part in a pass without data."""
+        self._idle_passes += 1
+
+    def agreed(self) -> None:
+        """What other ranks have of the gradients has come since the norms were made, also where
+        nothing has come here."""
+        self._norms = None
+
+    def changed(self) -> None:
+        """A gradient was written or scaled."""
+        self._unstepped = True
+        self._norms = None
+
+    def _gradient_norms(self) -> torch.Tensor:
+        """2-norms of all gradients, in order, fp32, without the loss scale; 0 where there is none.
+        The same on every rank."""
+        if self._norms is None:
+            squares = [self._square(*place) for place in self._order]
+            if self._reductions is not None:
+                squares = _added_up(self._reductions.all_squares(squares))
+            if self._tensor_parallel is not None:
+                squares = _added_up(self._tensor_parallel.exchange_sums(squares))
+            self._norms = self._as_norms(squares)
+        return self._norms
+
+    def _square(self, group: int, index: int) -> float:
+        if index in self._counted_elsewhere[group]:
+            return 0.0
+        return self._states[group].gradients.square(index)
+
+    def _as_norms(self, squares: Sequence[float]) -> torch.Tensor:
+        scale = self._loss_scale_of_gradients
+        norms = [math.sqrt(square) / scale for square in squares]
+        return torch.tensor(norms, dtype=torch.float64).to(torch.float32)
+
+    def _total_norm(self) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` has it: the norm of the norms that there are."""
+        norms = self._gradient_norms()
+        there = [bool(self._states[g].gradients.passes[i]) for g, i in self._order]
+        total: torch.Tensor = torch.linalg.vector_norm(norms[torch.tensor(there, dtype=torch.bool)])
+        return total
+
+    def _check_passes(self) -> None:
+        """`gradient_accumulation_steps` says how many passes come before a step. It gates nothing,
+        so who counts on that (as with DeepSpeed) would step too often."""
+        passes = max((int(each.max()) for each in self._passes if each.size), default=0)
+        passes += self._idle_passes
+        is_short = 0 < passes < self._rules.passes
+        short_before = self._short_step is not None or self.taken + self.skipped == 0
+        if is_short and short_before:
+            raise StateError(
+                f"gradient_accumulation_steps: {self._rules.passes} says that so many backward "
+                f"passes come before each optimizer.step(), and this step came after {passes}; it "
+                "neither skips steps nor divides the loss. Call optimizer.step() and zero_grad() "
+                f"after every {self._rules.passes} passes and divide the loss by "
+                f"{self._rules.passes}, or set gradient_accumulation_steps: {passes}"
+            )
+        self._short_step = passes if is_short else None
 
     def _wait_for_reading_updates(self) -> None:
         """A group has one update at a time, and zero_grad counts from when it was called."""
@@ -258,11 +393,12 @@ class Stepper:
             "the gradient norm is not finite; the step is %s; said once, report() counts them", what
         )
 
-    def _clip(self, norm: float) -> float:
+    def _clip(self, norm: torch.Tensor) -> float:
+        """The coefficient, bit for bit that of `torch.nn.utils.clip_grad_norm_`."""
         limit = self._rules.clip_grad_norm
-        if limit is None or not math.isfinite(norm):
+        if limit is None or not bool(norm.isfinite()):
             return 1.0
-        return min(1.0, limit / (norm + 1e-6))
+        return float(torch.clamp(limit / (norm + 1e-6), max=1.0))
 
     def _submit_rest(self, hyper_of: HyperOf, grad_scale: float) -> None:
         """Submit every group with gradients that is not being updated yet."""
@@ -280,7 +416,7 @@ class Stepper:
     def _submit(
         self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float
     ) -> None:
-        scalars: dict[tuple[Hyper, int], Scalars] = {}
+        scalars: dict[tuple[Hyper, int, float], Scalars] = {}
         updates = [self._group_update(s, hyper_of, grad_scale, scalars) for s in states]
         with self._lock:
             self._read_by_update.update(state.group.index for state in states)
@@ -292,7 +428,7 @@ class Stepper:
 
     def _group_update(
         self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float,
-        scalars: dict[tuple[Hyper, int], Scalars],
+        scalars: dict[tuple[Hyper, int, float], Scalars],
     ) -> GroupUpdate:  # fmt: skip
         group = state.group
         segments = []
@@ -301,9 +437,10 @@ class Stepper:
             if not passes or hyper is None:  # without a gradient, or in no param group
                 continue
             state.steps[index] += 1
-            key = (hyper, int(state.steps[index]))
+            scale = grad_scale * state.gradients.factor(index)
+            key = (hyper, int(state.steps[index]), scale)
             if key not in scalars:
-                scalars[key] = hyper.scalars(key[1], grad_scale)
+                scalars[key] = hyper.scalars(key[1], scale)
             if index in state.parts:
                 spec = state.parts[index].spec
                 segments.append(Segment(spec.offset, spec.stop, scalars[key], key[1]))
@@ -327,6 +464,15 @@ class Stepper:
             with self._lock:
                 self._clear_after_update.discard(index)
                 self._read_by_update.discard(index)
+
+
+def _nobody_to_tell(groups: Sequence[int], why: str) -> None:
+    """Nobody holds gradients."""
+
+
+def _added_up(rows: np.ndarray) -> list[float]:
+    """Sums of squares over ranks, one row each."""
+    return [total_square(column) for column in rows.T.tolist()]
 
 
 def _end(update: GroupUpdate, _: Transfer[None]) -> None:

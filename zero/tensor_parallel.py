@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -80,13 +81,12 @@ class TensorParallel:
             return frozenset()
         return frozenset(index for index, param in enumerate(params) if not _is_sharded(param))
 
-    def exchange_sums(self, mine: float) -> list[float]:
-        """A number of each rank: summed, they stand for the whole model."""
-        sums = torch.tensor([mine], dtype=torch.float64, device=control_device(self.device))
-        rows = sums.new_empty(self.group.size())
+    def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
+        """Numbers of each rank, one row each: summed over ranks, they stand for the whole model."""
+        sums = torch.tensor(mine, dtype=torch.float64, device=control_device(self.device))
+        rows = sums.new_empty(self.group.size() * len(mine))
         all_gather_flat(rows, sums, self.group)
-        found: list[float] = rows.tolist()
-        return found
+        return rows.cpu().numpy().reshape(-1, len(mine))
 
     def agree_on(self, param: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
         """Initial values of a parameter's local part: of what is whole everywhere, those that the

@@ -123,7 +123,7 @@ class UpdateQueue:
         """Wait for the group being updated, which holds views of copies; False if none is."""
         with self._lock:
             update = next((u for u in self._unfinished.values() if u.begun), None)
-        if update is None or threading.current_thread().name == "offload-update":
+        if update is None or self._worker.is_this_thread():
             return False
         update.ready.wait()
         return True

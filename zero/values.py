@@ -13,21 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import nn
 
 from offload.kernels.convert import decode, encode, join_master, split_master
 from offload.kernels.floats import Array, Float
+from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
 from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
-from offload.zero.bits import DTYPE_OF, array_of, flat_array
-from offload.zero.gradients import GradientAccumulator
-from offload.zero.group import ParamGroup
+from offload.zero.bits import array_of, flat_array
+from offload.zero.group import GroupState, ParamGroup, digest
 from offload.zero.layout import ParamSpec
-from offload.zero.local_tensors import like, local_of, spread_as
+from offload.zero.local_tensors import like, spread_as
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.records import Master, RecordFormat
-from offload.zero.reduction import ReducedGradients
 from offload.zero.runtime import Runtime
 
 
@@ -50,6 +48,7 @@ class ParameterValues:
         self._own: Float = runtime.own
 
     # ---------------------------------------------------------------- one parameter's arrays
+    @interrupted_in_waits
     def read(self, param: nn.Parameter, field: str) -> torch.Tensor:
         """A copy of one of the optimizer's states or of `master` (fp32, the shape of the
         parameter; a DTensor where that is one)."""
@@ -68,6 +67,7 @@ class ParameterValues:
         ranks = self._runtime.ranks
         return part if ranks is None else ranks.combine(part)
 
+    @uninterrupted
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
         """Overwrite one of the arrays that `read` names; `master` sets the weight as well."""
         group, index = self._find(param)
@@ -162,6 +162,7 @@ class ParameterValues:
             found["master"] = self.read(param, "master")
         return found
 
+    @uninterrupted
     def write_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
         """The reverse of `read_state`: an empty state is that before the first update, with the
         weight as it is."""
@@ -178,6 +179,21 @@ class ParameterValues:
 
     # ---------------------------------------------------------------- gathered
     @contextmanager
+    def reading(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Full parameters for reading alone."""
+        groups = list(dict.fromkeys(self._find(param)[0] for param in params))
+        user = object()
+        try:
+            self._enter(groups, user)
+            yield
+        finally:
+            try:
+                _leave(groups, user)
+            except KeyboardInterrupt:
+                _leave(groups, user)
+                raise
+
+    @contextmanager
     def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """Full parameters for reading and writing. A parameter that was written keeps exactly what
         was written: its master becomes that value."""
@@ -189,11 +205,20 @@ class ParameterValues:
             try:
                 yield
             finally:
-                self._accept_changes(groups, before)
+                if self._runtime.unusable is None:  # else there is nothing to write to any more
+                    try:
+                        self._accept_changes(groups, before)
+                    except KeyboardInterrupt:  # it may have come just before that had begun
+                        self._accept_changes(groups, before)
+                        raise
         finally:
-            for group in groups:
-                group.leave(user)
+            try:
+                _leave(groups, user)
+            except KeyboardInterrupt:
+                _leave(groups, user)
+                raise
 
+    @interrupted_in_waits
     def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
         """BudgetError when they do not fit together."""
         for count, group in enumerate(groups):
@@ -207,10 +232,12 @@ class ParameterValues:
                     "gather fewer at a time, or raise the budget"
                 ) from error
 
+    @uninterrupted
     def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
         """What any rank has written is taken over by all, from each element's owner."""
         changed: list[int] = []
         for group, before in zip(groups, known, strict=True):
+            group.take_over()
             group.note_versions()
             pairs = zip(_digests(group), before, strict=True)
             changed += [int(now != digest) for now, digest in pairs]
@@ -238,6 +265,17 @@ class ParameterValues:
                     chunk.arrays["master"][chunk.here] = full
         group.version += 1
 
+    def adopt_changes(self) -> None:
+        """Between passes: parameters that are always gathered may have been written to."""
+        for group in self._runtime.groups:
+            self._adopt(group)
+
+    def _adopt(self, group: ParamGroup) -> None:
+        if group.residing is GroupState.GATHERED and not group.in_use:
+            changed = group.changed()
+            if changed:
+                self.accept(group, changed)
+
     def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
         """A forward wrote to parameters of its group: as `accept`, in the middle of a graph.
 
@@ -253,6 +291,7 @@ class ParameterValues:
         self.accept(group, indices)
         group.version = version
 
+    @interrupted_in_waits
     def full(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter in its own precision."""
         group, index = self._find(param)
@@ -264,39 +303,11 @@ class ParameterValues:
         work = self._runtime.rank_work
         return nullcontext() if work is None else work.exactly()
 
+    @interrupted_in_waits
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the accumulated gradient, or None."""
+        """A copy of the gradient, in the format in which it was accumulated, or None."""
         group, index = self._find(param)
-        if not group.layout.params[index].trainable:
-            return None
-        group.wait_for_update()  # zero_grad counts from when it was called
-        state = self._state_of(group)
-        gradients = state.gradients
-        if isinstance(gradients, ReducedGradients):
-            found = self._reduced(gradients, state, index)
-        else:
-            assert isinstance(gradients, GradientAccumulator), "one or the other"
-            found = gradients.read(index)
-        return None if found is None else like(param, found)
-
-    def _reduced(
-        self, gradients: ReducedGradients, state: OptimizerState, index: int
-    ) -> torch.Tensor | None:
-        """Put together from all ranks' parts; None if no rank has any of it."""
-        ranks, reductions = self._runtime.ranks, self._runtime.reductions
-        assert ranks is not None, "made with the gradients"
-        assert reductions is not None, "made with the gradients"
-        reductions.finish()
-        gradients.landed.wait()
-        mine = gradients.read(index)
-        if not ranks.exchange([int(mine is not None)]).any():
-            return None
-        spec = state.group.layout.params[index]
-        whole = torch.zeros(spec.numel, dtype=torch.float32, device=state.group.device)
-        if mine is not None:
-            start = state.parts[index].start
-            whole[start : start + mine.numel()] = mine.reshape(-1)
-        return ranks.combine(whole).to(DTYPE_OF[gradients.format]).view(spec.shape)
+        return self._runtime.gradients.value(param, self._state_of(group), index)
 
     def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
         self._runtime.check_usable()
@@ -305,6 +316,7 @@ class ParameterValues:
             raise StateError(
                 f"a parameter of shape {tuple(param.shape)} is not managed by this engine"
             )
+        self._adopt(found[0])
         return found
 
     def _state_of(self, group: ParamGroup) -> OptimizerState:
@@ -320,10 +332,11 @@ def _record(record: State, *, write: bool) -> Iterator[torch.Tensor]:
         record.wrote()
 
 
+@uninterrupted
+def _leave(groups: Sequence[ParamGroup], user: object) -> None:
+    for group in groups:
+        group.leave(user)
+
+
 def _digests(group: ParamGroup) -> list[int]:
-    return [_digest(param) for param in group.params]
-
-
-def _digest(param: torch.Tensor) -> int:
-    flat = local_of(param).detach().cpu().reshape(-1).view(torch.uint8)
-    return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
+    return [digest(param) for param in group.params]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,7 +100,9 @@ def give_quick_values(model: nn.Module, std: float) -> None:
             else:
                 _repeat(pattern, param.view(-1))
 
-    model._init_weights = fill  # type: ignore[assignment]  # where a model says how, as HF's do
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters = partial(fill, module)  # type: ignore[assignment]
 
 
 def _repeat(pattern: torch.Tensor, flat: torch.Tensor) -> None:

@@ -260,6 +260,49 @@ def test_a_mistake_is_named_with_file_line_and_key(
         assert fragment in said, said
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"train": {"model": {"hidden": 10**12, "heads": 1}}}, "hidden: 1000000000000 must be at"),
+        ({"train": {"model": {"layers": 20_000}}}, "layers: 20000 must be at most 4096"),
+        ({"train": {"model": {"layers": 4096, "hidden": 1 << 24, "heads": 1024}}}, "parameters"),
+        ({"train": {"model": {"vocab": 10**21}}}, "vocab"),
+        ({"train": {"batch": 10**18}}, "tokens in a pass; at most"),
+        ({"budget": {"device": 10**19}}, "1e+19 is more than any machine has"),
+        ({"budget": {"device": 1e19}}, "1e+19 is not a size"),
+        ({"budget": {"host": "9" * 400}}, "more than any machine has"),
+        ({"budget": {"host": "9" * 400 + ".5GiB"}}, "more than any machine has"),
+        ({"budget": {"host": "9" * 5000 + "GiB"}}, "more than any machine has"),
+        ({"budget": {"host": int("9" * 400)}}, "more than any machine has"),
+        ({"budget": {"host": "9" * 400 + "%"}}, "over 100%"),
+        ({"nvme": {"paths": ["a\0b"]}}, "has a NUL character"),
+        ({"nvme": {"paths": ["/tmp/" + "n" * 5000]}}, "the path has 5,005 bytes; at most 4,095"),
+        ({"nvme": {"paths": ["/tmp/" + "n" * 300]}}, "a name in it has 300 bytes; at most 255"),
+        ({"nvme": {"paths": ["~nobody-at-all/swap"]}}, "there is no user 'nobody-at-all' here"),
+        ({"train": {"text": "a\0b"}}, "has a NUL character"),
+        ({"prefetch": 10**20}, "at most 4096"),
+        ({"optimizer": {"chunk": 1024 * 10**20}}, "is too many"),
+        ({"gradient_accumulation_steps": 10**9}, "at most 65536"),
+    ],
+)
+def test_what_nobody_has_is_refused_in_one_short_line(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.load(keys)
+    message = str(caught.value)
+    assert said in message
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+def test_a_file_whose_name_no_file_can_have_is_a_path_error(write: Any) -> None:
+    for path in ("a\0b", "n" * 5000):
+        with pytest.raises(PathError) as caught:
+            OffloadConfig.load(path)
+        assert len(str(caught.value)) < 400
+    with pytest.raises(ConfigError, match="has 400 digits"):
+        OffloadConfig.load(write("budget: {host: " + "9" * 400 + "}"))
+
+
 def test_a_wrong_choice_is_one_line(write: Any) -> None:
     for value in ("often", "Selective", "1"):
         text = f"placement: {{activations: {{checkpoint: {value}}}}}"

@@ -152,6 +152,37 @@ def test_zero_grad_instead_of_a_step_is_an_error(tmp_path: Path) -> None:
             engine.optimizer.zero_grad()
 
 
+def test_norms_are_known_and_clipping_is_refused(tmp_path: Path) -> None:
+    """Who only wants the norm of all gradients clips to infinity (transformers' Trainer does)."""
+    tokens = batches(1)[0]
+    plain, model = seeded(TinyLM), seeded(TinyLM)
+    plain.loss(tokens).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
+    with offload.initialize(model, ahead(tmp_path)) as engine:
+        engine.backward(model.loss(tokens))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        torch.testing.assert_close(norm, expected)
+        with pytest.raises(StateError, match="set in_backward: false to clip"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 2)
+        engine.optimizer.step()
+
+
+def test_a_pass_that_was_dropped_does_not_count_for_the_update(tmp_path: Path) -> None:
+    def run(dropped: bool) -> dict[str, torch.Tensor]:
+        model = seeded(TinyLM)
+        with offload.initialize(model, ahead(tmp_path, gradient_accumulation_steps=2)) as engine:
+            first, second, third = batches(3)
+            if dropped:
+                model.loss(first).backward()
+                engine.optimizer.zero_grad()
+            model.loss(second).backward()
+            model.loss(third).backward()
+            engine.optimizer.step()
+            return states_of(engine)
+
+    assert_same_bits(run(dropped=True), run(dropped=False))
+
+
 @pytest.mark.parametrize(
     "keys",
     [{"clip_grad_norm": 1.0}, {"precision": "fp16"}, {"skip_nonfinite": True}],

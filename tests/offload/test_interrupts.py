@@ -17,7 +17,6 @@ from torch import nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
-    _pop_mode_temporarily,
 )
 
 import offload
@@ -196,29 +195,6 @@ def test_a_model_may_catch_the_interrupt_of_a_block_itself(tmp_path: Path) -> No
         assert_at_rest(engine)
         assert engine.gradient(model.blocks[0].mlp[0].weight) is None
         assert engine.gradient(model.blocks[1].mlp[0].weight) is not None
-
-
-def test_a_mode_that_torch_puts_back_after_an_interrupt_does_nothing_and_goes(
-    tmp_path: Path,
-) -> None:
-    """Torch takes a mode off while a function runs, in a generator that lives in the traceback."""
-    model = seeded(TinyLM)
-    amid = _pop_mode_temporarily()
-
-    def interrupt(*_: Any) -> None:
-        amid.__enter__()
-        raise KeyboardInterrupt
-
-    with offload.initialize(model, config(tmp_path, **BLOCKS)) as engine:
-        handle = model.blocks[1].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model.loss(batches(1)[0])
-        handle.remove()
-        amid.__exit__(None, None, None)
-        assert len(_get_current_function_mode_stack()) == 1
-        assert (model.blocks[0].gain + 1).isnan().all()  # a placeholder: nothing is gathered
-        losses_of(engine, batches(1))
-        assert_at_rest(engine)
 
 
 def test_an_interrupt_amid_a_release_leaves_no_placeholder_for_a_value(

@@ -59,6 +59,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / MICRO_BATCHES
 
 
+def mean_of_its_own(logits: Tensor, targets: Tensor) -> Tensor:
+    return loss_of(logits, targets) * MICRO_BATCHES
+
+
 def data_of(steps: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     rows = ROWS * MICRO_BATCHES
@@ -92,7 +96,7 @@ def run(pipeline: Pipeline, replicas: int, folder: str) -> Outcome:
     schedule = schedule_class(
         stages if several else stages[0],
         MICRO_BATCHES,
-        loss_fn=loss_of,
+        loss_fn=mean_of_its_own if pipeline.scaled else loss_of,
         scale_grads=pipeline.scaled,
     )
     losses: list[float] = []
@@ -102,7 +106,7 @@ def run(pipeline: Pipeline, replicas: int, folder: str) -> Outcome:
         args = (x.chunk(replicas)[share],) if 0 in mine else ()
         last = {"target": y.chunk(replicas)[share], "losses": here}
         schedule.step(*args, **(last if len(cuts) - 1 in mine else {}))
-        losses += [loss.item() for loss in here]
+        losses += [loss.item() / (MICRO_BATCHES if pipeline.scaled else 1) for loss in here]
         for engine in engines:
             engine.optimizer.step()
             engine.optimizer.zero_grad()

@@ -19,10 +19,9 @@ from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.baseline import Baseline
 from offload.planning.collective_sequence import collective_sequence
-from offload.planning.copy_totals import STAGED_WRITES
 from offload.planning.memory import PlannedMemory
 from offload.planning.plan import nvme_slack
-from offload.planning.plan_sizes import pages
+from offload.planning.plan_sizes import STAGING_BUFFERS, pages
 from offload.planning.workload import Workload
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import round_up
@@ -187,7 +186,7 @@ def test_the_ledger_reaches_what_was_predicted(
         bucket = max(pages(layout.numel_trainable * ITEMSIZE) for layout in each.layouts)
         few = 2 * bucket  # gradients on their way to other ranks: fewer, where they are quick
         if where == "nvme":  # copies of gradients and records meet only where updates are late
-            few += max(each.planned["nvme"]["gradients"], STAGED_WRITES * bucket)
+            few += max(each.planned["nvme"]["gradients"], STAGING_BUFFERS * bucket)
         predicted = each.predicted["host"]
         assert predicted - few <= each.peaks["host"] <= predicted + each.slack_nbytes
         assert each.planned["nvme"].get("optimizer", 0) <= each.peaks["nvme"]

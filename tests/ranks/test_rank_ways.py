@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import offload
@@ -323,8 +324,10 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "zero.stage": {"zero": {"stage": 2}},
     "zero.reduce_dtype": {"zero": {"stage": 3, "reduce_dtype": "bf16"}},
     "precision": {"precision": "bf16"},
+    "seed": {"seed": 1},
     "optimizer.lr": {"optimizer": {**OPTIMIZER, "lr": 1e-5}},
-    "the model": {},
+    "the model (": {},
+    "the model's formats": {},
 }
 
 
@@ -334,9 +337,12 @@ def initialize_otherwise(folder: str) -> list[tuple[str, str]]:
         keys, blocks = keys_of(folder, 3), 2
         if dist.get_rank() == 1:
             keys |= other
-            blocks = 3 if key == "the model" else 2
+            blocks = 3 if key == "the model (" else 2
+        model: nn.Module = TinyLM(blocks)
+        if dist.get_rank() == 1 and key == "the model's formats":
+            model.bfloat16()
         try:
-            offload.initialize(TinyLM(blocks), keys).close()
+            offload.initialize(model, keys).close()
         except ConfigError as error:
             found.append((key, str(error)))
     return found
@@ -348,3 +354,45 @@ def test_ranks_with_other_configurations_are_told_which_key(tmp_path: Path) -> N
         for key, text in found:
             assert text.startswith(key)
             assert "rank 1 has another one than rank 0" in text
+
+
+class OwnWays(nn.Linear):
+    """Initialises itself from a number that no seed decides, and has a buffer like that."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.bias, 1.0 + dist.get_rank())
+        if hasattr(self, "scale"):
+            nn.init.constant_(self.scale, 1.0 + dist.get_rank())
+
+
+def initialize_in_own_ways(folder: str) -> list[Values]:
+    found = []
+    for stage in (0, 1, 3):
+        with torch.device("meta"):
+            model = nn.Sequential(OwnWays(), nn.ReLU(), nn.Linear(4, 2))
+        with offload.initialize(model, keys_of(folder, stage)) as engine:
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            found.append({**parameters_of(engine), **buffers})
+    file = Path(folder) / f"{dist.get_rank()}.safetensors"
+    save_file({f"0.{n}": p.detach() for n, p in seeded(OwnWays).named_parameters()}, file)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    with offload.initialize(model, keys_of(folder, 3), weights=file) as engine:
+        found.append(parameters_of(engine))
+    return found
+
+
+def test_ranks_that_initialise_otherwise_train_what_the_first_one_has(tmp_path: Path) -> None:
+    first, second = run_ranks(2, tmp_path, initialize_in_own_ways, str(tmp_path))
+    for here, there in zip(first, second, strict=True):
+        assert_same_bits(here, there)
+        assert torch.equal(here["0.bias"], torch.ones(4))
+    assert torch.equal(first[0]["0.scale"], torch.ones(4))
+    assert_same_bits(first[0], first[1])
+    assert_same_bits(first[0], first[2])

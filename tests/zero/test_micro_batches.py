@@ -380,13 +380,22 @@ class Drawing(nn.Linear):
         return y + torch.randn_like(y)
 
 
-def test_a_block_that_draws_random_numbers_in_evaluation_is_told_so(tmp_path: Path) -> None:
-    model = stack(lambda: Drawing(WIDTH, WIDTH))
-    with (
-        offload.initialize(model, split(tmp_path, "Drawing")),
-        pytest.raises(UnsupportedError, match="draws random numbers in eval mode"),
-    ):
-        model(torch.randn(4, WIDTH))
+@pytest.mark.parametrize("training", [True, False])
+def test_a_block_that_draws_random_numbers_draws_them_for_each_piece(
+    tmp_path: Path, training: bool
+) -> None:
+    model = stack(lambda: Drawing(WIDTH, WIDTH)).train(training)
+    x = torch.randn(4, WIDTH)
+    with offload.initialize(model, split(tmp_path, "Drawing")) as engine:
+        torch.manual_seed(5)
+        y = model(x)
+        torch.manual_seed(5)
+        with engine.gathered(), torch.no_grad():
+            h = model[0](x)  # type: ignore[index]
+            for block in model[1]:  # type: ignore[index, union-attr]
+                halves = [nn.functional.linear(p, block.weight, block.bias) for p in h.split(2)]
+                h = torch.cat([half + torch.randn_like(half) for half in halves])
+    assert torch.equal(y, h)
 
 
 class Infinite(nn.Linear):
@@ -571,3 +580,21 @@ def test_a_shared_table_as_long_as_the_batch_is_found_out_at_any_call(tmp_path: 
         assert engine.module(torch.randn(4, 6, WIDTH)).shape == (4, 6, WIDTH)
         with pytest.raises(UnsupportedError, match="fails on a piece of its batch"):
             engine.module(torch.randn(4, 4, WIDTH))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_gradient_that_comes_in_parts_is_neither_read_nor_changed_amid_them(
+    tmp_path: Path, passes: int
+) -> None:
+    """A hook on a parameter is called for each part."""
+    uses: list[Callable[[Tensor], object]] = [torch.Tensor.norm, torch.Tensor.clone]
+    uses.append(lambda gradient: gradient.mul_(0.5))
+    for use in uses:
+        model = seeded(TinyLM)
+        with offload.initialize(model, config(tmp_path, micro_batches=2)):
+            for batch in tokens(passes - 1, 4):
+                model.loss(batch).backward()
+            weight = model.blocks[0].mlp[0].weight
+            weight.register_post_accumulate_grad_hook(lambda param, use=use: use(param.grad))
+            with pytest.raises(StateError, match=r"not complete.*come in parts"):
+                model.loss(tokens(1, 4)[0]).backward()

@@ -1,0 +1,52 @@
+"""An optimizer of somebody else's over an engine's parameters is an error.
+
+`torch.optim.AdamW(model.parameters())`, or a trainer that makes its own optimizer, would keep its
+states in RAM, outside of every budget, and page each weight through memory to change it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from offload.optimizer import OffloadOptimizer
+from offload.tiers.errors import UnsupportedError
+from offload.zero.runtime import Runtime
+
+
+def refuse_foreign_optimizers(runtime: Runtime) -> RemovableHandle:
+    """From here on until the handle is removed."""
+    reference = weakref.ref(runtime)
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        watched = reference()
+        if watched is not None and not _is_ours(optimizer):
+            _refuse(optimizer, watched)
+
+    return register_optimizer_step_pre_hook(check)
+
+
+def _is_ours(optimizer: Any) -> bool:
+    """Also one that wraps ours."""
+    while optimizer is not None and not isinstance(optimizer, OffloadOptimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        optimizer = inner if inner is not optimizer else None
+    return optimizer is not None
+
+
+def _refuse(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            found = runtime.group_of(param)
+            if found is not None:
+                spec = found[0].layout.params[found[1]]
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}.step(): {spec.name} trains through an offload "
+                    "engine, and only engine.optimizer keeps its states in the tiers; use that "
+                    "(transformers: Trainer(..., optimizers=(engine.optimizer, None))), and set "
+                    "what this optimizer was made with under optimizer: in the configuration"
+                )

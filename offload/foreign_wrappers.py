@@ -1,0 +1,61 @@
+"""A wrapper that moves parameters or averages gradients itself, around a model of an engine, is an
+error.
+
+DistributedDataParallel broadcasts and reduces what it believes to be in memory, past everything
+that could fetch it: ranks wait for each other with other sizes, and the processes abort.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from offload.tiers.errors import UnsupportedError
+from offload.zero.runtime import Runtime
+
+# by name: some of them are never imported
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """UnsupportedError if there is a wrapper around the model, or a part of it."""
+    for module in model.modules():
+        if _moves_parameters(module):
+            _refuse(module)
+
+
+def refuse_foreign_wrappers(runtime: Runtime) -> RemovableHandle:
+    """From here on until the handle is removed."""
+    reference = weakref.ref(runtime)
+
+    def check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        watched = reference()
+        if watched is None or module is None or not _moves_parameters(parent):
+            return
+        if any(watched.group_of(param) is not None for param in module.parameters()):
+            _refuse(parent)
+
+    handle: RemovableHandle = register_module_module_registration_hook(check)
+    return handle
+
+
+def _moves_parameters(module: Any) -> bool:
+    names = {kind.__name__ for kind in type(module).__mro__}
+    # DataParallel does nothing but call the model where there is one device, or none
+    return bool(names & _WRAPPERS) or (
+        "DataParallel" in names and torch.accelerator.device_count() > 1
+    )
+
+
+def _refuse(wrapper: nn.Module) -> None:
+    raise UnsupportedError(
+        f"{type(wrapper).__name__} around a model that trains through an offload engine: the "
+        "engine's ranks gather parameters and average gradients themselves; use the model as it is "
+        "(accelerate: prepare the optimizer and the loader, not the model). transformers' Trainer "
+        "wraps the model by itself on several ranks: run it on one, or write the loop"
+    )

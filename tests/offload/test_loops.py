@@ -1,0 +1,43 @@
+"""Loops as people write them train as plain PyTorch does, or are refused by an error of ours."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+import offload
+from tests.offload.loop_page import PAGE, line, page
+from tests.offload.loop_rows import ROWS
+from tests.offload.loop_trial import Row, Trial, blocks, configuration, result
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_a_loop_comes_to_what_the_page_says(row: Row) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of what some loops do
+        found = line(row, result(row))
+    assert found in PAGE.read_text().splitlines(), (
+        f"not in {PAGE.name}: {found}\n(python -m tests.offload.loop_page writes it anew)"
+    )
+
+
+def test_the_page_is_made_of_the_rows_alone() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    written = PAGE.read_text().splitlines()
+    begins = {row.name: line(row, "").removesuffix(" |") for row in ROWS}
+    lines = {
+        name: next((each for each in written if each.startswith(begin)), begin)
+        for name, begin in begins.items()
+    }
+    assert written == list(page(lines)), "python -m tests.offload.loop_page writes it anew"
+
+
+def test_loops_on_nvme_move_their_states(tmp_path: Path) -> None:
+    with offload.initialize(blocks(), configuration(tmp_path, "nvme", {})) as engine:
+        Trial(engine.module, lambda model: (engine.optimizer, engine), engine.optimizer).train()
+        engine.settle()
+        report = engine.report()
+    assert report.evictions > 0
+    assert all(report.bytes_moved[way] > 50 * 2**10 for way in ("nvme read", "nvme write"))

@@ -1,0 +1,157 @@
+"""What is put into a model, or taken out, after `offload.initialize`: it trains, or is named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.errors import UnsupportedError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    WIDTH,
+    assert_same_bits,
+    config,
+    gradients_of,
+    parameters_of,
+    seeded,
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+        self.extra = nn.ModuleDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.body, *self.extra.values()]:
+            x = torch.relu(layer(x))
+        y: Tensor = self.head(x)
+        return y
+
+
+@pytest.fixture(params=["host", "nvme"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[offload.Engine]:
+    placement = {"host": HOST, "nvme": NVME}[request.param]
+    with offload.initialize(seeded(Model), config(tmp_path, placement)) as engine:
+        train(engine)
+        yield engine
+
+
+def train(engine: offload.Engine) -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    engine.backward(engine.module(x).square().mean())
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def add_module(model: Any) -> None:
+    model.extra["new"] = nn.Linear(WIDTH, WIDTH)
+
+
+def replace_head(model: Any) -> None:
+    model.head = nn.Linear(WIDTH, 8)
+
+
+def replace_parameter(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.randn(4, WIDTH))
+
+
+def replace_layer(model: Any) -> None:
+    model.body[1] = nn.Linear(WIDTH, WIDTH)
+
+
+ADDED: dict[str, Callable[[Any], None]] = {
+    r"extra\.new\.weight, extra\.new\.bias": add_module,
+    r"head\.weight, head\.bias": replace_head,
+    r"head\.weight": replace_parameter,
+    r"body\.1\.weight, body\.1\.bias": replace_layer,
+}
+
+
+@pytest.mark.parametrize("names", ADDED)
+def test_a_trainable_parameter_that_no_update_would_see_is_named_in_the_next_step(
+    engine: offload.Engine, names: str
+) -> None:
+    ADDED[names](engine.module)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=rf"^{names}: .*before offload\.initialize"):
+            train(engine)
+
+
+def test_a_frozen_module_may_be_added_until_it_is_unfrozen(engine: offload.Engine) -> None:
+    before = parameters_of(engine)
+    model: Any = engine.module
+    add_module(model)
+    model.extra.requires_grad_(False)
+    train(engine)
+    assert not torch.equal(parameters_of(engine)["body.0.weight"], before["body.0.weight"])
+    model.extra.new.bias.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match=r"^extra\.new\.bias: "):
+        train(engine)
+    model.extra.new.bias.requires_grad_(False)
+    train(engine)
+
+
+def test_an_integer_parameter_cannot_begin_to_train(tmp_path: Path) -> None:
+    model = seeded(Model)
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False)
+    with offload.initialize(model, config(tmp_path)) as engine:
+        train(engine)
+        model.phase.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match=r"^phase: "):
+            train(engine)
+
+
+def test_a_module_taken_out_is_said_once_and_the_rest_trains_as_in_plain_pytorch(
+    engine: offload.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain: Any = seeded(Model)
+    with torch.no_grad():
+        for name, value in parameters_of(engine).items():
+            plain.get_parameter(name).copy_(value)
+    ours: Any = engine.module
+    for model in (plain, ours):
+        del model.body[1]
+    x = torch.ones(2, WIDTH)
+    for model in (plain, ours):
+        model(x).square().mean().backward()
+    gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert_same_bits(gradients_of(engine), gradients)
+    with caplog.at_level(logging.WARNING, "offload"):
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        train(engine)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith("body.1.weight, body.1.bias: no longer in the model")
+
+
+def test_a_module_put_elsewhere_trains_on(engine: offload.Engine) -> None:
+    model: Any = engine.module
+    moved = model.body[2]
+    del model.body[2]
+    model.extra["moved"] = moved
+    before = parameters_of(engine)
+    train(engine)
+    assert not torch.equal(
+        parameters_of(engine)["extra.moved.weight"], before["extra.moved.weight"]
+    )
+
+
+def test_adapters_that_peft_puts_in_later_are_named(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    with offload.initialize(seeded(Model), config(tmp_path, HOST)) as engine:
+        with engine.gathered():
+            peft.get_peft_model(engine.module, peft.LoraConfig(target_modules=["head"]))
+        with pytest.raises(UnsupportedError, match=r"^head\.lora_A\.default\.weight"):
+            train(engine)

@@ -1,0 +1,239 @@
+"""What `load_state_dict` cannot take over whole is refused, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.errors import StateError, StorageError, UnsupportedError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+
+States = dict[str, Any]
+
+
+def started(folder: Path, type_: str = "adamw", **keys: Any) -> offload.Engine:
+    optimizer = {"type": type_, "lr": 3e-3, **keys}
+    engine = offload.initialize(seeded(TinyLM), config(folder, NVME, optimizer=optimizer))
+    losses_of(engine, batches(2))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]:
+    with started(tmp_path_factory.mktemp("swap")) as engine:
+        yield engine
+
+
+def state_dict(type_: str, tmp_path: Path, **keys: Any) -> States:
+    with started(tmp_path, type_, **keys) as engine:
+        return engine.optimizer.state_dict()
+
+
+def assert_refused(engine: offload.Engine, states: States, fragment: str) -> None:
+    before = states_of(engine)
+    numbers = repr(engine.optimizer.param_groups)
+    with pytest.raises((ValueError, UnsupportedError)) as caught:
+        engine.optimizer.load_state_dict(states)
+    assert fragment in str(caught.value)
+    assert repr(engine.optimizer.param_groups) == numbers
+    assert_same_bits(states_of(engine), before)
+
+
+@pytest.mark.parametrize(
+    ("type_", "keys", "fragment"),
+    [
+        ("sgd", {"momentum": 0.9}, "lacks betas, eps, amsgrad and has dampening, momentum"),
+        ("sgd", {}, "it is not of optimizer.type: adamw"),
+        ("lion", {}, "lacks eps, amsgrad"),
+        ("adagrad", {}, "lacks betas"),
+        ("adamw", {"amsgrad": True}, "max_exp_avg_sq"),
+    ],
+)
+def test_states_of_another_kind_of_optimizer_are_refused(
+    engine: offload.Engine, tmp_path: Path, type_: str, keys: dict[str, Any], fragment: str
+) -> None:
+    assert_refused(engine, state_dict(type_, tmp_path, **keys), fragment)
+
+
+def test_states_of_adamw_are_refused_elsewhere(engine: offload.Engine, tmp_path: Path) -> None:
+    taken = engine.optimizer.state_dict()
+    for number, type_ in enumerate(("sgd", "lion", "adagrad")):
+        (tmp_path / str(number)).mkdir()
+        with started(tmp_path / str(number), type_) as other:
+            assert_refused(other, taken, f"it is not of optimizer.type: {type_}")
+
+
+def last(states: States) -> dict[str, Any]:
+    """The state of the last parameter: all before it could be loaded."""
+    found: dict[str, Any] = states["state"][max(states["state"])]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (lambda s: last(s).update(exp_avg=torch.zeros(3)), "exp_avg of norm.bias has shape (3,)"),
+        (lambda s: last(s).update(exp_avg=torch.zeros(1)), "has shape (1,), expected (32,)"),
+        (lambda s: last(s).update(exp_avg=torch.zeros(())), "has shape ()"),
+        (lambda s: last(s).update(master=torch.zeros(3)), "master of norm.bias has shape"),
+        (lambda s: last(s).update(exp_avg=[0.0] * 32), "exp_avg of norm.bias is list"),
+        (lambda s: last(s).update(exp_avg=torch.zeros(32, dtype=torch.int8)), "is torch.int8"),
+        (lambda s: last(s).update(exp_avg=torch.zeros(32, dtype=torch.complex64)), "complex64"),
+        (lambda s: last(s).update(exp_avg=torch.full((32,), 1e300, dtype=torch.float64)),
+         "more than float32"),
+        (lambda s: last(s).pop("exp_avg_sq"), "of norm.bias lacks exp_avg_sq"),
+        (lambda s: last(s).pop("step"), "of norm.bias lacks step"),
+        (lambda s: last(s).update(momentum_buffer=torch.zeros(32)), "has momentum_buffer"),
+        (lambda s: last(s).update(step=-1), "step of norm.bias is -1"),
+        (lambda s: last(s).update(step=1.5), "is 1.5, and no count of steps"),
+        (lambda s: last(s).update(step=float("nan")), "is nan"),
+        (lambda s: last(s).update(step=torch.zeros(2)), "no count of steps"),
+        (lambda s: last(s).update(step="1"), "no count of steps"),
+        (lambda s: s["state"].update({max(s["state"]): 3}), "is a int, no dict"),
+        (lambda s: s["state"].update({999: {}}), "has a state of 999"),
+        (lambda s: s["state"].update({"0": {}}), "has a state of '0'"),
+        (lambda s: s.pop("state"), "has no state"),
+        (lambda s: s.pop("param_groups"), "has no param_groups"),
+        (lambda s: s["param_groups"].append({**s["param_groups"][0], "params": []}),
+         "a different number of parameter groups"),
+        (lambda s: s["param_groups"][0]["params"].pop(), "doesn't match the size"),
+        (lambda s: s["param_groups"][0].pop("params"), "doesn't match the size"),
+        (lambda s: s["param_groups"][0].update(lr="evil"), "lr is 'evil'"),
+        (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate"),
+        (lambda s: s["param_groups"][0].update(lr=torch.zeros(2)), "lr is tensor"),
+        (lambda s: s["param_groups"][0].update(betas=(0.9, 2.0)), "Invalid beta parameter"),
+        (lambda s: s["param_groups"][0].update(amsgrad=True), "max_exp_avg_sq"),
+        (lambda s: s["param_groups"][0].pop("eps"), "lacks eps"),
+        (lambda s: s["param_groups"][0].update(decoupled_weight_decay=False), "the opposite"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(
+    engine: offload.Engine, change: Callable[[States], object], fragment: str
+) -> None:
+    losses_of(engine, batches(1))
+    states = copy.deepcopy(engine.optimizer.state_dict())
+    losses_of(engine, batches(1))  # what would be half-loaded differs from what is there
+    change(states)
+    assert_refused(engine, states, fragment)
+
+
+def test_numbers_taken_over_are_copies(engine: offload.Engine) -> None:
+    states = engine.optimizer.state_dict()
+    before = states["param_groups"][0]["lr"]
+    states["param_groups"][0]["lr"] = lr = torch.tensor(0.5)
+    engine.optimizer.load_state_dict(states)
+    lr.fill_(7)
+    assert engine.optimizer.param_groups[0]["lr"].item() == 0.5
+    engine.optimizer.param_groups[0]["lr"] = before
+
+
+def test_entries_of_the_user_s_own_are_taken_over(engine: offload.Engine) -> None:
+    group = engine.optimizer.param_groups[0]
+    group.update(milestones=[], note=None, lr=torch.tensor(0.5))
+    states = engine.optimizer.state_dict()
+    states["param_groups"][0].update(milestones=["a", 2], note="warm", lr=1, betas=[0.5, 0.75])
+    engine.optimizer.load_state_dict(states)
+    assert (group["milestones"], group["note"], group["lr"]) == (["a", 2], "warm", 1)
+    group.update(lr=3e-3, betas=(0.9, 0.999))
+
+
+# ------------------------------------------------------------------------- torch's own
+@pytest.mark.parametrize(
+    ("type_", "build", "keys"),
+    [
+        ("adamw", torch.optim.AdamW, {"weight_decay": 0.1}),
+        ("adam", torch.optim.Adam, {"weight_decay": 0.1}),
+        ("adamw", torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.0}),
+        ("adagrad", torch.optim.Adagrad, {"weight_decay": 0.0}),
+        ("sgd", torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.0}),
+        ("sgd", torch.optim.SGD, {"weight_decay": 0.0}),
+    ],
+)
+def test_a_state_dict_of_torch_goes_on_as_there(
+    tmp_path: Path, type_: str, build: Callable[..., torch.optim.Optimizer], keys: dict[str, Any]
+) -> None:
+    def trained(model: Any, optimizer: torch.optim.Optimizer, data: list[Tensor]) -> list[float]:
+        losses = []
+        for tokens in data:
+            loss = model.loss(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model = seeded(TinyLM)
+    plain = build([p for p in model.parameters() if p.requires_grad], lr=3e-3, **keys)
+    trained(model, plain, batches(3))
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(plain.state_dict())
+    expected = trained(model, plain, batches(4, seed=2))
+
+    settings = config(tmp_path, HOST, optimizer={"type": type_, "lr": 3e-3, **keys})
+    with offload.initialize(seeded(TinyLM, 3), settings) as engine:
+        engine.module.load_state_dict(weights)
+        engine.optimizer.load_state_dict(states)
+        found = losses_of(engine, batches(4, seed=2))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_torch_s_adam_is_not_taken_for_adamw(engine: offload.Engine) -> None:
+    model = seeded(TinyLM)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    states = torch.optim.Adam(trainable).state_dict()
+    assert_refused(engine, states, "decoupled_weight_decay=False")
+
+
+# ------------------------------------------------------------------------- half-way
+def test_after_a_failure_half_way_nothing_trains_until_a_load_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tmp_path) as engine:
+        states = engine.optimizer.state_dict()
+        engine.save_checkpoint(tmp_path / "saved")
+        write = engine.values.write_state
+        calls = iter(range(1000))
+
+        def failing(param: nn.Parameter, state: States) -> None:
+            if next(calls) == 3:
+                raise StorageError("writing failed: EIO")
+            write(param, state)
+
+        monkeypatch.setattr(engine.values, "write_state", failing)
+        with pytest.raises(StorageError):
+            engine.optimizer.load_state_dict(states)
+        with pytest.raises(StateError, match="half-way"):
+            engine.optimizer.step()
+        engine.load_checkpoint(tmp_path / "saved")
+        losses_of(engine, batches(1))
+
+
+# ------------------------------------------------------------------------- copies
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_and_pickles_of_the_optimizer_are_refused(
+    engine: offload.Engine, copied: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"state_dict\(\), or engine\.save_checkpoint"):
+        copied(engine.optimizer)
+    with pytest.raises(UnsupportedError):
+        torch.save(engine.optimizer, tmp_path / "optimizer.pt")
+    scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer)
+    copied(scheduler.state_dict())
+    copied(engine.optimizer.state_dict())

@@ -1,0 +1,218 @@
+"""Several threads take turns or are refused; a forked child is refused, and its parent goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import offload
+from offload.errors import StateError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+
+BLOCKS = {"groups": {"blocks": ["Block"]}}
+
+
+@pytest.fixture(params=[NVME, HOST], ids=["nvme", "host"])
+def engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[offload.Engine]:
+    keys = config(tmp_path, request.param, **BLOCKS)
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        yield engine
+
+
+def in_thread(work: Callable[[], Any], name: str = "other") -> list[Any]:
+    """What `work` returned or raised in a thread of its own."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            found.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    return found
+
+
+def amid_a_forward(engine: offload.Engine, work: Callable[[], Any]) -> tuple[Any, Tensor]:
+    """What `work` gives in another thread while a block of this thread's forward runs."""
+    found: list[Any] = []
+    hook = engine.module.blocks[1].mlp.register_forward_pre_hook(  # type: ignore[union-attr,index]
+        lambda *_: found.extend(in_thread(work)) if not found else None
+    )
+    logits = engine.module(batches(1)[0][:, :-1])
+    hook.remove()
+    return found[0], logits
+
+
+@pytest.mark.parametrize("what", ["forward", "block", "step", "zero_grad"])
+def test_who_comes_amid_another_threads_forward_is_refused(
+    engine: offload.Engine, what: str
+) -> None:
+    tokens = batches(1)[0][:, :-1]
+    model: Any = engine.module
+    works: dict[str, Callable[[], Any]] = {
+        "forward": lambda: model(tokens),
+        "block": lambda: model.blocks[0](torch.zeros(1, 6, 32)),
+        "step": engine.optimizer.step,
+        "zero_grad": engine.optimizer.zero_grad,
+    }
+    error, logits = amid_a_forward(engine, works[what])
+    assert isinstance(error, StateError)
+    assert "'other'" in str(error)
+    assert "'MainThread'" in str(error)
+    assert torch.equal(logits, seeded(TinyLM)(tokens))
+    losses_of(engine, batches(1))
+
+
+def test_backward_amid_another_threads_forward_is_refused(engine: offload.Engine) -> None:
+    loss = engine.module.loss(batches(1)[0])  # type: ignore[operator]
+    error, _ = amid_a_forward(engine, loss.backward)
+    assert isinstance(error, StateError)
+    engine.optimizer.zero_grad()
+    losses_of(engine, batches(1))
+
+
+def test_threads_that_call_at_once_get_what_is_right_or_an_error(engine: offload.Engine) -> None:
+    tokens = batches(1)[0][:, :-1]
+    expected = seeded(TinyLM)(tokens)
+    found: list[Any] = []
+
+    def call() -> None:
+        for _ in range(10):
+            try:
+                with torch.no_grad():
+                    found.append(engine.module(tokens))
+            except StateError as error:
+                found.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    right = [each for each in found if isinstance(each, Tensor)]
+    assert len(found) == 40
+    assert right
+    assert all(torch.equal(each, expected) for each in right)
+    assert torch.equal(engine.module(tokens), expected)
+
+
+def test_threads_that_take_turns_train_as_one(engine: offload.Engine, tmp_path: Path) -> None:
+    data = batches(4)
+    keys = config(tmp_path, **BLOCKS)
+    with offload.initialize(seeded(TinyLM), keys) as alone:
+        expected, states = losses_of(alone, data), states_of(alone)
+    turn, losses = threading.Lock(), []
+
+    def evaluate() -> None:
+        for tokens in data:
+            with turn, torch.no_grad():
+                engine.module(tokens[:, :-1])
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    for tokens in data:
+        with turn:
+            losses += in_thread(lambda tokens=tokens: losses_of(engine, [tokens]))[0]  # type: ignore[misc]
+    thread.join()
+    assert losses == expected
+    assert_same_bits(states_of(engine), states)
+
+
+def child_says(work: Callable[[], Any], timeout_s: int = 60) -> str:
+    """What `work` raised in a forked child that then ends as a program does."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads: that is what is tested
+        child = os.fork()
+    if child == 0:
+        os.close(read)
+        threading.Timer(timeout_s, os._exit, [3]).start()
+        try:
+            work()
+            said = "nothing"
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return said
+
+
+def test_a_forked_child_is_told_that_the_engine_is_its_parents(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    data, model = batches(3), engine.module
+    losses = losses_of(engine, data[:1])
+    works: list[Callable[[], Any]] = [
+        lambda: model(data[0][:, :-1]),
+        lambda: model.blocks[0](torch.zeros(1, 6, 32)),  # type: ignore[index,operator]
+        engine.optimizer.step,
+        engine.optimizer.zero_grad,
+        engine.optimizer.state_dict,
+        model.state_dict,
+        engine.gathered().__enter__,
+        lambda: engine.gradient(model.head.weight),  # type: ignore[union-attr,arg-type]
+        engine.report,
+        engine.settle,
+        lambda: engine.save_checkpoint(tmp_path / "saved"),
+    ]
+    for work in works:
+        losses_of(engine, data[2:])  # an update is pending when the child is forked
+        said = child_says(work)
+        assert said.startswith("StateError: this engine belongs to process"), said
+    loss = model.loss(data[1])  # type: ignore[operator]
+    assert child_says(loss.backward).startswith("StateError: this engine belongs to process")
+    assert child_says(engine.close) == "nothing"
+    assert losses_of(engine, data[2:]) != losses
+    engine.check_integrity()
+
+
+class Tokens(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return batches(6)[index]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_data_loader_that_forks_workers_simply_works(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as alone:
+        expected = losses_of(alone, batches(6) * 2)
+    losses = []
+    for _ in range(2):  # workers are forked again, while an update is pending
+        loader = DataLoader(
+            Tokens(), batch_size=None, num_workers=2, multiprocessing_context="fork"
+        )
+        for tokens in loader:
+            losses += losses_of(engine, [tokens])
+    assert losses == expected

@@ -1,0 +1,123 @@
+"""LoRA put in by PEFT before `offload.initialize` trains, saves and merges as without an engine.
+
+PEFT is not among what `make test` installs; this file is run by hand (CONTRIBUTING.md). Last run
+with peft 0.21.2, accelerate 1.15.0, transformers 5.17.0 and torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import offload
+from tests.outside.trainer_cases import (
+    LENGTH,
+    PLACEMENTS,
+    VOCABULARY,
+    Rows,
+    assert_close,
+    plain_optimizer,
+    quiet,
+    settings,
+    tiny_llama,
+    transformers,
+    values_of,
+)
+
+peft = pytest.importorskip("peft")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "head": {"modules_to_save": ["lm_head"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+}
+CLIP = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+def adapted(kind: str) -> Any:
+    keys = {"target_modules": ["q_proj", "v_proj", "gate_proj"], **KINDS[kind]}
+    model = tiny_llama()
+    torch.manual_seed(5)
+    lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, task_type="CAUSAL_LM", **keys)
+    return peft.get_peft_model(model, lora)
+
+
+def train(model: Any, optimizer: Any) -> list[tuple[float, float]]:
+    """Losses and gradient norms."""
+    found = []
+    model.train()
+    for batch in DataLoader(Rows(20, seed=1), batch_size=2):
+        loss = model(**batch).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        model.zero_grad()
+        found.append((loss.item(), float(norm)))
+    return found
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    tokens = torch.arange(2 * LENGTH).remainder(VOCABULARY).view(2, LENGTH)
+    found: Tensor = model.eval()(input_ids=tokens).logits.clone()
+    return found
+
+
+def without_engine(kind: str, values: dict[str, Tensor]) -> Any:
+    """A model in plain PyTorch with the engine's values."""
+    model = adapted(kind)
+    model.load_state_dict(values)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_lora_trains_saves_and_merges(kind: str, placement: str, tmp_path: Path) -> None:
+    expected_model, model = adapted(kind), adapted(kind)
+    expected = train(expected_model, plain_optimizer(expected_model))
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS[placement])) as engine:
+        assert_close(train(model, engine.optimizer), expected)
+        trained = values_of(model)
+        assert_close(trained, values_of(expected_model))
+
+        model.save_pretrained(tmp_path / "adapter")
+        base = without_engine(kind, trained).unload()
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        assert torch.equal(logits(loaded), logits(model))
+
+        with engine.gathered(model):
+            merged = model.merge_and_unload()
+        plain = without_engine(kind, trained).merge_and_unload()
+        assert torch.equal(logits(merged), logits(plain))
+        assert_close(values_of(merged), values_of(plain))
+        merged.save_pretrained(tmp_path / "merged")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.equal(logits(again), logits(plain))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_adapter_is_merged_and_taken_out_again(placement: str, tmp_path: Path) -> None:
+    """Also outside of `gathered`: PEFT writes to `weight.data` module by module."""
+    model = adapted("lora")
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS[placement])) as engine:
+        train(model, engine.optimizer)
+        apart = logits(model)
+        model.merge_adapter()
+        torch.testing.assert_close(logits(model), apart, rtol=0, atol=1e-5)
+        model.unmerge_adapter()
+        torch.testing.assert_close(logits(model), apart, rtol=0, atol=1e-5)
+        with model.disable_adapter():
+            assert not torch.equal(logits(model), apart)

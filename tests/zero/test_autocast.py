@@ -1,0 +1,157 @@
+"""`torch.autocast` around the model (precision: fp32): the bits of plain PyTorch under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from tests.offload.engine_cases import (
+    DEVICE,
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    gradients_of,
+    seeded,
+)
+
+PLACEMENTS = pytest.mark.parametrize(
+    "placement", [DEVICE, HOST, NVME], ids=["device", "host", "nvme"]
+)
+
+
+def autocast(**keys: Any) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, **keys)
+
+
+class Looped(TinyLM):
+    """The first block is called again: two uses of one weight, one cast of it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Ours(TinyLM):
+    """To tell it from the reference."""
+
+
+class InPieces(TinyLM):
+    """What micro-batches mean, written out."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = torch.cat([block(piece) for piece in x.split(1)])
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def forward_alone(model: Any, cached: bool) -> list[Tensor]:
+    losses = []
+    for tokens in batches(2):
+        with autocast(cache_enabled=cached):
+            loss = model.loss(tokens)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def all_in_one(model: Any, cached: bool) -> list[Tensor]:
+    """Two forwards before a backward, and evaluation without gradients, in one region."""
+    with autocast(cache_enabled=cached):
+        losses = [model.loss(tokens) for tokens in batches(2)]
+        torch.stack(losses).sum().backward()
+        with torch.no_grad():
+            losses.append(model.loss(batches(3)[2]))
+    return [loss.detach() for loss in losses]
+
+
+ORDERS = [forward_alone, all_in_one]
+
+
+def compare(
+    folder: Path, placement: Any, order: Callable[[Any, bool], list[Tensor]], cached: bool,
+    build: Callable[[], nn.Module] = TinyLM, reference: Callable[[], nn.Module] = TinyLM,
+    **keys: Any,
+) -> None:  # fmt: skip
+    plain, model = seeded(reference), seeded(build)
+    expected_losses = order(plain, cached)
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    keys.setdefault("groups", {"blocks": ["Block"]})
+    with offload.initialize(model, config(folder, placement, **keys)) as engine:
+        losses = order(model, cached)
+        assert [loss.item() for loss in losses] == [loss.item() for loss in expected_losses]
+        assert_same_bits(gradients_of(engine), expected)
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("cached", [True, False])
+def test_gradients_are_bit_for_bit_those_of_plain_pytorch(
+    tmp_path: Path, placement: Any, order: Any, cached: bool
+) -> None:
+    compare(tmp_path, placement, order, cached)
+
+
+@pytest.mark.parametrize("check", [True, "selective"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_recomputation_changes_nothing(tmp_path: Path, check: Any, order: Any) -> None:
+    compare(tmp_path, {**NVME, "activations": {"checkpoint": check}}, order, True)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("cached", [True, False])
+def test_micro_batches_sum_their_pieces_in_fp32(tmp_path: Path, check: bool, cached: bool) -> None:
+    """As the written-out model does where each piece casts for itself; with one cast for all of
+    them plain PyTorch sums in bf16."""
+
+    def order(model: Any, _: bool) -> list[Tensor]:
+        return forward_alone(model, cached and isinstance(model, Ours))
+
+    placement = {**NVME, "activations": {"checkpoint": check}}
+    compare(tmp_path, placement, order, cached, Ours, InPieces, micro_batches=2)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_block_called_twice_is_cast_as_in_plain_pytorch(tmp_path: Path, check: bool) -> None:
+    placement = {**NVME, "activations": {"checkpoint": check}}
+    compare(tmp_path, placement, forward_alone, True, Looped, Looped)
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("check", [False, True])
+def test_weights_are_cast_anew_in_each_region(tmp_path: Path, placement: Any, check: bool) -> None:
+    """Also where one is left open around several steps: what plain PyTorch casts once and keeps."""
+
+    def losses(model: Any, optimizer: Any, around_all: bool) -> list[float]:
+        found = []
+        with autocast(enabled=around_all):
+            for tokens in batches(4):
+                with autocast():
+                    loss = model.loss(tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    for around_all in (False, True):
+        plain, model = seeded(TinyLM), seeded(TinyLM)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+        keys = {"optimizer": {"type": "sgd", "lr": 0.5}}
+        placed = {**placement, "activations": {"checkpoint": check}}
+        with offload.initialize(model, config(tmp_path, placed, **keys)) as engine:
+            found = losses(model, engine.optimizer, around_all)
+            assert found == pytest.approx(losses(plain, optimizer, around_all), rel=1e-6)

@@ -1,0 +1,190 @@
+"""Parameters changed in place between their use and backward: an error where torch raises one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.errors import ModifiedError
+from tests.offload.engine_cases import (
+    DEVICE,
+    HOST,
+    NVME,
+    assert_same_bits,
+    config,
+    gradients_of,
+    seeded,
+)
+
+WIDTH = 8
+PLACEMENTS = pytest.mark.parametrize(
+    "placement", [DEVICE, HOST, NVME], ids=["device", "host", "nvme"]
+)
+
+
+class Net(nn.Module):
+    def __init__(self, change: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        self.change(self)
+        return y
+
+
+def _double(get: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], None]:
+    def change(module: nn.Module) -> None:
+        with torch.no_grad():
+            get(module).mul_(2)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[Any], Tensor]] = {
+    "itself": lambda m: m.second.weight,
+    "a row": lambda m: m.second.weight[1:3],
+    "a transposed view": lambda m: m.second.weight.t(),
+    "detached": lambda m: m.second.weight.detach(),
+}
+HARMLESS: dict[str, Callable[[Any], Tensor]] = {
+    "a bias, which nobody saves": lambda m: m.second.bias,
+    "the first weight, whose input needs no gradient": lambda m: m.first.weight,
+}
+
+
+def _x() -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("through", CHANGES)
+def test_a_weight_changed_in_the_forward_after_its_use_is_an_error_as_in_torch(
+    tmp_path: Path, placement: Any, through: str
+) -> None:
+    change = _double(CHANGES[through])
+    plain = seeded(lambda: Net(change))
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        plain(_x()).sum().backward()
+    model = seeded(lambda: Net(change))
+    with offload.initialize(model, config(tmp_path, placement)):
+        loss = model(_x()).sum()
+        with pytest.raises(ModifiedError, match=r"inplace operation: second\.weight.* version 1"):
+            loss.backward()
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("through", HARMLESS)
+def test_what_backward_does_not_need_may_be_changed(
+    tmp_path: Path, placement: Any, through: str
+) -> None:
+    change = _double(HARMLESS[through])
+    plain = seeded(lambda: Net(change))
+    plain(_x()).sum().backward()
+    model = seeded(lambda: Net(change))
+    with offload.initialize(model, config(tmp_path, placement)) as engine:
+        model(_x()).sum().backward()
+        assert_same_bits(gradients_of(engine), {n: p.grad for n, p in plain.named_parameters()})
+
+
+@PLACEMENTS
+def test_a_weight_changed_between_forward_and_backward_is_an_error(
+    tmp_path: Path, placement: Any
+) -> None:
+    model = seeded(lambda: Net(lambda module: None))
+    with offload.initialize(model, config(tmp_path, placement)) as engine:
+        loss = model(_x()).sum()
+        with engine.gathered(model.second.weight), torch.no_grad():
+            model.second.weight.mul_(2)
+        with pytest.raises(ModifiedError, match=r"second\.weight"):
+            loss.backward()
+        model(_x()).sum().backward()  # the next pass uses what it is now
+
+
+class Renormed(nn.Module):
+    """An embedding that scales its rows before they are used, and what uses them too."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH, max_norm=0.5)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.embed(x).tanh())
+        return y
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_that_renorms_trains_as_in_plain_pytorch(
+    tmp_path: Path, placement: Any, tied: bool
+) -> None:
+    x = torch.tensor([1, 3, 3, 5])
+
+    def losses(model: nn.Module, backward: Callable[[Tensor], None], optimizer: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            loss = model(x).square().sum()
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain = seeded(lambda: Renormed(tied))
+    expected = losses(plain, Tensor.backward, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    model = seeded(lambda: Renormed(tied))
+    keys = config(tmp_path, placement, optimizer={"lr": 1e-2, "weight_decay": 1e-2})
+    with offload.initialize(model, keys) as engine:
+        assert losses(model, engine.backward, engine.optimizer) == pytest.approx(expected, rel=1e-6)
+
+
+@PLACEMENTS
+def test_a_renorm_between_two_uses_is_an_error_as_in_torch(tmp_path: Path, placement: Any) -> None:
+    x = torch.tensor([1, 3, 3, 5])
+    plain = seeded(lambda: Renormed(tied=True))
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        (plain(x).sum() + plain(x).sum()).backward()
+    model = seeded(lambda: Renormed(tied=True))
+    with offload.initialize(model, config(tmp_path, placement)):
+        loss = model(x).sum() + model(x).sum()
+        with pytest.raises(ModifiedError, match=r"embed\.weight"):
+            loss.backward()
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("kind", ["spectral", "weight"])
+def test_parametrized_weights_train_as_in_plain_pytorch(
+    tmp_path: Path, placement: Any, kind: str
+) -> None:
+    norm: Any = getattr(nn.utils.parametrizations, f"{kind}_norm")
+
+    def build() -> nn.Module:
+        net = Net(lambda module: None)
+        norm(net.first)
+        norm(net.second)
+        return net
+
+    plain = seeded(build)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    model = seeded(build)
+    keys = config(tmp_path, placement, optimizer={"lr": 1e-2, "weight_decay": 1e-2})
+    with offload.initialize(model, keys) as engine:
+        for _ in range(3):
+            expected, found = plain(_x()).square().sum(), model(_x()).square().sum()
+            expected.backward()
+            found.backward()
+            assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+            for each in (optimizer, engine.optimizer):
+                each.step()
+                each.zero_grad()

@@ -1,0 +1,423 @@
+"""Blocks that change their buffers or attributes: recomputed, they give what they give without."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.errors import ModifiedError, UnsupportedError
+from offload.zero.block_state import BlockState
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, gradients_of, seeded
+
+WIDTH, LARGE = 8, 40_000
+
+
+class Plain(nn.Module):
+    """What the others change something in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.inner(self.linear(x)).tanh())
+        return x + y
+
+
+class Normed(Plain):
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=momentum)
+
+    def inner(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y
+
+
+class InstanceNormed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(WIDTH, track_running_stats=True)
+
+    def inner(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x[..., None].expand(-1, -1, 3) * torch.arange(3.0)).mean(-1)
+        return y
+
+
+class Spectral(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+class SpectralByHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.spectral_norm(self.linear)
+
+
+class Assigned(Plain):
+    """A running mean that is another tensor each time; the block before the first has none."""
+
+    mean: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def inner(self, x: Tensor) -> Tensor:
+        now = x.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return x - self.mean
+
+
+class InPlace(Plain):
+    """A running mean changed in place; `part` is a view of it, known by an attribute."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.part = self.mean[: WIDTH // 2]
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean * self.part.sum()
+
+
+class Large(Plain):
+    """A large buffer that changes, and one that does not."""
+
+    table: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(LARGE))
+        self.register_buffer("mask", torch.ones(LARGE))
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.table[:WIDTH] += x.detach().mean(0)
+        return x * self.table[:WIDTH].clone() * self.mask[:WIDTH]
+
+
+class Counting(Plain):
+    """Numbers, a list and a dict of its own decide what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen: list[float] = []
+        self.by_size: dict[int, int] = {}
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.detach().sum().item())
+        self.by_size[len(x)] = self.by_size.get(len(x), 0) + 1
+        scale = self.calls + len(self.seen) + self.by_size[len(x)]
+        return x * scale
+
+
+class Stateful(Plain):
+    """Carries its last output on; with a graph, for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = x + self.last.detach()
+        self.last = y.mean(0)
+        return y
+
+
+class Inner(Normed):
+    """Checkpoints a part of itself, which holds a batch norm."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().inner, x, use_reentrant=False)
+        return y
+
+
+class Twice(Normed):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(super().inner(x).exp())
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": Normed,
+    "cumulative batch norm": lambda: Normed(None),
+    "instance norm": InstanceNormed,
+    "spectral norm": Spectral,
+    "spectral norm by a hook": SpectralByHook,
+    "spectral norm of the block itself": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "assigned": Assigned,
+    "in place": InPlace,
+    "large": Large,
+    "counting": Counting,
+    "stateful": Stateful,
+    "an inner checkpoint": Inner,
+    "a batch norm used twice": Twice,
+}
+
+
+class Stack(nn.Module):
+    """Blocks, of which the first is called again at the end."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return x.square().mean()
+
+
+def scaled_inputs(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Hooks of the blocks themselves change what goes in and comes out."""
+
+    def build() -> nn.Module:
+        model = Stack(make)
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+            block.register_forward_hook(lambda module, args, output: output * 0.5)
+        return model
+
+    return build
+
+
+def batches(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
+
+
+def in_turn(model: nn.Module) -> Iterator[float]:
+    for x in batches():
+        loss = model(x)
+        loss.backward()
+        yield loss.item()
+
+
+def crossed(model: nn.Module) -> Iterator[float]:
+    first, second, third = (model(x) for x in batches())
+    second.backward()
+    (first + third).backward()
+    yield from (first.item(), second.item(), third.item())
+
+
+def retained(model: nn.Module) -> Iterator[float]:
+    for x in batches(2):
+        loss = model(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        yield loss.item()
+
+
+def toggled(model: nn.Module) -> Iterator[float]:
+    """The mode changes between forward and backward, and evaluation comes in between."""
+    for x in batches():
+        loss = model(x)
+        model.eval()
+        with torch.no_grad():
+            yield model(x).item()
+        loss.backward()
+        model.train()
+        yield loss.item()
+
+
+ORDERS = {each.__name__: each for each in (in_turn, crossed, retained, toggled)}
+
+
+def settings(folder: Path, check: Any, placement: Any, blocks: str, **more: Any) -> Any:
+    placed = {**placement, "activations": {"checkpoint": check}}
+    return config(folder, placed, groups={"blocks": [blocks]}, **more)
+
+
+def run_plain(
+    build: Callable[[], nn.Module], order: Callable[[nn.Module], Iterator[float]]
+) -> tuple[list[float], dict[str, Tensor]]:
+    model = seeded(build)
+    losses = list(order(model))
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return losses, {**gradients, **{f"buffer {n}": b for n, b in model.named_buffers()}}
+
+
+def run_ours(
+    build: Callable[[], nn.Module],
+    order: Callable[[nn.Module], Iterator[float]],
+    keys: Any,
+) -> tuple[list[float], dict[str, Tensor], nn.Module]:
+    model = seeded(build)
+    with offload.initialize(model, keys) as engine:
+        losses = list(order(model))
+        found = {n: g.clone() for n, g in gradients_of(engine).items()}
+        engine.check_integrity()
+    return losses, {**found, **{f"buffer {n}": b for n, b in model.named_buffers()}}, model
+
+
+def compare(
+    folder: Path, build: Callable[[], nn.Module], order: str, check: Any, placement: Any
+) -> nn.Module:
+    blocks = type(seeded(build).blocks[0]).__name__
+    expected_losses, expected = run_plain(build, ORDERS[order])
+    keys = settings(folder, check, placement, blocks)
+    losses, found, model = run_ours(build, ORDERS[order], keys)
+    assert losses == expected_losses
+    assert_same_bits(found, expected)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("check", [True, "selective"])
+def test_a_recomputed_block_is_as_one_that_is_not(tmp_path: Path, kind: str, check: Any) -> None:
+    compare(tmp_path, lambda: Stack(KINDS[kind]), "in_turn", check, NVME)
+
+
+# a checkpoint of the model's own does not bear a mode that changes, in plain PyTorch either
+_CROSSED = [
+    (kind, order)
+    for kind in KINDS
+    for order in ORDERS
+    if order != "in_turn" and (kind, order) != ("an inner checkpoint", "toggled")
+]
+
+
+@pytest.mark.parametrize(("kind", "order"), _CROSSED)
+def test_the_order_of_passes_does_not_matter(tmp_path: Path, kind: str, order: str) -> None:
+    compare(tmp_path, lambda: Stack(KINDS[kind]), order, True, HOST)
+
+
+@pytest.mark.parametrize("check", [True, "selective"])
+def test_hooks_of_a_block_change_its_input_and_output_once(tmp_path: Path, check: Any) -> None:
+    compare(tmp_path, scaled_inputs(Normed), "in_turn", check, NVME)
+
+
+def test_attributes_are_as_if_nothing_was_computed_again(tmp_path: Path) -> None:
+    model: Any = compare(tmp_path, lambda: Stack(Counting), "in_turn", True, HOST)
+    assert [block.calls for block in model.blocks] == [6, 3, 3]
+    assert [len(block.seen) for block in model.blocks] == [6, 3, 3]
+    assert model.blocks[1].by_size == {4: 3}
+
+
+def test_micro_batches_update_buffers_once_per_piece(tmp_path: Path) -> None:
+    def run(check: Any) -> tuple[list[float], dict[str, Tensor]]:
+        keys = settings(tmp_path, check, NVME, "Spectral", micro_batches=2)
+        losses, found, _ = run_ours(lambda: Stack(Spectral), in_turn, keys)
+        return losses, found
+
+    losses, found = run(True)
+    expected_losses, expected = run(False)
+    assert losses == expected_losses
+    assert_same_bits(found, expected)
+
+
+class _Known:
+    def __call__(self, gradient: Tensor) -> None:
+        """Nothing."""
+
+
+def test_evaluation_without_backward_keeps_nothing_of_the_passes_before(tmp_path: Path) -> None:
+    """Tensors with a graph, known by an attribute, would otherwise hold one another."""
+    model: Any = seeded(lambda: Stack(Stateful))
+    with offload.initialize(model, settings(tmp_path, True, HOST, "Stateful")):
+        model(batches()[0])
+        known = _Known()
+        model.blocks[1].last.register_hook(known)  # lives as long as the graph
+        died = weakref.ref(known)
+        del known
+        assert died() is not None
+        for x in batches()[1:]:
+            model(x)
+        assert died() is None
+
+
+class Renormed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, WIDTH, max_norm=0.5)
+
+    def inner(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.embed(torch.arange(4))
+        return y
+
+
+class Learning(Plain):
+    """A tensor that requires a gradient and is no parameter, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(WIDTH, requires_grad=True)
+
+    def inner(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        return x + self.scale.detach()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Renormed, "embed.weight"), (Learning, "scale")])
+def test_what_cannot_be_given_back_is_refused_by_name(
+    tmp_path: Path, kind: type[Plain], name: str
+) -> None:
+    model = seeded(lambda: Stack(kind))
+    with (
+        offload.initialize(model, settings(tmp_path, True, NVME, kind.__name__)),
+        pytest.raises(UnsupportedError, match=rf"blocks\.0 changes its {name} in place"),
+    ):
+        model(batches()[0])
+
+
+def _step(model: Any, engine: offload.Engine) -> None:
+    model(batches()[1]).backward()
+    engine.optimizer.step()
+
+
+def _write(model: Any, engine: offload.Engine) -> None:
+    with engine.gathered(model.blocks[2].out.weight), torch.no_grad():
+        model.blocks[2].out.weight.add_(1)
+
+
+def _mask(model: Any, engine: offload.Engine) -> None:
+    model.blocks[2].mask.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [(_step, "its parameters, by an optimizer step"), (_write, r"out\.weight"), (_mask, "mask")],
+)
+def test_a_block_changed_between_forward_and_backward_is_an_error(
+    tmp_path: Path, change: Callable[[Any, offload.Engine], None], what: str
+) -> None:
+    model = seeded(lambda: Stack(Large))
+    with offload.initialize(model, settings(tmp_path, True, HOST, "Large")) as engine:
+        loss = model(batches()[0])
+        change(model, engine)
+        with pytest.raises(ModifiedError, match=rf"blocks\.[02] again .* but {what}"):
+            loss.backward()
+
+
+def test_large_buffers_that_stay_as_they_are_are_not_copied_until_backward(tmp_path: Path) -> None:
+    model: Any = seeded(lambda: Stack(Large))
+    block = model.blocks[0]
+    state = BlockState(block)
+    state.keep()
+    block(batches()[0])
+    state.settle()
+    (kept,) = [each for each in state._modules if each.module is block]
+    assert kept.buffers["mask"] is block.mask
+    assert kept.buffers["table"] is not block.table

@@ -1,0 +1,193 @@
+"""What a block keeps from one call to the next, besides parameters: buffers and attributes.
+
+Whoever runs a block once more than its model does (recomputation, a comparison) has to give it what
+it had then, and to leave what it has now:
+
+    forward        BlockState(block), keep ▶ the block's forward ▶ settle
+    once more      with installed(): the block's forward, on copies
+
+Given back are buffers, and of the attributes of the block's modules tensors, containers (list,
+dict, set, deque; what is in them is not copied) and whatever is assigned anew: plain numbers,
+`training`. What the forward changes inside of anything else that an attribute refers to (a counter
+in an object of its own, a tensor in a list) is out of reach.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+# A copy this small is kept without a look at whether it was needed: it costs less than the look,
+# which waits for a GPU.
+KEPT_NBYTES = 64 << 10
+
+_NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "_compiled_call_impl"}
+_PLAIN = (torch.Tensor, FakeTensor)
+_CONTAINERS = frozenset({list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter})
+# most attributes are of these; nothing inside of them changes
+_FIXED = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.Size}
+)
+
+
+@dataclass(slots=True)
+class _ModuleState:
+    module: nn.Module
+    path: str
+    attributes: dict[str, Any]
+    buffers: dict[str, torch.Tensor | None]
+    exchangeable: list[str]  # attributes that may be tensors or containers
+
+    @classmethod
+    def of(cls, module: nn.Module, path: str) -> _ModuleState:
+        """What a module has now."""
+        attributes = {k: v for k, v in vars(module).items() if k not in _NOT_STATE}
+        exchangeable = [k for k, v in attributes.items() if type(v) not in _FIXED]
+        return cls(module, path, attributes, dict(module._buffers), exchangeable)
+
+    def exchanged(self, new: Callable[[Any], Any]) -> _ModuleState:
+        attributes = self.attributes | {k: new(self.attributes[k]) for k in self.exchangeable}
+        buffers = {name: new(value) for name, value in self.buffers.items()}
+        return _ModuleState(self.module, self.path, attributes, buffers, self.exchangeable)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        attributes = ((name, self.attributes[name]) for name in self.exchangeable)
+        for name, value in (*self.buffers.items(), *attributes):
+            if isinstance(value, torch.Tensor):
+                yield f"{self.path}.{name}" if self.path else name, value
+
+    def put(self) -> None:
+        """Let the module have what is here, and nothing else."""
+        own = vars(self.module)
+        for name in own.keys() - self.attributes.keys() - _NOT_STATE:
+            del own[name]
+        own.update(self.attributes)
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A tensor without a copy: it must stay as it is."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+
+
+class BlockState:
+    """Buffers and attributes of a block's modules as they are when this is made."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._modules = [_ModuleState.of(each, path) for path, each in block.named_modules()]
+        self._exchange(_without_graph)
+        uncopied = [(name, t) for name, t in self._tensors() if not _is_copied(t)]
+        self._watched = [
+            _Watched(name, tensor, tensor._version)
+            for name, tensor in (*block.named_parameters(), *uncopied)
+            if not tensor.is_inference()
+        ]
+        self._kept: dict[int, torch.Tensor] = {}  # copies, by the id of what they are copies of
+
+    def keep(self) -> None:
+        """A forward may change all this from now on: to be followed by `settle`."""
+        self._kept = _copies(tensor for _, tensor in self._tensors())
+        self._exchange(lambda value: _copied(value, {}))
+
+    def settle(self) -> None:
+        """The forward is over: large tensors that it left as they were need no copy."""
+        for name, tensor in self._tensors():
+            kept = self._kept.get(id(tensor))
+            if kept is not None and _is_large(kept) and _same_bits(kept, tensor):
+                del self._kept[id(tensor)]
+                self._watched.append(_Watched(name, tensor, tensor._version))
+        self._exchange(lambda value: self._kept.get(id(value), value))
+        self._kept = {}
+
+    def changed(self) -> list[str]:
+        """Parameters, and tensors without a copy, that somebody has changed in place since."""
+        return [each.name for each in self._watched if each.tensor._version != each.version]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the block has copies of all this; afterwards what it has now."""
+        assert not self._kept, "settled"
+        now = [_ModuleState.of(each.module, each.path) for each in self._modules]
+        copies = _copies(tensor for _, tensor in self._tensors())
+        try:
+            for each in self._modules:
+                each.exchanged(lambda value: _copied(value, copies)).put()
+            yield
+        finally:
+            for each in now:
+                each.put()
+
+    def _exchange(self, new: Callable[[Any], Any]) -> None:
+        self._modules = [each.exchanged(new) for each in self._modules]
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each once, with one of its names."""
+        seen: set[int] = set()
+        for name, tensor in chain.from_iterable(each.tensors() for each in self._modules):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def _without_graph(value: Any) -> Any:
+    """With it, what one pass keeps would keep the pass before."""
+    if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return plain and not tensor.requires_grad and not tensor.is_quantized
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Of those that can be copied, by their id. Views of one memory are so again."""
+    by_memory: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if _is_copied(tensor):
+            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    copies: dict[int, torch.Tensor] = {}
+    for views in by_memory.values():
+        if len(views) == 1 or isinstance(views[0], FakeTensor):
+            copies.update((id(view), view.clone()) for view in views)
+        else:
+            memory = views[0].untyped_storage().clone()
+            copies.update((id(view), _view_of(memory, view)) for view in views)
+    return copies
+
+
+def _view_of(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(memory, like.storage_offset(), like.shape, like.stride())
+
+
+def _copied(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
+    return copy.copy(value) if type(value) in _CONTAINERS else copies.get(id(value), value)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > KEPT_NBYTES and not tensor.is_inference()
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Without values nothing differs. Kernels that change a tensor do not always count it (batch
+    norm), so versions would not tell."""
+    if isinstance(a, FakeTensor) or a.is_meta:
+        return True
+    flat_a, flat_b = (each.reshape(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(flat_a, flat_b)

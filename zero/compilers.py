@@ -1,0 +1,41 @@
+"""What torch.compile must not look into: hooks that move parameters, and what they call.
+
+`torch.compiler.disable` would do, but imports the compiler at once: two seconds and 80 MiB for who
+does not compile. These wait until somebody else has imported it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_NEEDED = {"disable", "decorators"}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """`function` and all that it calls run as they are; a graph under way ends before it."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            compiler = sys.modules.get("torch._dynamo")
+            # it may be half imported, or a stand-in (`planning/compiler_free`)
+            if compiler is None or not vars(compiler).keys() >= _NEEDED:
+                return function(*args, **kwargs)
+            compiler.decorators.skip(call)  # or it is compiled for every object that has it
+            disabled = compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return break_graph(call)  # type: ignore[return-value]
+
+
+def break_graph(function: Function) -> Function:
+    """`function` is part of no graph; what it calls may be compiled, each on its own."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,507 @@
+"""What users find in `param.grad`: a handle of the gradient that was accumulated in the tiers.
+
+    backward          autograd's gradient goes into the accumulator, `param.grad` is a handle
+    a second pass     autograd adds to `param.grad`, in place: into the accumulator
+    vector_norm       from the sums of squares that the copy into the accumulator made
+    mul_(scalar)      kept as a factor of the coming update
+    zero_             there is a gradient, and it is zero
+    grad = None       what was accumulated is forgotten when somebody looks next (`collect`, a
+                      forward): nothing tells of an attribute that is set
+    grad = tensor     it stays there, autograd adds to it, and the step takes its values in
+    anything else     reads the accumulator, or writes it
+
+`param.grad` alone says what the gradient is, as in PyTorch; the accumulator holds the value of the
+handle that is in it. A handle that somebody keeps after its parameter's gradient was cleared takes
+its value along; any other is used again for the next gradient: small things that were allocated
+between large gradients would keep the C library's heap from giving those back.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.bits import DTYPE_OF
+from offload.zero.group import ParamGroup
+from offload.zero.local_tensors import is_dtensor, like, local_of, spread_as
+from offload.zero.optimizer_state import OptimizerState
+from offload.zero.paged import Operation, PagedTensor
+from offload.zero.ranks import Ranks
+from offload.zero.reduction import ReducedGradients, Reductions
+from offload.zero.session import in_backward
+from offload.zero.stepper import Place, Stepper
+
+aten = torch.ops.aten
+
+
+class GradientSource:
+    """One parameter's gradient, from the pass that began it until it is cleared."""
+
+    __slots__ = ("_table", "index", "kept", "param", "state", "used_up", "zeroed")
+
+    def __init__(
+        self, table: GradientHandles, state: OptimizerState, index: int, param: nn.Parameter
+    ) -> None:
+        self._table = table
+        self.state = state
+        self.index = index
+        self.param = param
+        self.zeroed = False  # it is zero, and nothing is in the accumulator
+        self.kept: torch.Tensor | None = None  # its value, since the accumulator has another's
+        self.used_up: str | None = None  # why it has no value any more
+
+    @property
+    def key(self) -> Place:
+        return self.state.group.index, self.index
+
+    @property
+    def name(self) -> str:
+        return f"{self.state.group.layout.params[self.index].name}.grad"
+
+    @contextmanager
+    def reading(self) -> Iterator[torch.Tensor]:
+        yield self._table.value_of(self)
+
+    @contextmanager
+    def writing(self) -> Iterator[torch.Tensor]:
+        value = self._table.value_of(self)
+        yield value
+        self._table.write(self, value)
+
+    def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.kept is not None:
+            return NotImplemented
+        rule = _RULES.get(operation)
+        return NotImplemented if rule is None else rule(self, self._table, args, kwargs)
+
+
+class GradientHandles:
+    """The gradients of one model, as `param.grad` shows them. For the thread of the model, and the
+    one that runs backward."""
+
+    def __init__(
+        self, states: Sequence[OptimizerState], stepper: Stepper, reductions: Reductions | None,
+        ranks: Ranks | None, arrive: Callable[[OptimizerState, int, torch.Tensor], None],
+        comes_in_parts: Callable[[ParamGroup], bool],
+    ) -> None:  # fmt: skip
+        """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`: those
+        of a group are on their way there, micro-batch by micro-batch."""
+        self._states = states
+        self._stepper = stepper
+        self._reductions = reductions
+        self._ranks = ranks
+        self._arrive = arrive
+        self._comes_in_parts = comes_in_parts
+        self._sources: dict[Place, GradientSource] = {}  # of what the accumulators have
+        self._handles: dict[Place, PagedTensor] = {}  # of which no other is held elsewhere
+        self._params: dict[Place, nn.Parameter] = {
+            (state.group.index, index): param
+            for state in states
+            for index, param in enumerate(state.group.params)
+            if state.group.layout.params[index].trainable
+        }
+        stepper.on_used_up = self._let_go
+        self._last: list[Place] = []  # what had gradients in the last step that had any
+        self._set: dict[Place, int] = {}  # addresses of tensors that users have put there
+        self._agreed = False  # all ranks know which gradients there are
+
+    # ---------------------------------------------------------------- from autograd
+    def is_current(self, key: Place, gradient: torch.Tensor | None) -> bool:
+        """Whether `gradient` is the handle of what the accumulator has for a parameter."""
+        return key in self._sources and gradient is self._handles[key]
+
+    def is_set(self, key: Place, gradient: torch.Tensor) -> bool:
+        """Whether `gradient` is a tensor of the user's, to which autograd has added."""
+        return key in self._set and self._set[key] == local_of(gradient).data_ptr()
+
+    def note_set(self) -> None:
+        """Before a pass: which parameters have a tensor of the user's for a gradient. It stays
+        there, as in torch: it may be a view of a buffer that the user zeroes, or sums up in."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = ((key, param.grad) for key, param in self._params.items())
+            self._set = {
+                key: local_of(gradient).data_ptr() for key, gradient in found
+                if gradient is not None and not isinstance(gradient, PagedTensor)
+            }  # fmt: skip
+
+    def take(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
+        """`param.grad` was cleared, or never there, and autograd gave `gradient`."""
+        key = state.group.index, index
+        self._forget([key])
+        self._arrive(state, index, gradient)
+        self._agreed = False
+        self._put(key)
+
+    def add(self, source: GradientSource, gradient: torch.Tensor) -> None:
+        """Autograd, or the user, adds to a gradient that is there."""
+        self._arrive(source.state, source.index, gradient)
+        source.zeroed = False
+        self._agreed = False
+
+    def prepare(self) -> None:
+        """Make all handles."""
+        for key, param in self._params.items():
+            self._put(key)
+            param.grad = None
+        self._sources.clear()
+
+    def _put(self, key: Place) -> None:
+        param = self._params[key]
+        source = GradientSource(self, self._states[key[0]], key[1], param)
+        if key in self._handles:
+            self._handles[key].source = source
+        else:
+            shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
+            self._handles[key] = PagedTensor(source, shape, param.device)
+        self._sources[key] = source
+        param.grad = self._handles[key]
+
+    # ---------------------------------------------------------------- what users did to `.grad`
+    def drop_cleared(self) -> None:
+        """Forget gradients whose `param.grad` was set to None.
+
+        StateError where an update has begun with one.
+        """
+        if not self._sources:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            gone = [key for key in self._sources if self._params[key].grad is None]
+        if len(gone) == len(self._sources):
+            self._detach(gone)
+            self._stepper.zero_grad()
+            self._sources.clear()
+            self._agreed = False
+        else:
+            self._forget(gone)
+
+    def collect(self) -> None:
+        """Before a step: gradients that were cleared are forgotten, those that were set are taken
+        in."""
+        self.drop_cleared()
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {key: param.grad for key, param in self._params.items()}
+        for key, gradient in found.items():
+            if gradient is None:
+                if key not in self._sources and self._has(self._states[key[0]], key[1]):
+                    self._forget([key])  # of a tensor that was there in the last step
+            elif not self.is_current(key, gradient):
+                self._take_set(key, gradient)
+        for key in list(self._sources):
+            source = self._sources[key]
+            if source.zeroed:
+                self._keep_zeros(source)
+        self._last = list(self._sources) or self._last
+
+    def _keep_zeros(self, source: GradientSource) -> None:
+        gradients = source.state.gradients
+        if isinstance(gradients, ReducedGradients):  # other ranks' may be more than zero
+            spec = source.state.group.layout.params[source.index]
+            zeros = torch.zeros(spec.shape, dtype=source.param.dtype, device=source.param.device)
+            gradients.keep(source.index, zeros)
+            source.zeroed = False
+            self._stepper.changed()
+        else:
+            self.write(source, self.value_of(source))
+
+    def _take_set(self, key: Place, gradient: torch.Tensor) -> None:
+        value = gradient.values() if isinstance(gradient, PagedTensor) else gradient.detach()
+        state, index = self._states[key[0]], key[1]
+        self._refuse_ahead(state, index)
+        self._forget([key])
+        local = spread_as(self._params[key], value)
+        if isinstance(state.gradients, ReducedGradients):
+            state.gradients.keep(index, local)  # it is reduced in the step, with other ranks'
+        else:
+            state.gradients.add(index, local)
+            state.gradients.close()
+        self._stepper.changed()
+        self._agreed = False
+        if isinstance(gradient, PagedTensor):
+            self._put(key)
+
+    def complete(self) -> None:
+        """After ranks have agreed: what others have gradients of, has one here, too."""
+        for state in self._states:
+            for index, passes in enumerate(state.gradients.passes):
+                key = state.group.index, index
+                if passes and key not in self._sources and self._params[key].grad is None:
+                    self._put(key)
+
+    def repeat(self) -> None:
+        """For a rank without data: other ranks make gradients of what had some in the last step."""
+        self._agreed = False
+        for key in self._last:
+            if key not in self._sources:
+                self._put(key)
+
+    def clear(self, why: str) -> None:
+        """No parameter has a gradient any more."""
+        self._let_go(range(len(self._states)), why)
+
+    def _let_go(self, groups: Sequence[int], why: str) -> None:
+        wanted = set(groups)
+        for key in [key for key in self._sources if key[0] in wanted]:
+            if self.is_current(key, self._params[key].grad):
+                self._params[key].grad = None
+            self._sources.pop(key).used_up = why
+            self._handles.pop(key)
+
+    def _forget(self, keys: Sequence[Place]) -> None:
+        """What the accumulators have for these is of gradients that were cleared."""
+        self._detach(keys)
+        by_group: dict[int, list[int]] = {}
+        for key in keys:
+            self._sources.pop(key, None)
+            if self._has(self._states[key[0]], key[1]):
+                by_group.setdefault(key[0], []).append(key[1])
+        for group, indices in by_group.items():
+            self._stepper.drop(self._states[group], indices)
+
+    def _has(self, state: OptimizerState, index: int) -> bool:
+        return bool(state.gradients.passes[index])
+
+    def _detach(self, keys: Sequence[Place]) -> None:
+        """A handle that somebody has kept, or a view of it, takes its value along."""
+        for key in keys:
+            if key not in self._sources or not self._is_kept(key):
+                continue
+            source = self._sources[key]
+            if isinstance(source.state.gradients, ReducedGradients):
+                # all ranks would have to put it together, and here one of them may have kept it
+                source.used_up = (
+                    "it was cleared, and its parts are on several ranks; .clone() it before"
+                )
+            elif not source.zeroed and not self._has(source.state, source.index):
+                # parts of it were still to come, from other micro-batches
+                source.used_up = "the backward pass that it came in was cut short"
+            else:
+                source.kept = self.value_of(source)
+            del self._handles[key]
+
+    def _is_kept(self, key: Place) -> bool:
+        """Whether there are references to a handle, or to its source, beside ours."""
+        handle, source = self._handles[key], self._sources[key]
+        # a local variable, an entry of a dictionary, an argument; the source has the handle, too
+        return sys.getrefcount(handle) > 3 or sys.getrefcount(source) > 4
+
+    # ---------------------------------------------------------------- values
+    def value(self, param: nn.Parameter, state: OptimizerState, index: int) -> torch.Tensor | None:
+        """A copy of a parameter's gradient, in the accumulator's format; None if it has none."""
+        self.drop_cleared()
+        gradient = param.grad
+        if gradient is None:
+            return None
+        if not self.is_current((state.group.index, index), gradient):
+            return gradient.clone()
+        source = self._sources[state.group.index, index]
+        return None if self._is_spent(source) else self._read(source)
+
+    def value_of(self, source: GradientSource) -> torch.Tensor:
+        """A copy, in the parameter's format."""
+        self._check(source)
+        if source.kept is not None:
+            return source.kept.clone()
+        if self._is_spent(source):
+            self._refuse_used_up(source)
+        return self._read(source).to(source.param.dtype)
+
+    def _is_spent(self, source: GradientSource) -> bool:
+        return bool(source.state.gradients.spent)
+
+    def _read(self, source: GradientSource) -> torch.Tensor:
+        state, index = source.state, source.index
+        spec = state.group.layout.params[index]
+        state.group.wait_for_update()
+        self._agree()
+        if source.zeroed:
+            return like(source.param, torch.zeros(spec.shape, device=state.group.device))
+        gradients = state.gradients
+        if isinstance(gradients, ReducedGradients):
+            found: torch.Tensor | None = self._whole(gradients, state, index)
+        else:
+            found = gradients.read(index)
+        assert found is not None, "there is a handle of it"
+        scale = self._loss_scale
+        return like(source.param, found if scale == 1.0 else found.float() / scale)
+
+    def _whole(
+        self, gradients: ReducedGradients, state: OptimizerState, index: int
+    ) -> torch.Tensor:
+        """Put together from all ranks' parts."""
+        assert self._ranks is not None, "made with the gradients"
+        gradients.landed.wait()
+        mine = gradients.read(index)
+        spec = state.group.layout.params[index]
+        whole = torch.zeros(spec.numel, dtype=torch.float32, device=state.group.device)
+        if mine is not None:
+            start = state.parts[index].start
+            whole[start : start + mine.numel()] = mine.reshape(-1)
+        return self._ranks.combine(whole).to(DTYPE_OF[gradients.format]).view(spec.shape)
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._stepper.loss_scale_of_gradients
+
+    def write(self, source: GradientSource, value: torch.Tensor) -> None:
+        """Let `value`, of the parameter's shape, be the gradient."""
+        self._check_writable(source)
+        if source.kept is not None:
+            source.kept = value
+            return
+        self._agree()
+        state, index = source.state, source.index
+        state.group.wait_for_update()
+        local, scale = spread_as(source.param, value), self._loss_scale
+        state.gradients.write(index, local if scale == 1.0 else local.float() * scale)
+        source.zeroed = False
+        self._stepper.changed()
+
+    def scale(self, source: GradientSource, factor: float) -> None:
+        if factor == 1.0:  # who only wants the norm clips to infinity
+            self._check(source)
+            return
+        self._check_writable(source)
+        self._agree()
+        if source.zeroed and not math.isfinite(factor):
+            self.write(source, self.value_of(source) * factor)  # NaN
+        elif not source.zeroed:
+            source.state.gradients.scale(source.index, factor)
+            self._stepper.changed()
+
+    def zero(self, source: GradientSource) -> None:
+        self._check_writable(source)
+        if not source.zeroed or self._reductions is not None:  # other ranks may have added to it
+            self._stepper.drop(source.state, [source.index])
+            source.zeroed = True
+
+    def norm(self, source: GradientSource) -> torch.Tensor:
+        """The 2-norm of the whole gradient, 0-dim, fp32."""
+        self._check(source)
+        device = source.state.group.device
+        self._agree()
+        if source.zeroed:
+            return torch.zeros((), device=device)
+        return self._stepper.gradient_norm_of(source.key).to(device)
+
+    def _agree(self) -> None:
+        """On several ranks: what others have of these gradients is in them. All ranks come here,
+        for they run the same program."""
+        if self._reductions is None or self._agreed:
+            return
+        assert self._ranks is not None, "made with the reductions"
+        self._reductions.agree()
+        self._stepper.agreed()
+        here = [int(key in self._sources) for key in self._params]
+        missing = self._ranks.exchange(here, "which parameters have gradients")
+        if (missing != missing[0]).any():
+            column = int((missing != missing[0]).any(axis=0).argmax())
+            key = list(self._params)[column]
+            name = self._states[key[0]].group.layout.params[key[1]].name
+            without = [rank for rank, row in enumerate(missing) if not row[column]]
+            raise UnsupportedError(
+                f"{name} has a gradient on some ranks and none on others ({without}), so what they "
+                "compute from their gradients would differ; set clip_grad_norm: in the "
+                "configuration, which counts all ranks' gradients, or let every rank use the same "
+                "parameters"
+            )
+        self._agreed = True
+        for source in self._sources.values():
+            if source.state.gradients.passes[source.index]:
+                source.zeroed = False  # some rank has added to it
+
+    # ---------------------------------------------------------------- refusals
+    def _check(self, source: GradientSource) -> None:
+        if source.used_up is not None:
+            raise StateError(f"{source.name} has no value any more: {source.used_up}")
+        if source.kept is None and self._comes_in_parts(source.state.group):
+            raise StateError(
+                f"{source.name} is not complete: with micro_batches above 1 the gradients of a "
+                "block come in parts, and hooks on its parameters are called for each; read or "
+                "change it after backward, or set micro_batches: 1"
+            )
+
+    def _check_writable(self, source: GradientSource) -> None:
+        self._check(source)
+        if source.kept is None:
+            self._refuse_ahead(source.state, source.index)
+
+    def _refuse_ahead(self, state: OptimizerState, index: int) -> None:
+        if self._stepper.updates_in_backward:
+            name = state.group.layout.params[index].name
+            raise StateError(
+                f"{name}.grad cannot be changed: optimizer.in_backward updates parameters while "
+                "backward runs, with gradients as they come; set in_backward: false to clip or "
+                "scale gradients"
+            )
+
+    def _refuse_used_up(self, source: GradientSource) -> None:
+        raise StateError(
+            f"{source.name} has no value any more: optimizer.in_backward has updated with it, and "
+            "gave its memory back (its norm is known); set in_backward: false to read gradients"
+        )
+
+
+# ---------------------------------------------------------------- operations on whole gradients
+def _norm(s: GradientSource, table: GradientHandles, args: Any, kwargs: Any) -> Any:
+    order = args[0] if args else kwargs.get("ord", kwargs.get("p", 2))
+    rest = [*args[1:], *(v for k, v in kwargs.items() if k not in ("ord", "p"))]
+    if order != 2 or any(each not in (None, False, [], torch.float32) for each in rest):
+        return NotImplemented
+    return table.norm(s)
+
+
+def _mul(s: GradientSource, table: GradientHandles, args: Any, kwargs: Any) -> Any:
+    factor = _scalar(args[0])
+    if factor is None:
+        return NotImplemented
+    table.scale(s, factor)
+    return s
+
+
+def _div(s: GradientSource, table: GradientHandles, args: Any, kwargs: Any) -> Any:
+    divisor = _scalar(args[0])
+    if not divisor or kwargs:
+        return NotImplemented
+    table.scale(s, 1.0 / divisor)
+    return s
+
+
+def _scalar(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        one = value.numel() == 1 and value.dim() <= 1 and not is_dtensor(value)
+        return float(value) if one else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _zero(s: GradientSource, table: GradientHandles, args: Any, kwargs: Any) -> Any:
+    table.zero(s)
+    return s
+
+
+def _add(s: GradientSource, table: GradientHandles, args: Any, kwargs: Any) -> Any:
+    other = args[0]
+    if not in_backward() or not isinstance(other, torch.Tensor) or kwargs.get("alpha", 1) != 1:
+        return NotImplemented
+    if isinstance(other, PagedTensor) or other.shape != s.param.shape:
+        return NotImplemented
+    table.add(s, other)
+    return s
+
+
+_RULES: dict[Operation, Callable[[GradientSource, GradientHandles, Any, Any], Any]] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.mul_.Tensor: _mul,
+    aten.mul_.Scalar: _mul,
+    aten.div_.Tensor: _div,
+    aten.div_.Scalar: _div,
+    aten.zero_.default: _zero,
+    aten.add_.Tensor: _add,
+}

@@ -1,0 +1,64 @@
+"""One thread at a time: what an engine knows of a model's calls is that of one thread.
+
+Who comes while another thread is inside is refused, both named: to wait could be for ever. Autograd
+has threads of its own, which work for whoever waits in `backward()`: they are let in.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from offload.tiers.errors import StateError
+from offload.zero.session import in_backward
+
+
+class OneThread:
+    """Entered by the thread that is inside, as often as it likes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0  # the thread's number; 0: none
+        self._depth = 0
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        self.check_process()
+        this = threading.get_ident()
+        with self._lock:
+            other = self._inside
+            if not self._depth:
+                self._inside = this
+            elif other != this and not (_is_autograds(this) or _is_autograds(other)):
+                raise StateError(
+                    f"thread {_name(this)} uses a model or its optimizer while thread "
+                    f"{_name(other)} is amid a call of the same one: parameters come and go with "
+                    "the calls of one thread; let threads take turns (a threading.Lock around "
+                    "forward, backward and step), or give each a model and engine of its own"
+                )
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+
+    def check_process(self) -> None:
+        """StateError in a forked child: the engine's threads have stayed with its parent."""
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"this engine belongs to process {self._pid}; its threads are not in this one, "
+                f"{os.getpid()}, which was forked from it: use the model and the engine in the "
+                "parent alone (what a DataLoader's workers run must not touch them), or make an "
+                "engine after the fork"
+            )
+
+
+def _is_autograds(thread: int) -> bool:
+    known = threading._active.get(thread)  # type: ignore[attr-defined]
+    python = known is not None and not isinstance(known, threading._DummyThread)
+    return not python and (thread != threading.get_ident() or in_backward())
+
+
+def _name(thread: int) -> str:
+    known = threading._active.get(thread)  # type: ignore[attr-defined]
+    return f"{thread:#x}" if known is None else repr(known.name)

@@ -1,0 +1,379 @@
+"""A tensor whose values live elsewhere: read when an operation needs them, written through.
+
+Gradients and parameters of the model may be in any tier between steps. What users hold of them then
+(`param.grad`, `param.data`) is a `PagedTensor`: shape, dtype and device, and a source of values.
+
+    metadata        answered at once
+    whole-tensor    a source may know the answer without the values (a norm, a scalar factor)
+    a view          another PagedTensor: the source, and how to view it
+    anything read   runs on the values, which are given back after it
+    a write         runs on the values, and the source keeps what was written
+
+Operations arrive at `__torch_dispatch__`, below autograd, where each one's schema says what it
+reads, writes and aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from offload.tiers.errors import UnsupportedError
+from offload.zero.compilers import uncompiled
+
+aten = torch.ops.aten
+Operation = Any  # torch._ops.OpOverload
+# These need a tensor's shape and format alone.
+_MAKE_ANOTHER = frozenset(
+    {
+        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
+        aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
+        aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default,
+        aten.new_full.default, aten.new_empty_strided.default,
+    }
+)  # fmt: skip
+
+
+class Source(Protocol):
+    """Where the values of a PagedTensor are."""
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        ...
+
+    def reading(self) -> AbstractContextManager[torch.Tensor]:
+        """The values inside; they must not be written to, and may be gone afterwards."""
+        ...
+
+    def writing(self) -> AbstractContextManager[torch.Tensor]:
+        """The values inside, as a tensor whose contents become the source's at the end."""
+        ...
+
+    def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation on the whole tensor, without its values; NotImplemented where
+        they are needed. `args` are those after the tensor itself."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One step from a tensor to a view of it."""
+
+    operation: Operation
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    pick: int | None  # of several views that the operation gives
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self.operation(tensor, *self.args, **self.kwargs)
+        view: torch.Tensor = found if self.pick is None else found[self.pick]
+        return view
+
+
+class PagedTensor(torch.Tensor):
+    """See the module's text. Operations on one, or with one among others, give plain tensors."""
+
+    source: Source
+    views: tuple[_View, ...]
+
+    @staticmethod
+    def __new__(
+        cls, source: Source, like: torch.Tensor, device: torch.device,
+        views: tuple[_View, ...] = (),
+    ) -> PagedTensor:  # fmt: skip
+        """`like` (it may be on the meta device) has the shape, strides and dtype."""
+        made: PagedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        # else what takes the address below Python (`to_dlpack`) would read at address 0
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.source, made.views = source, views
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    @uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Operation, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, (list, tuple)):
+            special = _lists(operation, args, kwargs)
+            return _on_values(operation, args, kwargs) if special is NotImplemented else special
+        if isinstance(first, PagedTensor):
+            if not first.views:
+                answer = first.source.answer(operation, args[1:], kwargs)
+                if answer is not NotImplemented:
+                    return first if answer is first.source else answer
+            if operation is aten.detach_.default:
+                return first
+            if operation in _MAKE_ANOTHER:
+                kwargs = {"device": first.device, **kwargs}
+                return operation(_shape_of(first), *args[1:], **kwargs)
+            if _gives_views(operation):
+                return _view(first, operation, tuple(args[1:]), kwargs)
+        return _on_values(operation, args, kwargs)
+
+    # ------------------------------------------------- what does not come to __torch_dispatch__
+    @property
+    def data(self) -> PagedTensor:
+        """The same: there is no graph to be left out."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Becomes the values. The shape, format and device are the source's, others are refused."""
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            self._refuse(
+                f"setting .data to {tuple(value.shape)}, {value.dtype} on {value.device}, in place"
+                f" of {tuple(self.shape)}, {self.dtype} on {self.device},"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def values(self) -> torch.Tensor:
+        """A copy, as a plain tensor without a graph."""
+        with torch.no_grad(), _reading(self) as values:
+            return values.detach().clone()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy, read-only: writing to it would not reach the tensor."""
+        array = self.values().numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """A copy, whatever `copy` asks for."""
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        return self.values().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.values())  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} of {self.source.name}: its values have no memory of their own, they may be in "
+            "any tier; use .clone(), or for a parameter `with engine.gathered(parameter):`"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.values(), spec)
+
+    def is_shared(self) -> bool:
+        return False
+
+    def apply_(self, *_: Any) -> Any:
+        self._refuse("apply_()")
+
+    def map_(self, *_: Any) -> Any:
+        self._refuse("map_()")
+
+    def data_ptr(self) -> int:
+        self._refuse("data_ptr()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        self._refuse("untyped_storage()")
+
+    def storage(self) -> Any:
+        self._refuse("storage()")
+
+    def share_memory_(self) -> Any:
+        self._refuse("share_memory_()")
+
+    def __dlpack__(self, **_: Any) -> Any:
+        self._refuse("__dlpack__()")
+
+
+def _shape_of(paged: PagedTensor) -> torch.Tensor:
+    """Shape, strides and dtype alone."""
+    shape = torch.empty_strided(
+        paged.shape, paged.stride(), dtype=paged.dtype, device=torch.device("meta")
+    )
+    return shape.as_strided(paged.shape, paged.stride(), paged.storage_offset())
+
+
+def _gives_views(operation: Operation) -> bool:
+    """Whether the result aliases an argument that is not written to."""
+    schema = operation._schema
+    aliases = [arg.alias_info for arg in schema.arguments if arg.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _view(
+    paged: PagedTensor, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    shapes = operation(_shape_of(paged), *args, **kwargs)
+
+    def made(shape: torch.Tensor, pick: int | None) -> PagedTensor:
+        step = _View(operation, args, kwargs, pick)
+        return PagedTensor(paged.source, shape, paged.device, (*paged.views, step))
+
+    if isinstance(shapes, torch.Tensor):
+        return made(shapes, None)
+    return [made(shape, pick) for pick, shape in enumerate(shapes)]
+
+
+def _reading(paged: PagedTensor) -> AbstractContextManager[torch.Tensor]:
+    return _Opened(paged, paged.source.reading())
+
+
+def _writing(paged: PagedTensor) -> AbstractContextManager[torch.Tensor]:
+    return _Opened(paged, paged.source.writing())
+
+
+class _Opened(AbstractContextManager[torch.Tensor]):
+    """The source's values, seen through a PagedTensor's views."""
+
+    def __init__(self, paged: PagedTensor, values: AbstractContextManager[torch.Tensor]) -> None:
+        self._paged = paged
+        self._values = values
+
+    def __enter__(self) -> torch.Tensor:
+        tensor = self._values.__enter__()
+        for view in self._paged.views:
+            tensor = view.of(tensor)
+        return tensor
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._values.__exit__(*error)
+
+
+def _on_values(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the values of every PagedTensor among its arguments."""
+    if operation.namespace == "aten" and operation.__name__.startswith("_foreach_"):
+        return _one_by_one(operation, args, kwargs)
+    return _run(operation, args, kwargs)
+
+
+def _one_by_one(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A foreach operation, tensor by tensor: the values of all of them at once might not fit."""
+    count = len(args[0])
+
+    def one(arg: Any, number: int) -> Any:
+        is_list = isinstance(arg, (list, tuple)) and len(arg) == count
+        return [arg[number]] if is_list else arg
+
+    found: list[Any] = []
+    for number in range(count):
+        made = _run(operation, [one(arg, number) for arg in args], kwargs)
+        found += made or ()
+    return found or None
+
+
+def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    written = {id(arg) for arg in _written(operation, args, kwargs)}
+    opened: dict[int, torch.Tensor] = {}
+    paged_of: dict[int, PagedTensor] = {}
+    with ExitStack() as stack:
+
+        def values(arg: Any) -> Any:
+            if isinstance(arg, (list, tuple)):
+                return type(arg)(values(each) for each in arg)
+            if not isinstance(arg, PagedTensor):
+                return arg
+            if torch.Tag.inplace_view in operation.tags:
+                arg._refuse(f"{operation}: another shape or memory")
+            if id(arg) not in opened:
+                open_ = _writing if id(arg) in written else _reading
+                opened[id(arg)] = stack.enter_context(open_(arg))
+                paged_of[id(opened[id(arg)])] = arg
+            return opened[id(arg)]
+
+        found = operation(
+            *(values(arg) for arg in args), **{key: values(arg) for key, arg in kwargs.items()}
+        )
+        return _results(found, paged_of, {_memory(each) for each in opened.values()})
+
+
+def _results(found: Any, paged_of: dict[int, PagedTensor], memory: set[int]) -> Any:
+    """What may leave: an argument that was written is given back as itself, no view of values
+    that are about to be given back leaves."""
+    if isinstance(found, (list, tuple)):
+        return type(found)(_results(each, paged_of, memory) for each in found)
+    if not isinstance(found, torch.Tensor):
+        return found
+    if id(found) in paged_of:
+        return paged_of[id(found)]
+    return found.clone() if _memory(found) in memory else found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Which memory a tensor has; 0 for wrappers of others, and for what has several."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return tensor.untyped_storage()._cdata if is_plain else 0
+
+
+def _written(
+    operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[PagedTensor]:
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        for each in given if isinstance(given, (list, tuple)) else [given]:
+            if isinstance(each, PagedTensor):
+                yield each
+
+
+# ------------------------------------------------------- lists of tensors, of which many are whole
+def _norms(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    ord_ = args[1] if len(args) > 1 else 2
+    return [torch.linalg.vector_norm(each, ord_, **kwargs) for each in args[0]]
+
+
+def _scaled(one: Callable[..., Any]) -> Callable[[Sequence[Any], dict[str, Any]], None]:
+    def rule(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        tensors, factors = args[0], args[1]
+        for number, tensor in enumerate(tensors):
+            one(tensor, factors[number] if isinstance(factors, (list, tuple)) else factors)
+
+    return rule
+
+
+def _zeroed(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for tensor in args[0]:
+        tensor.zero_()
+
+
+def _unscaled(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """`GradScaler.unscale_`."""
+    tensors, found_inf, inverse_scale = args
+    for tensor in tensors:
+        if not bool(torch.linalg.vector_norm(tensor).isfinite()):
+            found_inf.fill_(1.0)
+        tensor.mul_(inverse_scale)
+
+
+_LIST_RULES: dict[Operation, Callable[[Sequence[Any], dict[str, Any]], Any]] = {
+    aten._foreach_norm.Scalar: _norms,
+    aten._foreach_zero_.default: _zeroed,
+    aten._foreach_mul_.Scalar: _scaled(torch.Tensor.mul_),
+    aten._foreach_mul_.Tensor: _scaled(torch.Tensor.mul_),
+    aten._foreach_mul_.List: _scaled(torch.Tensor.mul_),
+    aten._foreach_mul_.ScalarList: _scaled(torch.Tensor.mul_),
+    aten._foreach_div_.Scalar: _scaled(torch.Tensor.div_),
+    aten._foreach_div_.Tensor: _scaled(torch.Tensor.div_),
+    aten._foreach_div_.List: _scaled(torch.Tensor.div_),
+    aten._foreach_div_.ScalarList: _scaled(torch.Tensor.div_),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+}
+
+
+def _lists(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    rule = _LIST_RULES.get(operation)
+    return NotImplemented if rule is None else rule(args, kwargs)

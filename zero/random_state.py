@@ -1,0 +1,96 @@
+"""Random number generators that a block may draw from, and drawing the same again.
+
+Known are the global ones (torch's of each device, Python's, NumPy's) and those that are attributes
+of the block's modules. A generator that lives elsewhere is out of reach.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
+_KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+# the hidden instances whose methods are the modules' functions
+_PYTHON: random.Random = random._inst
+_NUMPY: np.random.RandomState = np.random.mtrand._rand
+
+
+def generators_of(module: nn.Module) -> list[Generator]:
+    """Python's and NumPy's, and those that a block keeps for itself and that have a state."""
+    values = (value for each in module.modules() for value in vars(each).values())
+    return [_PYTHON, _NUMPY, *(value for value in values if _is_generator(type(value)))]  # type: ignore[arg-type]
+
+
+def default_generators(tensors: Sequence[torch.Tensor]) -> list[Generator]:
+    """Torch's, for the CPU and the devices of `tensors`."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    gpus = [torch.cuda.default_generators[device.index] for device in devices]
+    return [torch.default_generator, *gpus]
+
+
+class RandomState:
+    """Generators as they were when this was made."""
+
+    def __init__(self, generators: Sequence[Generator]) -> None:
+        self._generators = generators
+        self._first = [_state(each) for each in generators]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside they draw the same again; afterwards they go on from where they were."""
+        now = [_state(each) for each in self._generators]
+        self._put(self._first, now)
+        try:
+            yield
+        finally:
+            self._put(now, [_state(each) for each in self._generators])
+
+    def moved(self) -> bool:
+        """Whether anything was drawn since."""
+        now = [_state(each) for each in self._generators]
+        return not all(map(_is_same, now, self._first))
+
+    def _put(self, states: Sequence[Any], now: Sequence[Any]) -> None:
+        """Most generators are where they should be: looking costs less than putting."""
+        for generator, state, current in zip(self._generators, states, now, strict=True):
+            if _is_same(state, current):
+                continue
+            if isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            else:
+                generator.set_state(state)
+
+
+@functools.cache
+def _is_generator(kind: type) -> bool:
+    return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return all(_is_same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(a[1], np.ndarray):  # of a RandomState
+        return all(map(_is_same, a, b))
+    return bool(a == b)

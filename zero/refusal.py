@@ -1,0 +1,86 @@
+"""What a closed engine leaves on its model: calling a unit says that the parameters are gone.
+
+The modules can be given to another engine, which has to bring values: the parameters then are what
+they were before, on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.tiers.errors import StateError
+from offload.zero.discovery import Unit
+from offload.zero.local_tensors import is_dtensor
+
+
+class Refusal:
+    """A hook on the units of a closed engine."""
+
+    def __init__(
+        self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]],
+        also: Sequence[Callable[[], None]],
+    ) -> None:  # fmt: skip
+        """`params` with their own classes; `also` is called when the model is given away."""
+        self._params = params
+        self._also = also
+        self._handles = {
+            id(unit.module): unit.module.register_forward_pre_hook(self, prepend=True)
+            for unit in units
+        }
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise StateError(
+            "the engine is closed and this model's parameters went with it; build the model anew, "
+            "or give it to offload.initialize with weights= (engine.save_checkpoint or state_dict "
+            "before close keep them)"
+        )
+
+    @staticmethod
+    def of(model: nn.Module) -> list[Refusal]:
+        """Those of closed engines that a model or parts of it had."""
+        hooks = [h for module in model.modules() for h in module._forward_pre_hooks.values()]
+        return list(dict.fromkeys(hook for hook in hooks if isinstance(hook, Refusal)))
+
+    def has(self, param: nn.Parameter) -> bool:
+        return any(param is each for each, _ in self._params)
+
+    def lift(self, model: nn.Module) -> None:
+        """Leave what `model` has of the closed engine's modules and parameters to another one.
+
+        StateError if a graph of the closed engine still holds a parameter.
+        """
+        here = {id(param) for param in model.parameters()}
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, own in self._params:
+                if id(param) in here:
+                    param.__class__ = own
+                    _empty(param)
+        for each in self._also:
+            each()
+        for module in model.modules():
+            handle = self._handles.pop(id(module), None)
+            if handle is not None:
+                handle.remove()
+
+
+def _empty(param: nn.Parameter) -> None:
+    """On the meta device, the same object."""
+    if is_dtensor(param):
+        raise StateError(
+            "a closed engine's model of DTensors cannot be given to another one; build it anew"
+        )
+    empty = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(param, hooks):
+            setattr(empty, hooks, getattr(param, hooks))
+    try:
+        torch._C._swap_tensor_impl(param, empty)
+    except RuntimeError as error:
+        raise StateError(
+            "a loss or an output of the closed engine's model still holds its parameters "
+            f"({error}); delete it before offload.initialize"
+        ) from error

@@ -1,0 +1,349 @@
+"""What a parameter is while its values are not in memory: itself, of a class that fetches them.
+
+A released parameter keeps its identity, shape and hooks; its data is a placeholder and its class a
+subclass of its own, whose `__torch_function__` sees every use:
+
+    metadata                    shape, dtype, .grad, hooks: answered as they are
+    while a module is called    its group is gathered, and stays until the outermost call returns (a
+                                tied head written as `F.linear(x, embed.weight)`)
+    in a graph                  gathered for that operation; what it saves becomes handles, and what
+                                would be a view of the values is a copy
+    elsewhere                   it acts as a `PagedTensor`: read when needed, written through,
+                                masters included
+    copied or pickled           its values; a module of the model refuses that
+
+A gathered parameter that will be released has a class that notes when its `.data` is taken, for
+autograd does not count what is written through that; one that stays has its own class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.compilers import uncompiled
+from offload.zero.group import Classes, ParamGroup
+from offload.zero.handles import HandleTable
+from offload.zero.local_tensors import is_dtensor
+from offload.zero.paged import Operation, PagedTensor
+from offload.zero.session import Session
+
+# Of a parameter's methods, those that need no values.
+_METADATA = frozenset(
+    {
+        "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_signed",
+        "element_size", "ndimension", "nelement", "requires_grad_", "data_ptr", "is_contiguous",
+        "__len__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+        "storage_offset", "is_same_size", "__hash__", "get_device", "is_inference", "is_pinned",
+        "is_shared", "_has_compatible_shallow_copy_type", "__dir__", "__format__",
+    }
+)  # fmt: skip
+_VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+Function = Callable[..., Any]
+
+
+_DATA: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.data
+
+
+class Values(Protocol):
+    """Access to parameters of a group from outside of the model."""
+
+    def reading(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Gathered inside."""
+        ...
+
+    def gathered(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Gathered inside; what was written is kept."""
+        ...
+
+    def adopt_changes(self) -> None:
+        """Keep what was written to parameters that are always gathered."""
+        ...
+
+    def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        """A forward wrote to parameters of its group."""
+        ...
+
+
+class ReleasedParameters:
+    """What uses of one model's released parameters come to. For the thread of the model."""
+
+    def __init__(self, find: Callable[[nn.Parameter], tuple[ParamGroup, int] | None]) -> None:
+        self._find = find
+        self._classes: dict[type, Classes] = {}
+        self._released: dict[type, type] = {}  # class of released ones -> their own
+        self._closed = False
+        # set by `connect`; before that nothing is released
+        self._handles: HandleTable
+        self._join_call: Callable[[Sequence[ParamGroup]], bool]
+        self._values: Values
+
+    def connect(
+        self, handles: HandleTable, join_call: Callable[[Sequence[ParamGroup]], bool],
+        values: Values,
+    ) -> None:  # fmt: skip
+        """`join_call` lets the module call under way gather groups until it ends; False if there is
+        none."""
+        self._handles, self._join_call, self._values = handles, join_call, values
+
+    def close(self) -> None:
+        """The values are gone."""
+        self._closed = True
+
+    def classes_of(self, kind: type) -> Classes:
+        """The classes of parameters that are a `kind` by themselves."""
+        if kind not in self._classes:
+            released = self._make_released(kind)
+            self._released[released] = kind
+            self._classes[kind] = Classes(kind, released, self._make_gathered(kind))
+        return self._classes[kind]
+
+    def _make_released(self, kind: type) -> type:
+        @uncompiled
+        def torch_function(
+            cls: type, function: Function, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return self._use(function, args, kwargs or {})
+
+        def deepcopy(param: Any, memo: dict[int, Any]) -> Any:
+            """An ordinary parameter with the same values."""
+            if id(param) not in memo:
+                memo[id(param)] = kind(param.data.clone(), param.requires_grad)
+            return memo[id(param)]
+
+        body = {"__torch_function__": classmethod(torch_function), "__deepcopy__": deepcopy}
+        return _subclass(kind, body)
+
+    def _make_gathered(self, kind: type) -> type:
+        if "_local_tensor" in dir(kind):
+            return kind  # a DTensor: its values are another tensor's
+
+        def data(param: Any) -> torch.Tensor:
+            found = self._find(param)
+            if found is not None:
+                found[0].watch(found[1])
+            taken: torch.Tensor = _DATA.__get__(param)
+            return taken
+
+        def deepcopy(param: Any, memo: dict[int, Any]) -> Any:
+            copied = kind.__deepcopy__(param, memo)  # type: ignore[attr-defined]
+            copied.__class__ = kind
+            return copied
+
+        body = {"data": property(data, _DATA.__set__), "__deepcopy__": deepcopy}
+        return _subclass(kind, body)
+
+    # ---------------------------------------------------------------- uses
+    def _use(self, function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "__set__" and _property(function) == "data":
+            return self._assign(args[0], args[1])
+        if _needs_no_values(function, name, args):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        params = list({id(p): p for p in self._among([args, kwargs])}.values())
+        self._check(params)
+        if function is torch.autograd.grad:
+            return self._differentiate(function, params, args, kwargs)
+        groups = list(dict.fromkeys(self._group_of(param) for param in params))
+        if self._join_call(groups):
+            return function(*args, **kwargs)
+        if _is_in_graph(params, name, function):
+            return self._in_graph(function, args, kwargs, params)
+        return self._paged(function, args, kwargs, params)
+
+    def _among(self, values: Any) -> Iterator[nn.Parameter]:
+        if isinstance(values, dict):
+            values = values.values()
+        for value in values:
+            if isinstance(value, (list, tuple, dict)):
+                yield from self._among(value)
+            elif type(value) in self._released:
+                yield value
+
+    def _group_of(self, param: nn.Parameter) -> ParamGroup:
+        found = self._find(param)
+        assert found is not None, "released parameters are managed ones"
+        return found[0]
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        found = self._find(param)
+        assert found is not None, "released parameters are managed ones"
+        return found[0].layout.params[found[1]].name
+
+    def _check(self, params: Sequence[nn.Parameter]) -> None:
+        if self._closed:
+            raise StateError(
+                f"{self._name_of(params[0])}: the engine is closed and this model's parameters "
+                "went with it; engine.save_checkpoint or model.state_dict() before close keep them"
+            )
+
+    def _in_graph(
+        self, function: Function, args: Any, kwargs: Any, params: Sequence[nn.Parameter]
+    ) -> Any:
+        """An operation that autograd records: its gradient comes to the parameters as always."""
+        with self._values.reading(params):
+            for param in params:
+                self._handles.note(self._group_of(param))
+            session = Session(self._handles)
+            session.open()
+            try:
+                found = function(*args, **kwargs)
+                if _asks_for_its_node(function, args):
+                    return found  # a view: its values stay in memory for as long as it lives
+                return _mapped(found, lambda value: self._apart(value, params))
+            finally:
+                session.close()
+
+    def _apart(self, value: Any, params: Sequence[nn.Parameter]) -> Any:
+        """`value` as something that outlives the values it may be a view of."""
+        if not isinstance(value, torch.Tensor) or any(value is param for param in params):
+            return value
+        return value.clone() if self._handles.group_of(value) is not None else value
+
+    def _paged(
+        self, function: Function, args: Any, kwargs: Any, params: Sequence[nn.Parameter]
+    ) -> Any:
+        if any(is_dtensor(param) for param in params):
+            with self._values.gathered(params):
+                for param in params:
+                    self._handles.note(self._group_of(param))
+                found = function(*args, **kwargs)
+                return _mapped(found, lambda value: self._apart(value, params))
+        paged = {id(param): self._as_paged(param) for param in params}
+        owners = {id(paged[id(param)]): param for param in params}
+
+        def outward(value: Any) -> Any:
+            return paged.get(id(value), value)
+
+        found = function(*_mapped(args, outward), **_mapped(kwargs, outward))
+        return owners.get(id(found), found)
+
+    def _as_paged(self, param: nn.Parameter) -> PagedTensor:
+        source = ParameterSource(self._values, param, self._name_of(param))
+        shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
+        return PagedTensor(source, shape, param.device)
+
+    def _differentiate(
+        self, function: Function, params: Sequence[nn.Parameter], args: Any, kwargs: Any
+    ) -> Any:
+        """`torch.autograd.grad` of parameters needs their place in the graph, no values. It would
+        come here again for ever, and what runs within it must come here."""
+        released = [(param, type(param)) for param in params]
+        for param, kind in released:
+            param.__class__ = self._released[kind]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for param, kind in released:
+                self._group_of(param).show_released(param, kind)
+
+    def _assign(self, param: nn.Parameter, value: Any) -> None:
+        """`param.data = value`."""
+        if value is param:
+            return
+        name = self._name_of(param)
+        self._check([param])
+        wanted = param.shape, param.dtype, param.device
+        if (value.shape, value.dtype, value.device) != wanted:
+            raise UnsupportedError(
+                f"{name}.data was set to {tuple(value.shape)}, {value.dtype} on {value.device}, "
+                f"and is {tuple(param.shape)}, {param.dtype} on {param.device} in the engine's "
+                "tiers; change the model before offload.initialize, or precision: and device: in "
+                "the configuration"
+            )
+        with torch.no_grad():
+            self._as_paged(param).copy_(value)
+
+
+class ParameterSource:
+    """The values of one released parameter, for a PagedTensor."""
+
+    def __init__(self, values: Values, param: nn.Parameter, name: str) -> None:
+        self._values = values
+        self._param = param
+        self.name = name
+
+    @contextmanager
+    def reading(self) -> Iterator[torch.Tensor]:
+        with self._values.reading([self._param]):
+            yield self._param.detach()
+
+    @contextmanager
+    def writing(self) -> Iterator[torch.Tensor]:
+        with self._values.gathered([self._param]):
+            yield self._param.detach()
+
+    def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return NotImplemented
+
+
+def is_released(param: nn.Parameter) -> bool:
+    """Whether a parameter is, or will be again, of a class that fetches its values."""
+    return type(param).__module__ == __name__
+
+
+def _subclass(kind: type, body: dict[str, Any]) -> type:
+    made: type = type(kind)(kind.__name__, (kind,), {**body, "__slots__": ()})
+    return made
+
+
+def _property(function: Function) -> str:
+    return str(getattr(getattr(function, "__self__", None), "__name__", ""))
+
+
+def _needs_no_values(function: Function, name: str, args: Sequence[Any]) -> bool:
+    if name in ("__get__", "__set__", "__delete__"):
+        return _property(function) not in _VALUE_PROPERTIES
+    if name == "type":  # a question without an argument
+        return len(args) == 1
+    return name in _METADATA or _changes_nothing(name, args)
+
+
+def _changes_nothing(name: str, args: Sequence[Any]) -> bool:
+    """`param.to(device)`, `.float()` and the like where it is there and so already."""
+    if name not in ("to", "cpu", "float", "half", "bfloat16"):
+        return False
+    param, *rest = args
+    dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+    asked = [*rest, dtypes[name]] if name in dtypes else ["cpu"] if name == "cpu" else rest
+    return all(
+        each is None or each is False or each == param.dtype or _is_here(each, param)
+        for each in asked
+    )
+
+
+def _is_here(value: Any, param: torch.Tensor) -> bool:
+    if not isinstance(value, (str, torch.device)):
+        return False
+    device = torch.device(value)
+    return device.type == param.device.type and device.index in (None, param.device.index)
+
+
+def _is_in_graph(params: Sequence[nn.Parameter], name: str, function: Function) -> bool:
+    if not torch.is_grad_enabled() or name in ("detach", "numpy", "tolist", "__repr__"):
+        return False
+    if name == "__get__" and _property(function) == "data":
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(param.requires_grad for param in params)
+
+
+def _asks_for_its_node(function: Function, args: Sequence[Any]) -> bool:
+    """`p.expand_as(p).grad_fn.next_functions[0][0]` is how one finds the node that accumulates a
+    parameter's gradient (DDP, Megatron and torch's pipelines do): nothing may come in between."""
+    name = getattr(function, "__name__", "")
+    return name in ("expand_as", "view_as") and len(args) == 2 and args[0] is args[1]
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, change) for each in value)
+    return change(value)

@@ -1,0 +1,29 @@
+"""Transforms of torch.func and forward-mode AD: what they make of a tensor has no storage that a
+handle could name, and autograd's hooks for saved tensors do not work under them."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from offload.tiers.errors import UnsupportedError
+
+_HARMLESS = "Vmap"  # nothing is differentiated
+
+
+def refuse_transforms() -> None:
+    """UnsupportedError if a call under way is differentiated by anything but autograd's graph."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    names = [str(each.key()).rpartition(".")[2] for each in stack]
+    found = next((name for name in names if name != _HARMLESS), None)
+    if found is None and forward_ad._current_level < 0:
+        return
+    what = "forward-mode AD (torch.autograd.forward_ad)" if found is None else (
+        "torch.func.jvp, jacfwd or hessian" if found == "Jvp"
+        else "torch.func.grad, vjp, jacrev or hessian"
+    )  # fmt: skip
+    raise UnsupportedError(
+        f"{what} through a model whose parameters are offloaded: it knows no hooks for saved "
+        "tensors, by which parameters come back for it; use backward(), torch.autograd.grad or "
+        "torch.autograd.functional (jvp, vjp, jacobian, hessian) without forward-mode strategy"
+    )
