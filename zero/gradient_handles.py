@@ -134,7 +134,8 @@ class GradientHandles:
     def take(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
         """`param.grad` was cleared, or never there, and autograd gave `gradient`."""
         key = state.group.index, index
-        self._forget([key])
+        if key in self._sources or self._has(state, index):
+            self._forget([key])
         self._arrive(state, index, gradient)
         self._agreed = False
         self._put(key)

@@ -196,11 +196,13 @@ class ParamGroup:
         through `.data`, or whose `.data` was set to another tensor: its values are in the buffer
         now."""
         rebound = self.take_over()
+        versions = [param._version for param in self.params]
+        if not rebound and not self._watched and versions == self._written:
+            return rebound
         through_data = [
             index for index, before in self._watched.items() if digest(self.params[index]) != before
         ]
         self._watched.clear()
-        versions = [param._version for param in self.params]
         pairs = zip(versions, self._written, strict=True)
         self._written = versions
         written = [index for index, (now, known) in enumerate(pairs) if now != known]

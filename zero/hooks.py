@@ -116,16 +116,19 @@ class UnitHooks:
             call.session.open()
         self._enter(groups, call)
 
-    @uninterrupted
     def _return(self, module: nn.Module) -> None:
         # a hook that a user put in front of `before` may have raised, or another thread be inside:
         # nothing has begun then
         call = self._calls[-1] if self._calls else None
         if call is not None and call.module is module and call.thread == get_ident():
-            if call.session is not None:
-                call.session.close()
-                call.session = None
-            self._end(len(self._calls) - 1)
+            self._close(call)
+
+    @uninterrupted
+    def _close(self, call: _Call) -> None:
+        if call.session is not None:
+            call.session.close()
+            call.session = None
+        self._end(len(self._calls) - 1)
 
     @uninterrupted
     def _end(self, outer: int) -> None:
@@ -261,7 +264,8 @@ class _Guard:
             raise
         finally:
             try:
-                self._end(outer)
+                if len(self._calls) > outer:
+                    self._end(outer)
             except KeyboardInterrupt:  # it may have come just before that had begun
                 self._end(outer)
                 raise

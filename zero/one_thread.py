@@ -13,6 +13,17 @@ from offload.tiers.errors import StateError
 from offload.zero.session import in_backward
 
 
+_process = os.getpid()
+
+
+def _note_process() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_process)
+
+
 class OneThread:
     """Entered by the thread that is inside, as often as it likes. Thread-safe."""
 
@@ -20,7 +31,7 @@ class OneThread:
         self._lock = threading.Lock()
         self._inside = 0  # the thread's number; 0: none
         self._depth = 0
-        self._pid = os.getpid()
+        self._process = _process
 
     def __enter__(self) -> None:
         self.check_process()
@@ -44,10 +55,10 @@ class OneThread:
 
     def check_process(self) -> None:
         """StateError in a forked child: the engine's threads have stayed with its parent."""
-        if os.getpid() != self._pid:
+        if self._process != _process:
             raise StateError(
-                f"this engine belongs to process {self._pid}; its threads are not in this one, "
-                f"{os.getpid()}, which was forked from it: use the model and the engine in the "
+                f"this engine belongs to process {self._process}; its threads are not in this one, "
+                f"{_process}, which was forked from it: use the model and the engine in the "
                 "parent alone (what a DataLoader's workers run must not touch them), or make an "
                 "engine after the fork"
             )
