@@ -12,7 +12,6 @@ import threading
 from offload.tiers.errors import StateError
 from offload.zero.session import in_backward
 
-
 _process = os.getpid()
 
 
