@@ -181,26 +181,15 @@ class ParameterValues:
     @contextmanager
     def reading(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """Full parameters for reading alone."""
-        groups = list(dict.fromkeys(self._find(param)[0] for param in params))
-        user = object()
-        try:
-            self._enter(groups, user)
+        with self._entered(self._groups_of(params)):
             yield
-        finally:
-            try:
-                _leave(groups, user)
-            except KeyboardInterrupt:
-                _leave(groups, user)
-                raise
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """Full parameters for reading and writing. A parameter that was written keeps exactly what
         was written: its master becomes that value."""
-        groups = list(dict.fromkeys(self._find(param)[0] for param in params))
-        user = object()
-        try:
-            self._enter(groups, user)
+        groups = self._groups_of(params)
+        with self._entered(groups):
             before = [_digests(group) for group in groups]
             try:
                 yield
@@ -211,6 +200,16 @@ class ParameterValues:
                     except KeyboardInterrupt:  # it may have come just before that had begun
                         self._accept_changes(groups, before)
                         raise
+
+    def _groups_of(self, params: Sequence[nn.Parameter]) -> list[ParamGroup]:
+        return list(dict.fromkeys(self._find(param)[0] for param in params))
+
+    @contextmanager
+    def _entered(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
+        user = object()
+        try:
+            self._enter(groups, user)
+            yield
         finally:
             try:
                 _leave(groups, user)
