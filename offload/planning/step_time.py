@@ -23,7 +23,7 @@ for each other and for a core (`update_disk_share`).
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.collective_sequence import Collective, collective_sequence
@@ -47,6 +47,7 @@ READ, WRITE = "nvme read", "nvme write"
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 NETWORK = "network"
 
+_MOST_PASSES = 6  # gone through one by one
 _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`tuning`), on two cores of an AMD EPYC.
@@ -58,10 +59,44 @@ def estimate_step(
     plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
     workload: Workload, speeds: Speeds,
 ) -> StepEstimate:  # fmt: skip
-    """One step of a long run on hardware with these `speeds`. Takes milliseconds."""
+    """One step of a long run on hardware with these `speeds`. Takes milliseconds.
+
+    Of many passes the first ones are gone through (and drawn), the others are like the last.
+    """
+
+    def of(passes: int) -> StepEstimate:
+        some = replace(workload, passes=passes)
+        return _gone_through(plan, config, model, facts, some, speeds)
+
+    beyond = workload.passes - _MOST_PASSES
+    if beyond <= 0:
+        return of(workload.passes)
+    return _longer(of(_MOST_PASSES - 1), of(_MOST_PASSES), beyond, workload.tokens)
+
+
+def _gone_through(
+    plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
+    workload: Workload, speeds: Speeds,
+) -> StepEstimate:  # fmt: skip
     traffic = step_traffic(plan, config, model, facts, workload)
     pipeline = _Pipeline(plan, config, model, facts, workload, speeds, traffic)
     return pipeline.estimate()
+
+
+def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -> StepEstimate:
+    """`step` with `more` passes, each of which adds what its last one added to `shorter`."""
+    before = {link.name: link for link in shorter.links}
+    links = tuple(
+        LinkTime(
+            link.name,
+            link.seconds + more * (link.seconds - before[link.name].seconds),
+            link.nbytes + more * (link.nbytes - before[link.name].nbytes),
+        )
+        for link in step.links
+    )
+    slowest = max(links, key=lambda link: link.seconds)
+    seconds = step.seconds + more * (step.seconds - shorter.seconds)
+    return StepEstimate(max(seconds, slowest.seconds), links, slowest.name, tokens, step.spans)
 
 
 @dataclass(slots=True)

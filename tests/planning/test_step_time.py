@@ -16,6 +16,7 @@ import offload
 import offload.homes
 from offload.config import OffloadConfig
 from offload.engine import Engine
+from offload.planning import step_time
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.estimate import StepEstimate
 from offload.planning.moves import Bytes
@@ -362,3 +363,23 @@ def test_a_prediction_needs_no_torch() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("homes_of", "host"),
+    [(("nvme", "host", "nvme"), "14MiB"), (("nvme", "host", "nvme"), "32MiB"),
+     (("host", "host", "host"), "64MiB")],
+)  # fmt: skip
+def test_many_passes_take_what_going_through_all_of_them_gives(
+    homes_of: tuple[str, str, str], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (homes(*homes_of), f"budget.host={host}", "gradient_accumulation_steps=12")
+    many = replace(WORK, passes=12)
+    quick = step_of(*keys, workload=many)
+    monkeypatch.setattr(step_time, "_MOST_PASSES", 12)
+    whole = step_of(*keys, workload=many)
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert quick.tokens == whole.tokens
+    for link, all_of_it in zip(quick.links, whole.links, strict=True):
+        assert (link.name, link.nbytes) == (all_of_it.name, all_of_it.nbytes)
+        assert link.seconds == pytest.approx(all_of_it.seconds, rel=1e-6)
