@@ -26,6 +26,7 @@ from typing import Any
 from offload.config import OffloadConfig
 from offload.config_fields import AUTO_MICRO_BATCHES
 from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
+from offload.swap.line_file import LineFile
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
 from offload.train.metrics import StepMetrics
 
@@ -69,6 +70,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.plot = path / "loss_and_tiers.png"
+        self._lines: LineFile | None = None  # of the metrics, once there is one
         self._lock: int | None = None  # the folder, opened; the lock ends with the process
 
     @classmethod
@@ -113,10 +115,15 @@ class RunFolder:
             _log.debug("%s cannot be locked: %s", self.path, error)
 
     def close(self) -> None:
-        """Let other runs in."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Write what is still to be written, and let other runs in."""
+        lines, self._lines = self._lines, None
+        try:
+            if lines is not None:
+                lines.close()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""
@@ -132,12 +139,14 @@ class RunFolder:
         _write_whole(self.path / MEASURED, measured.to_json())
 
     def append(self, metrics: StepMetrics) -> None:
-        """Add a line to metrics.jsonl."""
-        with self.metrics.open("a") as file:
-            file.write(metrics.to_json() + "\n")
+        """Add a line to metrics.jsonl, beside the steps that follow."""
+        if self._lines is None:
+            self._lines = LineFile(self.metrics)
+        self._lines.append(metrics.to_json())
 
     def read_metrics(self) -> list[StepMetrics]:
         """Every step so far; a line cut short by a crash is left out."""
+        self._flush()
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_text().splitlines()
@@ -147,6 +156,10 @@ class RunFolder:
         """Begin metrics.jsonl, keeping the first `steps_done` steps of an earlier run."""
         kept = [metrics for metrics in self.read_metrics() if metrics.step <= steps_done]
         _write_whole(self.metrics, "".join(metrics.to_json() + "\n" for metrics in kept))
+
+    def _flush(self) -> None:
+        if self._lines is not None:
+            self._lines.flush()
 
     def checkpoint_path(self, step: int) -> Path:
         """Of the engine's checkpoint of `step`."""
@@ -162,6 +175,7 @@ class RunFolder:
 
     def commit_checkpoint(self, state: LoopState) -> None:
         """Make the checkpoint of `state.step` count, and drop the oldest ones."""
+        self._flush()  # who goes on from there finds all steps before it
         path = self.checkpoint_path(state.step)
         _write_whole(path.with_suffix(".json"), state.to_json())
         for old in self._committed()[:-KEPT_CHECKPOINTS]:

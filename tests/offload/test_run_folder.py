@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def test_the_folder_of_a_loop_that_is_under_way_can_be_checked(tmp_path: Path) -
     model = build_meta_model(config)
     with offload.initialize(model, config, run_folder=tmp_path / "run") as engine:
         steps(engine, model, 2)
+        metrics, ends = tmp_path / "run/metrics.jsonl", time.monotonic() + 30
+        while metrics.read_text().count("\n") < 2 and time.monotonic() < ends:
+            time.sleep(0.01)  # lines are written beside the steps
         found = check_run(tmp_path / "run")
         assert (found.steps, found.finished) == (2, False)
         written = OffloadConfig.load(tmp_path / "run/config.resolved.yaml")

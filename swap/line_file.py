@@ -1,0 +1,64 @@
+"""Lines added to a file while training goes on: the model does not wait for a disk that swapping
+keeps busy.
+
+An event loop on a thread of its own writes them, one after the other (aiofiles). An error there is
+raised at the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import aiofiles
+
+from offload.tiers.errors import StateError
+
+
+class LineFile:
+    """Adds lines to one text file, in order. For one thread; has to be closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._turn = asyncio.Lock()  # gives way in the order of asking
+        self._under_way: list[Future[None]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="offload-lines", daemon=True
+        )
+        self._thread.start()
+
+    def append(self, line: str) -> None:
+        """Write `line` soon. OSError where an earlier line could not be written."""
+        if self._loop.is_closed():
+            raise StateError(f"{self.path} is closed: no line can be added to it")
+        self._finish([future for future in self._under_way if future.done()])
+        self._under_way.append(asyncio.run_coroutine_threadsafe(self._add(line), self._loop))
+
+    def flush(self) -> None:
+        """Wait until all lines are in the file. OSError where one could not be written."""
+        self._finish(list(self._under_way))
+
+    def close(self) -> None:
+        """As `flush`, and end the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        try:
+            self.flush()
+        finally:
+            ended = self._loop.shutdown_default_executor()
+            asyncio.run_coroutine_threadsafe(ended, self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _finish(self, futures: list[Future[None]]) -> None:
+        for future in futures:
+            self._under_way.remove(future)
+            future.result()
+
+    async def _add(self, line: str) -> None:
+        async with self._turn, aiofiles.open(self.path, "a", encoding="utf-8") as file:
+            await file.write(f"{line}\n")
