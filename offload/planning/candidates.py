@@ -20,7 +20,7 @@ from offload.planning.rough_step import NOMINAL, StepWork
 from offload.planning.shortfalls import shortfalls
 from offload.planning.speeds import Speeds
 from offload.planning.splits import neighbours
-from offload.planning.step_time import estimate_step
+from offload.planning.step_time import COMPUTE, OPTIMIZER, estimate_step
 from offload.planning.work_time import pass_s, update_traffic
 from offload.planning.workload import Workload
 from offload.tiers.extent import PAGE_NBYTES, TierName
@@ -149,15 +149,26 @@ class Choice:
     def _moved(self, best: Candidate) -> Candidate:
         for step in _MOVES if self.is_small else _MOVES_LARGE:
             before = None
-            while before is not best:
+            while before is not best and self._could_be_shorter(best):
                 before = best
                 for state_class, tiers in self.open_tiers.items():
                     here = best.plan.placements[state_class]
                     for moved in neighbours(here, tiers, step, up=not self.is_small):
-                        tried = self.evaluate({**best.plan.placements, state_class: moved})
-                        if tried.fits and tried.seconds < best.seconds * (1 - _GAIN):
+                        tried = self._fitting({**best.plan.placements, state_class: moved})
+                        if tried is not None and tried.seconds < best.seconds * (1 - _GAIN):
                             best = tried
         return best
+
+    def _could_be_shorter(self, best: Candidate) -> bool:
+        """Not if work that is the same wherever states live takes all of the step: on a CPU the
+        model's and the optimizer's where nothing moves, beside a GPU's link the model's alone."""
+        if best.step is None:
+            return False
+        work_s = {link.name: link.seconds for link in best.step.links}
+        if len(work_s) > 2 or not self._config.optimizer.states.uniform:
+            return True
+        least_s = work_s[COMPUTE] + (0.0 if best.plan.gpu else work_s[OPTIMIZER])
+        return least_s < best.seconds * (1 - _GAIN)
 
     def _plainer(self, best: Candidate) -> Candidate:
         """Without splits that bring next to nothing."""
@@ -166,15 +177,28 @@ class Choice:
             if len(placement.tiers) > 1:
                 largest = max(placement.shares, key=lambda share: share[1])[0]
                 whole = {**best.plan.placements, state_class: Placement.on(largest)}
-                tried = self.evaluate(whole)
-                if tried.fits and tried.seconds <= best.seconds * (1 + AS_FAST):
+                tried = self._fitting(whole)
+                if tried is not None and tried.seconds <= best.seconds * (1 + AS_FAST):
                     best = tried
         return best
 
     def evaluate(self, placements: Placements, found: Found | None = None) -> Candidate:
         """Laid out and timed; by the search's rough time where no step can be predicted."""
         plan = self._builder.build(placements)
-        missing = (*shortfalls(plan, self._hardware), *self._beside(plan))
+        return self._timed(plan, self._missing(plan), found)
+
+    def _fitting(self, placements: Placements) -> Candidate | None:
+        """Timed only if it fits: times take longest."""
+        plan = self._builder.build(placements)
+        missing = self._missing(plan)
+        return None if missing else self._timed(plan, missing)
+
+    def _missing(self, plan: Plan) -> tuple[Shortfall, ...]:
+        return (*shortfalls(plan, self._hardware), *self._beside(plan))
+
+    def _timed(
+        self, plan: Plan, missing: tuple[Shortfall, ...], found: Found | None = None
+    ) -> Candidate:
         step = self._predict(plan)
         seconds = step.seconds if step is not None else found.seconds if found is not None else 0.0
         beyond = self._beyond_free_nbytes(plan)

@@ -149,6 +149,10 @@ class _CausalModel(_Module):
         outputs = body(input_ids)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states[:, slice(0, None), :])
+        if self.settings.caps_logits:
+            logits = logits / 30.0
+            logits = torch.tanh(logits)
+            logits = logits * 30.0
         loss = _loss(logits, labels)
         return SimpleNamespace(loss=loss, logits=logits, outputs=outputs)
 
@@ -162,7 +166,8 @@ class _LlamaModel(_Module):
     def forward(self, input_ids: Tensor) -> Any:
         inputs_embeds = self.embed_tokens(input_ids)
         position_ids = _positions(inputs_embeds)
-        _check_positions(inputs_embeds, position_ids)
+        for _ in range(self.settings.masks):
+            _check_positions(inputs_embeds, position_ids)
         hidden_states = inputs_embeds
         position_embeddings = self._rotary(hidden_states, position_ids)
         for layer in self.layers:
@@ -182,6 +187,8 @@ class _LlamaModel(_Module):
         both = torch.cat((frequencies, frequencies), dim=-1)
         cos = both.cos() * 1.0
         sin = both.sin() * 1.0
+        if self.settings.rotates_in_fp32:
+            return cos, sin
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
@@ -190,11 +197,14 @@ class _LlamaBlock(_Module):
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
-        hidden_states = residual + hidden_states
+        hidden_states = residual + self._dropped(hidden_states)
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
-        return residual + hidden_states
+        return residual + self._dropped(hidden_states)
+
+    def _dropped(self, hidden_states: Tensor) -> Tensor:
+        return F.dropout(hidden_states, self.settings.residual_dropout, self.training)
 
 
 class _LlamaAttention(_Module):
@@ -202,28 +212,33 @@ class _LlamaAttention(_Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **more: Any
     ) -> tuple[Tensor, None]:
         shape = (*hidden_states.shape[:-1], -1, self.settings.head_dim)
-        query = self._normed("q_norm", self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        key = self._normed("k_norm", self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key, value = self._projected(hidden_states, shape)
         cos, sin = position_embeddings
-        query, key = _rotated(query, key, cos, sin)
+        query, key = self._rotated(query, key, cos, sin)
         output = _attention(self.settings, query, key, value, self.settings.head_dim**-0.5)
         output = output.reshape(*shape[:-2], -1).contiguous()
         output = self.o_proj(output)
         return output, None
+
+    def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
+        query = self._normed("q_norm", self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self._normed("k_norm", self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        return query, key, value
 
     def _normed(self, name: str, states: Tensor) -> Tensor:
         norm = self._modules.get(name)
         normed: Tensor = states if norm is None else norm(states)
         return normed
 
-
-def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    cos = cos.unsqueeze(1)
-    sin = sin.unsqueeze(1)
-    new_query = (query * cos) + (_half_turned(query) * sin)
-    new_key = (key * cos) + (_half_turned(key) * sin)
-    return new_query, new_key
+    def _rotated(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cos = cos.unsqueeze(1)
+        sin = sin.unsqueeze(1)
+        new_query = (query * cos) + (_half_turned(query) * sin)
+        new_key = (key * cos) + (_half_turned(key) * sin)
+        return new_query.to(query.dtype), new_key.to(key.dtype)
 
 
 def _half_turned(x: Tensor) -> Tensor:
@@ -238,7 +253,118 @@ class _GatedMLP(_Module):
         return down
 
 
-# ---------------------------------------------------------------- Mixtral
+# ---------------------------------------------------------------- OLMo 2
+class _OlmoNorm(_Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
+        normed: Tensor = self.weight * hidden_states
+        return normed.to(input_dtype)
+
+
+class _OlmoBlock(_Module):
+    def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
+        residual = hidden_states
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.post_feedforward_layernorm(hidden_states)
+        return residual + hidden_states
+
+
+class _OlmoAttention(_LlamaAttention):
+    def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
+        query = self.q_norm(self.q_proj(hidden_states))
+        key = self.k_norm(self.k_proj(hidden_states))
+        value = self.v_proj(hidden_states)
+        return tuple(each.view(shape).transpose(1, 2) for each in (query, key, value))
+
+
+# ---------------------------------------------------------------- Phi-3
+class _PhiAttention(_LlamaAttention):
+    def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
+        together = self.qkv_proj(hidden_states)
+        first = self.settings.heads * self.settings.head_dim
+        second = first + self.settings.kv_heads * self.settings.head_dim
+        parts = together[..., :first], together[..., first:second], together[..., second:]
+        return tuple(each.view(shape).transpose(1, 2) for each in parts)
+
+    def _rotated(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cos = cos.unsqueeze(1)
+        sin = sin.unsqueeze(1)
+        width = cos.shape[-1]
+        turned, passed = query[..., :width], query[..., width:]
+        key_turned, key_passed = key[..., :width], key[..., width:]
+        new_query = torch.cat([turned * cos + _half_turned(turned) * sin, passed], dim=-1)
+        new_key = torch.cat(
+            [key_turned * cos + _half_turned(key_turned) * sin, key_passed], dim=-1
+        )  # fmt: skip
+        return new_query, new_key
+
+
+class _PhiMLP(_Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        up = self.gate_up_proj(hidden_states)
+        gate, up = up.chunk(2, dim=-1)
+        up = up * F.silu(gate)
+        down: Tensor = self.down_proj(up)
+        return down
+
+
+# ---------------------------------------------------------------- Gemma 2
+class _GemmaEmbedding(_Module):
+    def complete(self) -> None:
+        self.register_buffer("embed_scale", torch.empty(()), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scaled: Tensor = F.embedding(tokens, self.weight) * self.embed_scale.to(self.weight.dtype)
+        return scaled
+
+
+class _GemmaNorm(_Module):
+    def forward(self, x: Tensor) -> Tensor:
+        output = self._plain(x.float())
+        output = output * (1.0 + self.weight.float())
+        narrow: Tensor = output.to(x.dtype)
+        return narrow
+
+    @staticmethod
+    def _plain(x: Tensor) -> Tensor:
+        normed: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return normed
+
+
+class _GemmaBlock(_Module):
+    def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.pre_feedforward_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.post_feedforward_layernorm(hidden_states)
+        return residual + hidden_states
+
+
+class _GemmaMLP(_Module):
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(self._active(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+    @staticmethod
+    def _active(gate: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh")
+
+
+# ---------------------------------------------------------------- Mixtral, Qwen 3 MoE
 class _Experts(_Module):
     """As one grouped product (`grouped_mm_experts_forward`)."""
 
@@ -286,6 +412,18 @@ class _Router(_Module):
         shares = F.softmax(logits.float(), dim=-1)
         top, indices = torch.topk(shares, self.settings.experts_per_token, dim=-1)
         top /= top.sum(dim=-1, keepdim=True)
+        return logits, top, indices
+
+
+class _QwenRouter(_Module):
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.weight.shape[1])
+        logits = F.linear(hidden_states, self.weight)
+        shares = F.softmax(logits, dtype=torch.float, dim=-1)
+        top, indices = torch.topk(shares, self.settings.experts_per_token, dim=-1)
+        if self.settings.norms_shares:
+            top /= top.sum(dim=-1, keepdim=True)
+        top = top.to(logits.dtype)
         return logits, top, indices
 
 
@@ -360,7 +498,11 @@ def _gelu(x: Tensor) -> Tensor:
 
 _BY_SUFFIX: dict[str, type[_Module]] = {  # the first that fits
     "GPT2Model": _GPT2Model, "GPT2Block": _GPT2Block, "GPT2Attention": _GPT2Attention,
-    "GPT2MLP": _GPT2MLP, "ForCausalLM": _CausalModel, "LMHeadModel": _CausalModel,
+    "GPT2MLP": _GPT2MLP, "Olmo2RMSNorm": _OlmoNorm, "Olmo2DecoderLayer": _OlmoBlock,
+    "Olmo2Attention": _OlmoAttention, "Phi3Attention": _PhiAttention, "Phi3MLP": _PhiMLP,
+    "Gemma2TextScaledWordEmbedding": _GemmaEmbedding, "Gemma2RMSNorm": _GemmaNorm,
+    "Gemma2DecoderLayer": _GemmaBlock, "Gemma2MLP": _GemmaMLP,
+    "Qwen3MoeTopKRouter": _QwenRouter, "ForCausalLM": _CausalModel, "LMHeadModel": _CausalModel,
     "Model": _LlamaModel, "DecoderLayer": _LlamaBlock, "Attention": _LlamaAttention,
     "MLP": _GatedMLP, "SparseMoeBlock": _Mixture, "TopKRouter": _Router, "Experts": _Experts,
     "RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm, "Embedding": _Embedding, "Linear": _Linear,

@@ -16,3 +16,7 @@ class Settings:
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     experts_per_token: int = 0
+    norms_shares: bool = True  # of a token's experts, so that they sum to 1
+    masks: int = 1  # that are asked for before the blocks
+    rotates_in_fp32: bool = False
+    caps_logits: bool = False

@@ -11,7 +11,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.tiers.arena import Arena
@@ -44,10 +44,10 @@ class Uses:
         """As the runtime has it: a pending update counts as one of the next step's."""
         return self.in_next_step(group) + 0.5
 
-    def upcoming(self, most: int) -> list[int]:
+    def upcoming(self, most: int) -> Iterator[int]:
         """The next groups, at most one step long."""
         count = min(most, self._count) if self.learnt else 0
-        return [self.order[(self.cursor + ahead) % self._count] for ahead in range(count)]
+        return (self.order[(self.cursor + ahead) % self._count] for ahead in range(count))
 
 
 @dataclass(slots=True)

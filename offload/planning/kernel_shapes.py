@@ -21,7 +21,9 @@ _SAME_TYPE = frozenset(
 _SLOW = frozenset(
     {
         _aten.add, _aten.sub, _aten.mul, _aten.neg, _aten.sum, _aten.mean, _aten.cat, _aten.mm,
-        _aten.slice_backward, _aten.div,
+        _aten.slice_backward, _aten.div, _aten.cumsum, _aten.eq, _aten.ne, _aten.ge,
+        _aten.floor_divide, _aten.masked_fill, _aten.index, _aten._softmax, _aten._log_softmax,
+        _aten._softmax_backward_data, _aten._log_softmax_backward_data, _aten.nll_loss_backward,
     }
 )  # fmt: skip
 _MOST_REMEMBERED = 4096

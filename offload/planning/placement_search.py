@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -164,39 +164,27 @@ class PlacementSearch:
         """Bytes per split and tier (N x 3)."""
         groups = self._builder.groups
         if state_class is not StateClass.OPTIMIZER:
-            pieces = [getattr(group, state_class) for group in groups]
-            held = self._dealt(pieces, rows)
+            pieces = tuple(getattr(group, state_class) for group in groups)
+            held = _dealt(rows, pieces, (pieces,) * len(TIERS))
             if state_class is StateClass.GRADIENTS:
                 held = self._sums_on_host(held, rows)
             return held
         if len(self._record_sizes) <= _FEW_PIECES:
-            return self._dealt(self._record_sizes, rows, self._records_in)
+            return _dealt(rows, tuple(self._record_sizes), self._records_in)
         whole: Floats = np.array(rows) * self._records_total
         # dealing out may differ
         split_here = (np.count_nonzero(whole, axis=1) > 1) & (whole[:, HOST] > 0)
         whole[split_here, HOST] += self._largest_record
         return whole
 
-    def _dealt(
-        self, pieces: Sequence[int], rows: Sequence[Shares],
-        in_tier: Mapping[TierName, Sequence[int]] | None = None,
-    ) -> Floats:  # fmt: skip
-        """`in_tier`: what each piece takes there, where that is not its size everywhere."""
-        held = np.zeros((len(rows), len(TIERS)))
-        for index, row in enumerate(rows):
-            for piece, tier in enumerate(placement_of(row).assign(pieces)):
-                nbytes = pieces[piece] if in_tier is None else in_tier[tier][piece]
-                held[index, TIERS.index(tier)] += nbytes
-        return held
-
     @cached_property
-    def _records_in(self) -> dict[TierName, list[int]]:
+    def _records_in(self) -> tuple[tuple[int, ...], ...]:
         """Bytes of every record in the format of each tier."""
         groups, sizes = self._builder.groups, self._builder.sizes
-        return {
-            tier: [nbytes for group in groups for nbytes in records_in(group, tier, sizes)]
+        return tuple(
+            tuple(nbytes for group in groups for nbytes in records_in(group, tier, sizes))
             for tier in TIERS
-        }
+        )
 
     @cached_property
     def _records_total(self) -> Floats:
@@ -310,6 +298,25 @@ class PlacementSearch:
             c: Placement.on(TierName.NVME if on_nvme[c] else TierName.HOST) for c in CLASSES
         }
         return staging_nbytes_of(placements, builder.groups, builder.sizes, builder.gpu)
+
+
+def _dealt(
+    rows: Sequence[Shares], pieces: tuple[int, ...], in_tier: tuple[tuple[int, ...], ...]
+) -> Floats:
+    """Bytes per split and tier (N x 3)."""
+    return np.array([_dealt_row(row, pieces, in_tier) for row in rows], dtype=np.float64)
+
+
+@lru_cache(maxsize=2048)  # the searches of one question ask for the same again and again
+def _dealt_row(
+    row: Shares, pieces: tuple[int, ...], in_tier: tuple[tuple[int, ...], ...]
+) -> list[int]:
+    """`in_tier`: what each piece takes there."""
+    held = dict.fromkeys(TIERS, 0)
+    nbytes_in = dict(zip(TIERS, in_tier, strict=True))
+    for piece, tier in enumerate(placement_of(row).assign(pieces)):
+        held[tier] += nbytes_in[tier][piece]
+    return list(held.values())
 
 
 def _limited(rows: list[list[Shares]]) -> list[list[Shares]]:

@@ -121,13 +121,12 @@ def _group_bytes(
 def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
     """Elements of parameters, without padding, in a rank's part: trainable ones and frozen ones."""
     part = Part.of(layout, rank)
-    trainable = sum(each.spec.numel for each in part.trained())
-    inside = (
-        min(spec.stop, part.frozen.stop) - max(spec.offset, part.frozen.start)
-        for spec in layout.params
-        if not spec.trainable
-    )
-    return trainable, sum(max(0, numel) for numel in inside)
+    numels = [0, 0]
+    for spec in layout.params:
+        own = part.trainable if spec.trainable else part.frozen
+        numel = min(spec.stop, own.stop) - max(spec.offset, own.start)
+        numels[not spec.trainable] += max(0, numel)
+    return numels[0], numels[1]
 
 
 def _by_chunk(layout: Layout, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:

@@ -109,17 +109,17 @@ def _forward_uses(model: ModelShape) -> list[int]:
 
 def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
     """Groups that backward needs, by unit."""
-    return {
-        index: list(reversed(unit.groups))
-        for index, unit in enumerate(model.units)
-        if not _only_looked_up(model, index, unit)
-    }
+    found: dict[int, list[int]] = {}
+    before_blocks = True
+    for index, unit in enumerate(model.units):
+        before_blocks = before_blocks and not unit.repeated
+        if not (before_blocks and _is_one_matrix(model, unit)):
+            found[index] = list(reversed(unit.groups))
+    return found
 
 
-def _only_looked_up(model: ModelShape, index: int, unit: UnitShape) -> bool:
-    """Whether the gradient of the unit's input is nobody's: then its matrix is not needed."""
-    if any(earlier.repeated for earlier in model.units[: index + 1]):
-        return False
+def _is_one_matrix(model: ModelShape, unit: UnitShape) -> bool:
+    """Where the gradient of the unit's input is nobody's, its matrix is not needed."""
     own = [param for group in unit.groups for param in model.groups[group].params]
     return len(own) == 1 and len(own[0].shape) == 2
 

@@ -19,10 +19,9 @@ from offload.planning.activation_traffic import add_activations
 from offload.planning.held_copies import HeldCopies, Uses
 from offload.planning.moves import Bytes, Chunk, Fetch, Move, chunks_of
 from offload.planning.plan import Plan, spare_host_nbytes
-from offload.planning.plan_sizes import ITEMSIZE, own_numel
+from offload.planning.plan_sizes import ITEMSIZE, own_numel, pages
 from offload.planning.step_program import Action, StepProgram, Verb, write_program
-from offload.tiers.extent import PAGE_NBYTES, TierName
-from offload.tiers.units import round_up
+from offload.tiers.extent import TierName
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -68,6 +67,17 @@ def step_traffic(
     return Traffic(tuple(moves), total)
 
 
+@dataclass(slots=True)
+class _Piece:
+    """What a group's chunks with records in one tier add up to."""
+
+    tier: TierName
+    numel: int = 0
+    count: int = 0
+    weight_nbytes: int = 0
+    gradient_nbytes: int = 0
+
+
 class _Steps:
     """Runs a program step after step over the copies that memory holds."""
 
@@ -82,29 +92,41 @@ class _Steps:
         self._host = HeldCopies(host, self._uses)
         device = plan.budgets[TierName.DEVICE] - plan.total(TierName.DEVICE)
         self._device = HeldCopies(device if plan.gpu else 0, self._uses)
-        self._records = chunks_of(plan)
+        names = ["" if group.name == "(root)" else group.name for group in plan.groups]
+        self._weights = [f"{name} parameters" for name in names]  # as the runtime calls states
+        self._gradients = [f"{name} gradients" for name in names]
+        chunks = chunks_of(plan)
+        self._records = [  # on nvme
+            [
+                (f"{name} optimizer chunk {number}", chunk)
+                for number, chunk in enumerate(own) if chunk.tier is TierName.NVME
+            ]
+            for name, own in zip(names, chunks, strict=True)
+        ]  # fmt: skip
+        self._pieces = [
+            self._pieces_of(group.summed, own)
+            for group, own in zip(plan.groups, chunks, strict=True)
+        ]
         self._fetches: list[Fetch] = []
         self._current: set[int] = set()  # groups whose mirror on the device is valid
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         self._pending: set[int] = set()
         self._passes = max(action.number for action in program.actions) + 1
         # a file is chosen by plan; sums that nobody planned for stay in memory
-        self._trainable = [
-            own_numel(group.layout, plan.sharding.rank)[0] for group in plan.groups
-        ]  # reduced: this rank's part
+        self._trainable = [  # of a GPU's gradients; reduced: this rank's part
+            own_numel(group.layout, plan.sharding.rank)[0] for group in plan.groups if plan.gpu
+        ]
 
     def load(self) -> None:
         """The first values pass through memory group by group, and leave copies there."""
         self._uses.learnt = False
         for index, group in enumerate(self._plan.groups):
-            weights = self._name(index, "parameters")
+            weights = self._weights[index]
             self._host.work_on(weights)
             if self._plan.parameters[index] is TierName.NVME:
                 self._host.demand(weights, index, group.parameters, of_parameters=True)
-            for number, chunk in enumerate(self._records[index]):
-                if chunk.tier is TierName.NVME:
-                    key = self._name(index, f"optimizer chunk {number}")
-                    self._host.demand(key, index, chunk.record_nbytes, of_parameters=False)
+            for key, chunk in self._records[index]:
+                self._host.demand(key, index, chunk.record_nbytes, of_parameters=False)
 
     def run(self) -> list[Move]:
         """One step; the first one learns what is used when."""
@@ -124,10 +146,16 @@ class _Steps:
         self._fetches = []
         return Move(action, self._do(action), tuple(self._fetches))
 
-    def _name(self, group: int, what: str) -> str:
-        """As the runtime calls the state."""
-        name = self._plan.groups[group].name
-        return f"{'' if name == '(root)' else name} {what}"
+    def _pieces_of(self, summed: bool, chunks: list[Chunk]) -> list[_Piece]:
+        """Weights and gradients of a group's chunks, by the tier of their records."""
+        found: dict[TierName, _Piece] = {}
+        for chunk in chunks:
+            piece = found.setdefault(chunk.tier, _Piece(chunk.tier))
+            piece.numel += chunk.numel
+            piece.count += chunk.count
+            piece.weight_nbytes += pages(chunk.numel * self._itemsize)
+            piece.gradient_nbytes += pages(chunk.numel * (4 if summed else self._itemsize))
+        return list(found.values())
 
     def _do(self, action: Action) -> Bytes:
         self._uses.cursor = action.position
@@ -145,8 +173,8 @@ class _Steps:
         # a repeat in a row is at the place of the use before it
         repeated = action.position > 0 and self._uses.order[action.position - 1] == group
         self._uses.cursor = action.position if repeated else following
-        self._host.work_on(self._name(group, "parameters"))
-        self._device.work_on(self._name(group, "parameters"))
+        self._host.work_on(self._weights[group])
+        self._device.work_on(self._weights[group])
         self._bring(group, None, moved)
         if self._config.prefetch:
             for other in self._uses.upcoming(self._plan.prefetch):
@@ -161,7 +189,7 @@ class _Steps:
         plan, home = self._plan, self._plan.parameters[group]
         if home is TierName.DEVICE:
             return True
-        if plan.gpu and self._name(group, "parameters") in self._device and group in self._current:
+        if plan.gpu and self._weights[group] in self._device and group in self._current:
             return True
         read, sent = moved.read, moved.to_device
         there = home is not TierName.NVME or self._bring_host(group, next_use, moved)
@@ -171,7 +199,7 @@ class _Steps:
         return there
 
     def _bring_host(self, group: int, next_use: float | None, moved: Bytes) -> bool:
-        key = self._name(group, "parameters")
+        key = self._weights[group]
         if key in self._host:
             return True
         nbytes = self._plan.groups[group].parameters
@@ -185,7 +213,7 @@ class _Steps:
         return there
 
     def _mirror(self, group: int, next_use: float | None, moved: Bytes) -> bool:
-        key = self._name(group, "parameters")
+        key = self._weights[group]
         nbytes = self._plan.groups[group].parameters
         if key not in self._device:
             if next_use is None:
@@ -213,9 +241,9 @@ class _Steps:
             moved.to_host += self._trainable[group] * itemsize
         if home is not TierName.NVME:
             return moved
-        key = self._name(group, "gradients")
+        key = self._gradients[group]
         held = key in self._host
-        self._host.work_on(self._name(group, "parameters"), key)
+        self._host.work_on(self._weights[group], key)
         self._host.demand(key, group, sizes.gradients, of_parameters=False)
         if action.number > 0 and not held:
             self._count_read(moved, sizes.gradients, len(sizes.records))
@@ -231,29 +259,27 @@ class _Steps:
     def _update(self, action: Action) -> Bytes:
         moved = Bytes()
         group, plan = action.group, self._plan
-        weights = self._name(group, "parameters")
-        gradients = self._name(group, "gradients")
+        weights = self._weights[group]
+        gradients = self._gradients[group]
         before = action.position - 1
         working = self._uses.order[before] if before >= 0 and not self._ahead else None
-        busy = () if working is None else (self._name(working, "parameters"),)
+        busy = () if working is None else (self._weights[working],)
         self._host.work_on(weights, gradients, *busy)
         on_nvme = plan.parameters[group] is TierName.NVME
         by_device = plan.gpu and all(tier is TierName.DEVICE for tier in plan.records[group])
         if on_nvme:
             self._bring_host(group, self._uses.of_parameters(group), moved)
-        for number, chunk in enumerate(self._records[group]):
-            self._record(group, number, chunk, moved)
-            self._piece(group, chunk, moved)
+        for key, chunk in self._records[group]:
+            self._record(group, key, chunk, moved)
+        for piece in self._pieces[group]:  # of states that are locked: records do not displace them
+            self._piece(group, piece, moved)
         self._host.drop(gradients)
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)
         return moved
 
-    def _record(self, group: int, number: int, chunk: Chunk, moved: Bytes) -> None:
-        if chunk.tier is not TierName.NVME:
-            return
-        key = self._name(group, f"optimizer chunk {number}")
+    def _record(self, group: int, key: str, chunk: Chunk, moved: Bytes) -> None:
         if key not in self._host:
             if self._keep_records:
                 self._host.offer(
@@ -264,26 +290,19 @@ class _Steps:
         moved.written += chunk.record_nbytes
         moved.requests += chunk.count
 
-    def _piece(self, group: int, chunk: Chunk, moved: Bytes) -> None:
-        """Weight and gradient of one chunk."""
-        plan, numel, tier = self._plan, chunk.numel, chunk.tier
+    def _piece(self, group: int, piece: _Piece, moved: Bytes) -> None:
+        """Weights and gradients of the chunks with records in one tier."""
+        plan, numel, tier = self._plan, piece.numel, piece.tier
         sizes = plan.groups[group]
-        weight = _pages(numel * self._itemsize)
-        gradient = _pages(numel * (4 if sizes.summed else self._itemsize))
         stepped_there = tier is TierName.DEVICE and plan.gpu
-        mirrored = self._name(group, "parameters") in self._device and group in self._current
+        mirrored = self._weights[group] in self._device and group in self._current
         if plan.parameters[group] is TierName.NVME:
-            if self._name(group, "parameters") not in self._host and not (
-                stepped_there and mirrored
-            ):
-                self._count_read(moved, weight, chunk.count)
-            moved.written += weight
-            moved.requests += chunk.count
-        if (
-            plan.gradients[group] is TierName.NVME
-            and self._name(group, "gradients") not in self._host
-        ):
-            self._count_read(moved, gradient, chunk.count)
+            if self._weights[group] not in self._host and not (stepped_there and mirrored):
+                self._count_read(moved, piece.weight_nbytes, piece.count)
+            moved.written += piece.weight_nbytes
+            moved.requests += piece.count
+        if plan.gradients[group] is TierName.NVME and self._gradients[group] not in self._host:
+            self._count_read(moved, piece.gradient_nbytes, piece.count)
         if not plan.gpu:
             return
         if stepped_there:
@@ -303,7 +322,3 @@ class _Steps:
     def _count_read(moved: Bytes, nbytes: int, requests: int) -> None:
         moved.read += nbytes
         moved.requests += requests
-
-
-def _pages(nbytes: int) -> int:
-    return round_up(max(nbytes, 1), PAGE_NBYTES)

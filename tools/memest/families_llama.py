@@ -123,7 +123,9 @@ DENSE: dict[str, Family] = {
     ),
     "gemma2": _family(
         Decoder("Gemma2", norms=_FOUR, embedding="Gemma2TextScaledWordEmbedding"),
-        _defaults(256000, 2304, 9216, 26, 8, 4, 8192, head_dim=256, **_TIED),
+        _defaults(
+            256000, 2304, 9216, 26, 8, 4, 8192, head_dim=256, final_logit_softcapping=30.0, **_TIED
+        ),
     ),
     "gemma3_text": _family(
         Decoder(

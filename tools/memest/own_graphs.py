@@ -8,6 +8,7 @@ every figure of the two traces. Whatever is not described here is traced on tran
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offload.planning.decoder_settings import Settings
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 AS_IN = "transformers 5.17"
 _SILU = ("silu", "swish")
 _ROPES = ("default", "linear", "llama3", "yarn")  # the others change their frequencies as they run
-_WINDOWS = {"mistral": 4096, "mixtral": None}  # by default; others need `use_sliding_window`, too
+# By default; others need `use_sliding_window`, too.
+_WINDOWS = {"mistral": 4096, "mixtral": None, "phi3": None, "gemma2": 4096}
 _ASK_FOR_MORE = (  # asked for, they add operations or outputs
     "output_attentions", "output_hidden_states", "output_router_logits", "loss_type",
     "use_sliding_window", "router_jitter_noise", "reorder_and_upcast_attn", "torchscript",
+    "use_bidirectional_attention",
 )  # fmt: skip
 
 
@@ -62,46 +65,72 @@ def traced_modules(configuration: ModelConfiguration, sequence: int) -> str:
 
 def _windowless(values: Mapping[str, Any], sequence: int) -> bool:
     """Whether attention sees all that came before: no mask is made then."""
-    if set(values.get("layer_types") or ()) - {"full_attention"}:
+    kind = values["model_type"]
+    alternating = {"sliding_attention"} if kind == "gemma2" else set()
+    if set(values.get("layer_types") or ()) - {"full_attention"} - alternating:
         return False
-    if values.get("model_type") not in _WINDOWS:
+    if kind not in _WINDOWS:
         return True
-    window = values.get("sliding_window", _WINDOWS[values["model_type"]])
-    return window is None or (isinstance(window, int) and sequence < window)
+    window = values.get("sliding_window", _WINDOWS[kind])
+    if window is None:
+        return not alternating
+    return isinstance(window, int) and sequence < window
 
 
-def _plain_rope(keys: Keys) -> bool:
+def _plain_rope(keys: Keys, ropes: tuple[str, ...]) -> bool:
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.raw(name)
         if rope is None:
             continue
         if not isinstance(rope, dict) or rope.get("partial_rotary_factor", 1.0) != 1.0:
             return False
-        if rope.get("rope_type", rope.get("type", "default")) not in _ROPES:
+        if rope.get("rope_type", rope.get("type", "default")) not in ropes:
             return False
     return keys.raw("partial_rotary_factor") in (None, 1.0)
 
 
-def _llama(keys: Keys) -> Settings | None:
+def _llama(keys: Keys, ropes: tuple[str, ...] = _ROPES) -> Settings | None:
+    return _rotary(keys, ropes) if keys.raw("hidden_act") in (None, *_SILU) else None
+
+
+def _rotary(keys: Keys, ropes: tuple[str, ...] = _ROPES) -> Settings | None:
     dropout = _share(keys, "attention_dropout", 0.0)
-    activation = keys.raw("hidden_act")
-    if dropout is None or activation not in (None, *_SILU) or not _plain_rope(keys):
+    if dropout is None or not _plain_rope(keys, ropes):
         return None
     heads = keys.size("num_attention_heads")
     return Settings(heads, kv_heads(keys), head_dim(keys), attention_dropout=dropout)
 
 
-def _mixtral(keys: Keys) -> Settings | None:
+def _olmo2(keys: Keys) -> Settings | None:
     found = _llama(keys)
-    if found is None:
+    return found and replace(found, rotates_in_fp32=True)
+
+
+def _phi3(keys: Keys) -> Settings | None:
+    found, dropout = _llama(keys, ("default",)), _share(keys, "resid_pdrop", 0.0)
+    return None if dropout is None else found and replace(found, residual_dropout=dropout)
+
+
+def _gemma2(keys: Keys) -> Settings | None:
+    if keys.raw("hidden_activation") not in (None, "gelu_pytorch_tanh"):
         return None
-    chosen = keys.size_or("num_experts_per_tok", 2)
+    found, cap = _rotary(keys), keys.raw("final_logit_softcapping")
+    return found and replace(found, masks=2, caps_logits=cap is not None)
+
+
+def _qwen3_moe(keys: Keys) -> Settings | None:
+    return _mixture(keys, 8, norms_shares=keys.flag("norm_topk_prob"))
+
+
+def _mixtral(keys: Keys) -> Settings | None:
+    return _mixture(keys, 2, norms_shares=True)
+
+
+def _mixture(keys: Keys, usual: int, *, norms_shares: bool) -> Settings | None:
+    found, chosen = _llama(keys), keys.size_or("num_experts_per_tok", usual)
     if chosen > keys.size("num_local_experts"):
         return None
-    return Settings(
-        found.heads, found.kv_heads, found.head_dim, found.attention_dropout,
-        experts_per_token=chosen,
-    )  # fmt: skip
+    return found and replace(found, experts_per_token=chosen, norms_shares=norms_shares)
 
 
 def _gpt2(keys: Keys) -> Settings | None:
@@ -128,5 +157,5 @@ def _share(keys: Keys, name: str, otherwise: float) -> float | None:
 
 _READ: dict[str, Callable[[Keys], Settings | None]] = {
     "llama": _llama, "mistral": _llama, "qwen2": _llama, "qwen3": _llama, "mixtral": _mixtral,
-    "gpt2": _gpt2,
+    "gpt2": _gpt2, "olmo2": _olmo2, "phi3": _phi3, "gemma2": _gemma2, "qwen3_moe": _qwen3_moe,
 }  # fmt: skip
