@@ -270,7 +270,8 @@ class FileState(SlotState):
         return self._store.read(block, pages, priority=priority)
 
     def _depart(self, piece: int, pages: memoryview) -> Transfer[None]:
-        """Write a piece to a new extent; its table entry changes when the write is complete.
+        """Write a piece to a new extent; its table entry changes when the write is complete (of
+        gradients, whose old version is no undo record, before that).
 
         Where the tier is full of versions that other writes are replacing, waits for those,
         without the lock.
@@ -283,6 +284,10 @@ class FileState(SlotState):
         return arrived
 
     def _write(self, piece: int, pages: memoryview) -> Transfer[StoredBlock]:
+        before = self._blocks[piece]
+        if before is not None and self._class is StateClass.GRADIENTS:
+            self._blocks[piece] = None  # nobody goes back to an old sum
+            self._store.free(before)
         while True:
             try:
                 return self._store.write(

@@ -1,5 +1,5 @@
-"""What the host tier holds of states that live on nvme, and what nvme holds meanwhile: one short
-run of the runtime's own rules, without bytes.
+"""What the host tier holds of states that live on nvme: one short run of the runtime's own rules,
+without bytes.
 
 The permanent homes, staging buffers and the window of activations take their place in the host
 arena before anything else; copies share what is left of it, one stretch of addresses:
@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from offload.planning.copy_simulation import Simulation
 from offload.planning.copy_totals import ONE_LATE, Copies, Run, nvme_totals
-from offload.planning.plan import Plan, spare_host_nbytes
-from offload.planning.plan_sizes import record_kinds
+from offload.planning.plan import Plan
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape
@@ -38,7 +37,7 @@ def find_copies(plan: Plan, model: ModelShape, run: Run, room_nbytes: int) -> Co
     """Copies in `room_nbytes` of host memory beside the homes there."""
     pieces = _count(plan, run)
     if not pieces:
-        return Copies({}, 0, False, 0, {}, 0)
+        return Copies({}, 0, False)
     if pieces > MOST_PIECES:
         return _filled(plan, run, room_nbytes)
     simulation = Simulation(plan, model, run, room_nbytes)
@@ -54,9 +53,7 @@ def _count(plan: Plan, run: Run) -> int:
 
 def _filled(plan: Plan, run: Run, room_nbytes: int) -> Copies:
     """Without going through steps: all that may be copied, or all the room."""
-    totals = nvme_totals(plan, run)
-    kept = spare_host_nbytes(plan) > 0
-    copied = dict(totals)
+    copied = nvme_totals(plan, run)
     gradients = [
         group.gradients for index, group in enumerate(plan.groups)
         if plan.gradients[index] is TierName.NVME and not run.sums
@@ -67,27 +64,4 @@ def _filled(plan: Plan, run: Run, room_nbytes: int) -> Copies:
     for state_class in (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER):
         held[state_class] = min(copied[state_class], left)
         left -= held[state_class]
-    staged = not left
-    home = dict(totals)
-    if run.in_backward and not staged:
-        home[StateClass.GRADIENTS] = 0
-    moved = totals[StateClass.PARAMETERS] + totals[StateClass.OPTIMIZER]
-    versions = held[StateClass.PARAMETERS] + plan.staging_buffers * plan.staging_nbytes
-    # not kept for their next update: those of a group that a checkpoint is loaded into
-    of_a_group = held[StateClass.OPTIMIZER] if kept else _largest_records(plan)
-    versions = min(moved, versions + min(of_a_group, held[StateClass.OPTIMIZER]))
-    nvme = sum(home.values()) + versions
-    bound = versions > 0 or (run.in_backward and bool(gradients))
-    return Copies(held, sum(held.values()), staged, nvme, home, versions, bound)
-
-
-def _largest_records(plan: Plan) -> int:
-    """Of one group, on nvme."""
-    kinds = (
-        record_kinds(group, tiers, plan.chunk_numel)
-        for group, tiers in zip(plan.groups, plan.records, strict=True)
-    )
-    return max(
-        sum(kind.nbytes * kind.count for kind in each if kind.tier is TierName.NVME)
-        for each in kinds
-    )
+    return Copies(held, sum(held.values()), staged=not left)

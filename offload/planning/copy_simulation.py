@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from offload.planning.copy_totals import ONE_LATE, Copies, Run, nvme_totals
+from offload.planning.copy_totals import ONE_LATE, Copies, Run
 from offload.planning.plan import Plan, spare_host_nbytes
-from offload.planning.plan_sizes import pages
 from offload.swap.trace import Trace
 from offload.tiers.arena import Arena
 from offload.tiers.extent import TierName
@@ -29,7 +28,6 @@ class _Piece:
     order: str  # as names are compared where nothing else decides
     offset: int | None = None  # of its copy
     dirty: bool = False  # used up soon: not written
-    stored: bool = False  # it has a version on nvme
 
 
 @dataclass
@@ -37,56 +35,6 @@ class _Group:
     parameters: _Piece | None
     gradients: _Piece | None
     records: list[_Piece | None]
-    weights: list[int]  # of each chunk, bytes of parameters on disk
-
-
-@dataclass(eq=False, slots=True)
-class _Version:
-    """What an updated chunk writes."""
-
-    copies: dict[_Piece, int]  # bytes that leave from copies: nothing waits for them
-    staged_nbytes: int  # ... and from a staging buffer
-    staged: bool  # whether it has a staging buffer
-    chunk: int = 0  # of its group
-
-
-class _OnTheirWay:
-    """Versions that may still be on their way to nvme, however slow writes are.
-
-    The update takes back its staging buffers in their order: one that is used again was written,
-    and so was all that was sent off before it. A chunk of a state has one write on its way.
-    """
-
-    def __init__(self, buffers: int) -> None:
-        self._buffers = max(1, buffers)
-        self._staged = 0  # of `_versions`
-        self._versions: deque[_Version] = deque()
-        self._latest: dict[tuple[_Piece, int], _Version] = {}
-        self.copies_nbytes = self.staged_nbytes = 0
-
-    def send(self, version: _Version) -> None:
-        while version.staged and self._staged >= self._buffers:
-            self._arrived(self._versions.popleft())
-        for piece, nbytes in version.copies.items():
-            key = (piece, version.chunk)
-            before = self._latest.get(key)
-            if before is not None:
-                self.copies_nbytes -= before.copies.pop(piece, 0)
-            self._latest[key] = version
-            self.copies_nbytes += nbytes
-        self._staged += version.staged
-        self.staged_nbytes += version.staged_nbytes
-        self._versions.append(version)
-
-    def settle(self) -> None:
-        while self._versions:
-            self._arrived(self._versions.popleft())
-
-    def _arrived(self, version: _Version) -> None:
-        self._staged -= version.staged
-        self.staged_nbytes -= version.staged_nbytes
-        self.copies_nbytes -= sum(version.copies.values())
-        version.copies.clear()
 
 
 @dataclass
@@ -111,11 +59,6 @@ class Simulation:
         self._peak = _Peak()
         self._keeps = spare_host_nbytes(plan) > 0
         self._staged = False
-        self._stored: dict[StateClass, int] = {}
-        self._versions = _OnTheirWay(plan.staging_buffers)
-        self._nvme = _Peak()
-        self._nvme_versions = 0
-        self._bound = False
         self._groups = [self._group(index) for index in range(len(plan.groups))]
         self._owner = _owners(model.units)
 
@@ -127,7 +70,6 @@ class Simulation:
                 return None
             return _Piece(index, kind, nbytes, f"{group.name} {name}")
 
-        chunks = group.layout.chunks(plan.chunk_numel)
         gradients = None
         if not self._run.sums:
             gradients = piece(
@@ -142,15 +84,12 @@ class Simulation:
                     zip(plan.records[index], group.records, strict=True)
                 )
             ],
-            [pages(len(chunk) * self._run.itemsize) for chunk in chunks],
         )
 
     # ---------------------------------------------------------------- the run
     def run(self) -> None:
         for group in self._groups:
             self._load(group)
-        for group in self._groups:
-            self._load_checkpoint(group)
         for _ in range(STEPS):
             for number in range(self._run.passes):
                 self._trace.begin_forward()
@@ -159,28 +98,7 @@ class Simulation:
             self._trace.end_cycle()
 
     def found(self) -> Copies:
-        nvme, stored = self._nvme.nbytes, self._nvme.by_class
-        gradients = nvme_totals(self._plan, self._run)[StateClass.GRADIENTS]
-        pressed = self._run.in_backward and self._staged and gradients > 0
-        if pressed:  # where memory is short they may have to leave before they are used up
-            nvme += gradients - stored.get(StateClass.GRADIENTS, 0)
-            stored = {**stored, StateClass.GRADIENTS: gradients}
-        bound = self._bound or pressed
-        if self._bound:  # another order of arrivals than the one gone through: a chunk more
-            nvme += self._largest_version()
-        return Copies(
-            self._peak.by_class, self._arena.high_water_nbytes, self._staged, nvme, stored,
-            self._nvme_versions, bound,
-        )  # fmt: skip
-
-    def _largest_version(self) -> int:
-        """What one chunk writes to nvme, at most."""
-        return max(
-            (weights if group.parameters is not None else 0)
-            + (record.nbytes if record is not None else 0)
-            for group in self._groups
-            for record, weights in zip(group.records, group.weights, strict=True)
-        )
+        return Copies(self._peak.by_class, self._arena.high_water_nbytes, self._staged)
 
     def _load(self, group: _Group) -> None:
         if group.parameters is not None:
@@ -189,20 +107,8 @@ class Simulation:
         for record in group.records:
             if record is not None:
                 self._demand(record)
-                self._store(record)
         if group.parameters is not None:
             self._leave(group.parameters.group)
-            self._store(group.parameters)
-
-    def _load_checkpoint(self, group: _Group) -> None:
-        """As one that is resumed does: copies leave without being waited for, until the end of the
-        group; what has none is written piece by piece."""
-        pieces = [piece for piece in (group.parameters, *group.records) if piece is not None]
-        copies = {piece: piece.nbytes for piece in pieces if piece.offset is not None}
-        absent = max((piece.nbytes for piece in pieces if piece.offset is None), default=0)
-        self._versions.send(_Version(copies, absent, staged=False))
-        self._note_nvme()
-        self._versions.settle()
 
     def _forward(self) -> None:
         for unit in _calls(self._units):
@@ -260,47 +166,24 @@ class Simulation:
         if group.gradients is None:
             return
         self._demand(group.gradients)
-        if last and self._run.in_backward:
-            group.gradients.dirty = True
-        else:
-            self._store(group.gradients)
+        group.gradients.dirty = last and self._run.in_backward
 
     def _update(self, group: _Group, index: int) -> None:
         parameters, gradients = group.parameters, group.gradients
         if parameters is not None:
             self._offer(parameters, self._trace.next_use(index))
-        pairs = zip(group.records, group.weights, strict=True)
-        for chunk, (record, weights) in enumerate(pairs):
+        for record in group.records:
             if record is not None and self._keeps:
                 self._offer(record, self._next_use(record))
-            self._update_chunk(group, chunk, record, weights)
+            parts = (parameters, record, gradients)
+            self._staged |= any(part is not None and part.offset is None for part in parts)
         if gradients is not None:
             self._give_back(gradients)
-
-    def _update_chunk(self, group: _Group, chunk: int, record: _Piece | None, weights: int) -> None:
-        parameters = group.parameters
-        staged = any(
-            part is not None and part.offset is None
-            for part in (parameters, record, group.gradients)
-        )
-        self._staged |= staged
-        writes = [(parameters, weights), (record, record.nbytes if record is not None else 0)]
-        version = _Version({}, 0, staged, chunk)
-        for piece, nbytes in writes:
-            if piece is not None and piece.offset is None:
-                version.staged_nbytes += nbytes
-            elif piece is not None:
-                version.copies[piece] = nbytes
-        self._versions.send(version)
-        self._note_nvme()
 
     def _give_back(self, gradients: _Piece) -> None:
         gradients.dirty = False
         if gradients.offset is not None:
             self._drop(gradients)
-        if gradients.stored:
-            gradients.stored = False
-            self._stored[StateClass.GRADIENTS] -= gradients.nbytes
 
     # ---------------------------------------------------------------- host memory
     def _next_use(self, piece: _Piece) -> float:
@@ -360,23 +243,6 @@ class Simulation:
         self._in_use[index] -= 1
         if not self._in_use[index]:
             del self._in_use[index]
-
-    # ---------------------------------------------------------------- nvme
-    def _store(self, piece: _Piece) -> None:
-        """A version of the whole piece is written, where there is none yet."""
-        if not piece.stored:
-            piece.stored = True
-            self._stored[piece.state_class] = self._stored.get(piece.state_class, 0) + piece.nbytes
-        self._note_nvme()
-
-    def _note_nvme(self) -> None:
-        sent = self._versions
-        versions = min(sent.copies_nbytes, self._arena.nbytes) + sent.staged_nbytes
-        self._bound |= versions > 0
-        total = sum(self._stored.values()) + versions
-        if total > self._nvme.nbytes:
-            self._nvme = _Peak(total, dict(self._stored))
-            self._nvme_versions = versions
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,11 @@ ONE_LATE = 1
 
 @dataclass(frozen=True)
 class Copies:
-    """The host tier's copies and the nvme tier at their peaks. Bytes."""
+    """The host tier's copies of what lives on nvme, at their peak. Bytes."""
 
     by_class: dict[StateClass, int]  # copies in host memory, when they are most
     touched_nbytes: int  # of host memory that copies have ever lain in
     staged: bool  # whether chunks pass through the staging buffers
-    nvme_nbytes: int  # most that nvme would hold without an end of its budget
-    nvme_by_class: dict[StateClass, int]  # the same: valid versions ...
-    nvme_versions_nbytes: int  # ... and new ones on their way
-    # How many versions are on their way depends on how fast writes are beside the update: what is
-    # said of nvme is the most that may come, however slow they are.
-    nvme_is_bound: bool = False
 
     @property
     def nbytes(self) -> int:

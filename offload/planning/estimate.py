@@ -48,7 +48,7 @@ class MemoryEstimate:
     ledger_peaks: Mapping[TierName, int]  # what the ledger of each tier will have reached
     checkpoint_nbytes: int  # on disk, of one saved checkpoint
     # Of these the ledger's peak depends on the moment (how far writes are behind), and what is
-    # predicted is about the most.
+    # predicted is the most.
     bounds: frozenset[TierName] = frozenset()
 
 

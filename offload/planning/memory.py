@@ -4,7 +4,8 @@ process and its files will have taken.
     ledger    device   homes there, mirrors (GPU), buffers of our kernels (GPU)
               host     homes there, staging buffers, gradient sums, window of activations, copies of
                        what lives on nvme (`copies`)
-              nvme     homes there, new versions beside the old ones, activations
+              nvme     at most: homes there, new versions beside the old ones (`nvme_most`),
+                       activations
               where the model computes, with other ranks: whole parameters of the last groups used,
                        gradients on their way to their owners
     RAM       the part of the host tier that is ever touched, and of the device tier on a CPU
@@ -29,6 +30,7 @@ from offload.planning.copies import find_copies
 from offload.planning.copy_totals import Run
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.heap_holes import heap_holes_nbytes
+from offload.planning.nvme_most import nvme_most
 from offload.planning.plan import Plan, needed_nbytes
 from offload.planning.plan_sizes import ITEMSIZE, own_numel, pages, record_kinds
 from offload.tiers.extent import TierName
@@ -48,6 +50,8 @@ _CLASS_OF = {
     StateClass.PARAMETERS: MemoryClass.PARAMETERS,
     StateClass.GRADIENTS: MemoryClass.GRADIENTS,
     StateClass.OPTIMIZER: MemoryClass.OPTIMIZER,
+    StateClass.STAGING: MemoryClass.STAGING,
+    StateClass.ACTIVATIONS: MemoryClass.ACTIVATIONS,
 }
 _MOST_LATE = 3  # groups whose update within backward is still to come
 ByClass = dict[MemoryClass, int]
@@ -86,6 +90,7 @@ class PlannedMemory:
         self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
         workload: Workload, baseline: Baseline,
     ) -> None:  # fmt: skip
+        self._planned = plan
         self._plan = _with_sums(plan, config, workload.passes)
         self._config = config
         self._model = model
@@ -235,7 +240,9 @@ class PlannedMemory:
     def nvme_is_bound(self) -> bool:
         """Whether the ledger's peak of nvme depends on how fast moves are, and what is predicted
         is the most it can come to."""
-        return self._copies.nvme_is_bound or self._activations_on_disk > 0
+        by_class = self._on_nvme()
+        moving = by_class[MemoryClass.STAGING] + by_class[MemoryClass.ACTIVATIONS]
+        return moving > 0 or (self._run.in_backward and by_class[MemoryClass.GRADIENTS] > 0)
 
     @property
     def host_slack_nbytes(self) -> int:
@@ -252,10 +259,12 @@ class PlannedMemory:
 
     @property
     def _activations_on_disk(self) -> int:
-        """Half of the window is kept unwritten."""
+        """None if half of the window takes them, which is kept unwritten; else any of them may be
+        there."""
         activations = self._plan.activations
-        most = activations.disk_nbytes if activations is not None else 0
-        return min(most, max(0, self._parked - self._window // 2))
+        if activations is None or self._parked <= self._window // 2:
+            return 0
+        return min(activations.disk_nbytes, self._parked)
 
     @property
     def _framework(self) -> int:
@@ -308,23 +317,11 @@ class PlannedMemory:
 
     # ---------------------------------------------------------------- nvme
     def _on_nvme(self) -> ByClass:
-        """Of the ledger. What was saved first leaves first and dies last, so that activations on
-        disk meet all gradients; new versions come after that."""
-        plan, copies = self._plan, self._copies
-        states: ByClass = _no_bytes()
-        for state_class, nbytes in copies.nvme_by_class.items():
-            states[_CLASS_OF[state_class]] += nbytes
-        states[MemoryClass.STAGING] = copies.nvme_versions_nbytes
-        if self._activations_on_disk > states[MemoryClass.STAGING]:
-            states[MemoryClass.STAGING] = 0
-            states[MemoryClass.ACTIVATIONS] = self._activations_on_disk
-        over = sum(states.values()) - plan.budgets[TierName.NVME]
-        for moving in (MemoryClass.STAGING, MemoryClass.ACTIVATIONS):
-            if over > 0:  # writes wait for versions that are being replaced
-                less = min(over, states[moving])
-                states[moving] -= less
-                over -= less
-        return states
+        """Of the ledger, at most."""
+        by_class = _no_bytes()
+        for state_class, nbytes in nvme_most(self._planned, self._activations_on_disk).items():
+            by_class[_CLASS_OF[state_class]] += nbytes
+        return by_class
 
     def _disk(self) -> PlaceEstimate:
         """Files: what is reserved when they are made, or lengthened in steps of 256 MiB."""

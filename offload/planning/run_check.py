@@ -100,7 +100,7 @@ class Row:
     predicted: float
     measured: float
     unit: str  # bytes or seconds
-    is_bound: bool = False  # predicted is about the most that may come
+    is_bound: bool = False  # predicted is the most that may come
 
     @property
     def ratio(self) -> float:

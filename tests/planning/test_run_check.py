@@ -244,6 +244,18 @@ def test_nvme_never_holds_more_than_at_most(
     check_bound(tmp_path / "run")
 
 
+def test_nvme_never_holds_more_than_at_most_beside_activations(tmp_path: Path):
+    keys: dict[str, Any] = {
+        "placement": {
+            "parameters": "host", "gradients": "host", "optimizer": "nvme",
+            "activations": {"tier": "nvme"},
+        },
+        "budget": {"host": "12MiB", "nvme": "256MiB"}, "clip_grad_norm": 1.0,
+    }  # fmt: skip
+    train(tmp_path, train={"steps": 2, "batch": 16}, **keys)
+    check_bound(tmp_path / "run")
+
+
 def check_bound(folder: Path) -> None:
     (nvme,) = (row for row in check_run(folder).rows if row.name == "nvme")
     assert nvme.is_bound

@@ -20,7 +20,6 @@ from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.baseline import Baseline
 from offload.planning.collective_sequence import collective_sequence
 from offload.planning.memory import PlannedMemory
-from offload.planning.plan import nvme_slack
 from offload.planning.plan_sizes import STAGING_BUFFERS, pages
 from offload.planning.workload import Workload
 from offload.tiers.ledger import StateClass
@@ -49,7 +48,6 @@ class Held:
     planned: Mapping[str, Mapping[str, int]]
     predicted: Mapping[str, int]
     slack_nbytes: int  # of host
-    versions_nbytes: int  # on nvme, that the plan leaves room for beside valid ones
     layouts: Sequence[Layout]
     staging_nbytes: int  # of the update
     shared_nbytes: int  # planned, for working with other ranks
@@ -101,7 +99,6 @@ def _train(folder: Path, stage: int, where: str) -> Held:
         planned={str(tier): _words(by_class) for tier, by_class in plan.expected.items()},
         predicted={str(t): n for t, n in memory.estimate().ledger_peaks.items()},
         slack_nbytes=memory.host_slack_nbytes,
-        versions_nbytes=nvme_slack(plan) if plan.uses_nvme else 0,
         layouts=[group.layout for group in plan.groups],
         staging_nbytes=plan.staging_buffers * plan.staging_nbytes,
         shared_nbytes=plan.shared.total_nbytes if plan.shared is not None else 0,
@@ -190,7 +187,7 @@ def test_the_ledger_reaches_what_was_predicted(
         predicted = each.predicted["host"]
         assert predicted - few <= each.peaks["host"] <= predicted + each.slack_nbytes
         assert each.planned["nvme"].get("optimizer", 0) <= each.peaks["nvme"]
-        assert each.peaks["nvme"] <= each.predicted["nvme"] + each.versions_nbytes
+        assert each.peaks["nvme"] <= each.predicted["nvme"]
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -37,12 +37,14 @@ class Bench:
     ledger: Ledger
     next_use: dict[str, float] = field(default_factory=dict)
 
-    def state(self, name: str, nbytes: int = PAGE, piece_nbytes: int = PAGE) -> FileState:
+    def state(
+        self, name: str, nbytes: int = PAGE, piece_nbytes: int = PAGE,
+        kind: StateClass = StateClass.PARAMETERS,
+    ) -> FileState:  # fmt: skip
         self.next_use[name] = 0.0
         return FileState(
-            name, nbytes, piece_nbytes, StateClass.PARAMETERS, self.store, self.pool,
-            lambda: self.next_use[name],
-        )  # fmt: skip
+            name, nbytes, piece_nbytes, kind, self.store, self.pool, lambda: self.next_use[name]
+        )
 
     def filled(self, name: str, value: int, nbytes: int = PAGE) -> FileState:
         state = self.state(name, nbytes)
@@ -125,6 +127,21 @@ def test_pieces_are_updated_in_place_where_memory_is_held_and_staged_where_not(b
     staged.fill_(8)
     state.write_piece(1, staged).wait()
     assert [int(state.tensor()[i]) for i in (0, PAGE)] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("kind", "versions"), [(StateClass.GRADIENTS, 1), (StateClass.PARAMETERS, 2)]
+)
+def test_only_what_somebody_may_go_back_to_has_two_versions(bench, kind, versions):
+    state = bench.state("twice", kind=kind)
+    for value in (1, 2):
+        state.blank().fill_(value)
+        state.wrote()
+        state.settle()
+    assert bench.ledger.accounts[TierName.NVME].peak_nbytes == versions * PAGE
+    state.drop()
+    assert state.tensor().unique().tolist() == [2]
+    bench.ledger.check_integrity()
 
 
 def test_discard_gives_back_memory_and_extents(bench):
