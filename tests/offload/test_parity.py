@@ -29,7 +29,7 @@ from tests.offload.engine_cases import (
     states_of,
 )
 
-STEPS = 20
+STEPS = 8
 Run = tuple[list[float], dict[str, Tensor]]
 
 PLACEMENTS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""One rank of many, the others faked: prints the calls of its third step, as JSON."""
+"""One rank of many, the others faked: prints the calls of its third step, as JSON, case by case."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from offload.zero.ranks import Ranks
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, seeded
 
 STEPS = 3
+BLOCKS = 5
 
 
 class Recorder:
@@ -54,14 +55,42 @@ class Recorder:
         collectives_module.all_gather_flat = gather
         dist.all_to_all_single = exchange
 
+    def remove(self) -> None:
+        Ranks.collectives = self._make  # type: ignore[method-assign]
+        collectives_module.all_gather_flat = self._gather
+        dist.all_to_all_single = self._exchange
+
     def _note(self, log: list[tuple[str, int, int]], call: str, buffer: Any, group: Any) -> None:
         if self.keeps and group is not self._control:
             log.append((call, group.size(), buffer.numel() * buffer.element_size()))
 
 
-def main(asked: str) -> None:
-    world, rank, asked_keys, blocks, folder = json.loads(asked)
+def third_step(world: int, rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+    recorder = Recorder()
+    recorder.install()
+    try:
+        with offload.initialize(seeded(lambda: TinyLM(BLOCKS)), keys) as engine:
+            for step in range(STEPS):
+                recorder.keeps = step == STEPS - 1
+                for tokens in batches(engine.config.gradient_accumulation_steps):
+                    engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+                engine.runtime.settle()
+            recorder.keeps = False
+            layouts = [group.layout for group in engine.plan.groups]
+    finally:
+        recorder.remove()
+        dist.destroy_process_group()
+    return {
+        "gathers": recorder.gathers,
+        "reductions": recorder.reductions,
+        "layouts": [[each.numel, each.numel_trainable, each.ranks] for each in layouts],
+    }
+
+
+def main(asked: str) -> None:
     new_group = dist.new_group
 
     def new_fake_group(*args: Any, backend: str | None = None, **more: Any) -> Any:
@@ -71,27 +100,14 @@ def main(asked: str) -> None:
     dist.new_group = new_fake_group
     for module in (ranks_module, rank_watch):
         module.limit_waits = lambda group, limit: None  # type: ignore[attr-defined] # none waits
-    recorder = Recorder()
-    recorder.install()
-    keys = config(
-        Path(folder), HOST, budget={"host": "4GiB", "nvme": "1GiB"}, **asked_keys
-    )  # fmt: skip
-    with offload.initialize(seeded(lambda: TinyLM(blocks)), keys) as engine:
-        for step in range(STEPS):
-            recorder.keeps = step == STEPS - 1
-            for tokens in batches(engine.config.gradient_accumulation_steps):
-                engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            engine.runtime.settle()
-        recorder.keeps = False
-        layouts = [group.layout for group in engine.plan.groups]
-    answer = {
-        "gathers": recorder.gathers,
-        "reductions": recorder.reductions,
-        "layouts": [[each.numel, each.numel_trainable, each.ranks] for each in layouts],
-    }
-    print(json.dumps(answer))
+    cases, folder = json.loads(asked)
+    answers = []
+    for number, (world, rank, keys) in enumerate(cases):
+        own = Path(folder) / str(number)
+        own.mkdir()
+        whole = config(own, HOST, budget={"host": "4GiB", "nvme": "1GiB"}, **keys)
+        answers.append(third_step(world, rank, whole))
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

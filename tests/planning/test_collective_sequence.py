@@ -28,47 +28,53 @@ BLOCKS = 5
 PLAIN = OffloadConfig.load({"precision": "fp32"})
 
 
-def recorded(folder: Path, world: int, rank: int, keys: dict[str, Any]) -> dict[str, Any]:
-    """What one rank calls in its third step."""
-    asked = json.dumps([world, rank, keys, BLOCKS, str(folder)])
+CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+    (64, 5, {"stage": 0}, {}),
+    (64, 5, {"stage": 0}, {"precision": "bf16"}),
+    (64, 63, {"stage": 1}, {}),
+    (64, 63, {"stage": 2}, {"precision": "bf16", "micro_batches": 2}),
+    (64, 5, {"stage": 2, "shard_group": 8}, {}),
+    (64, 5, {"stage": 3}, {}),
+    (64, 5, {"stage": 3}, {"gradient_accumulation_steps": 2}),
+    (64, 17, {"stage": 3, "shard_group": 8}, {"precision": "bf16"}),
+    (64, 9, {"quantized_weights": True, "quantized_gradients": True}, {}),
+    (64, 9, {"reduce_dtype": "bf16"}, {}),
+    (4096, 4095, {"stage": 3, "shard_group": 64}, {}),
+    (4096, 7, {"stage": 3}, {}),
+]
+
+
+def keys_of(zero: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    return {"precision": "fp32", "zero": zero, **more}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What one rank calls in its third step, of every case: one process for all of them."""
+    cases = [(world, rank, keys_of(zero, more)) for world, rank, zero, more in CASES]
+    asked = json.dumps([cases, str(tmp_path_factory.mktemp("ranks"))])
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning.fake_ranks_child", asked], cwd=ROOT, text=True,
         capture_output=True, check=False, timeout=240,
         env={**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
-@pytest.mark.parametrize(
-    ("world", "rank", "zero", "more"),
-    [
-        (64, 5, {"stage": 0}, {}),
-        (64, 5, {"stage": 0}, {"precision": "bf16"}),
-        (64, 63, {"stage": 1}, {}),
-        (64, 63, {"stage": 2}, {"precision": "bf16", "micro_batches": 2}),
-        (64, 5, {"stage": 2, "shard_group": 8}, {}),
-        (64, 5, {"stage": 3}, {}),
-        (64, 5, {"stage": 3}, {"gradient_accumulation_steps": 2}),
-        (64, 17, {"stage": 3, "shard_group": 8}, {"precision": "bf16"}),
-        (64, 9, {"quantized_weights": True, "quantized_gradients": True}, {}),
-        (64, 9, {"reduce_dtype": "bf16"}, {}),
-        (4096, 4095, {"stage": 3, "shard_group": 64}, {}),
-        (4096, 7, {"stage": 3}, {}),
-    ],
-)
+@pytest.mark.parametrize("case", range(len(CASES)))
 def test_one_rank_of_many_calls_what_was_predicted(
-    world: int, rank: int, zero: dict[str, Any], more: dict[str, Any], tmp_path: Path
+    case: int, recorded: list[dict[str, Any]]
 ) -> None:
-    keys = {"precision": "fp32", "zero": zero, **more}
+    world, rank, zero, more = CASES[case]
+    keys, answer = keys_of(zero, more), recorded[case]
     config = OffloadConfig.load(keys)
     sharding = Sharding.of(config.zero.stage, config.zero.shard_group, world, rank)
     shape = discover(TinyLM(BLOCKS), ()).shape()
     passes = config.gradient_accumulation_steps
     found = collective_sequence(config, shape, sharding, passes)
     sizes = {Among.SHARDS: sharding.ranks, Among.REPLICAS: sharding.replicas}
-    answer = recorded(tmp_path, world, rank, keys)
 
     def calls(collectives: Any) -> list[list[Any]]:
         return [
