@@ -120,7 +120,11 @@ def _fresh(case: Case) -> Row:
 def _row(case: Case, predicted: Predicted, measured: dict[str, Any], *, ram: bool = False) -> Row:
     tiers, peaks = measured["tiers"], predicted.memory.ledger_peaks
     errors = {
-        str(tier): peaks[tier] / tiers[tier] - 1 if tiers[tier] else float(peaks[tier])
+        str(tier): peaks[tier] / tiers[tier] - 1
+        if tiers[tier]
+        else math.inf
+        if peaks[tier]
+        else 0.0
         for tier in TierName
     }
     if predicted.host_slack_nbytes and tiers["host"]:
