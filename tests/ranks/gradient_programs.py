@@ -133,9 +133,9 @@ def use(action: Use, model: nn.Module, params: dict[str, Any], optimizer: Any) -
         ZEROS[action.names[0]](model, optimizer)
     elif what == "clip norm":
         return [float(torch.nn.utils.clip_grad_norm_(trained, number))]
-    elif what == "clip value":
+    elif what == "clip value" and any(param.grad is not None for param in trained):
         torch.nn.utils.clip_grad_value_(trained, number / 10)
-    else:
+    elif what != "clip value":  # torch's own takes no empty list
         found = [use_one(what, params[name], number) for name in action.names]
         return [each for each in found if each is not None]
     return []
