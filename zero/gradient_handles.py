@@ -410,7 +410,7 @@ class GradientHandles:
         if self._reductions is None or self._agreed:
             return
         assert self._ranks is not None, "made with the reductions"
-        self._stepper.agree("param.grad", source.name)
+        self._stepper.agree("a use of param.grad", source.name)
         here = [int(key in self._sources) for key in self._params]
         missing = self._ranks.exchange(here, "which parameters have gradients")
         if (missing != missing[0]).any():

@@ -98,6 +98,11 @@ class Ranks:
     def world_size(self) -> int:
         return self.control.size()
 
+    @property
+    def in_world(self) -> list[int]:
+        """As the world counts them."""
+        return dist.get_process_group_ranks(self.control)
+
     def collectives(self, wire: Wire) -> Collectives:
         """The process groups of gathering and reducing, of their own: each is used by one thread,
         and what others do in the mesh's groups does not come between. Every rank has to come here.
@@ -160,7 +165,7 @@ class Ranks:
     def _refuse_to_part(self, what: str) -> NoReturn:
         if self.notes:
             what += f", after {len(self.notes)} changes, the last one: {self.notes[-1]}"
-        texts = enumerate(self._texts(what))
+        texts = zip(self.in_world, self._texts(what), strict=True)
         asked = "; ".join(f"rank {rank} wants {each}" for rank, each in texts)
         raise self.watch.parted(
             f"the ranks went different ways: {asked}. Steps, and what is done with param.grad, are "

@@ -288,7 +288,7 @@ class Reductions:
         if not self._is_agreed:
             self._agree_on_first_order()
         if self._rounds:
-            self._agree_on_cleared("another backward pass", "")
+            self._agree_on_cleared("another pass", "")
         self._rounds += 1
 
     def _agree_on_first_order(self) -> None:
@@ -319,7 +319,7 @@ class Reductions:
         """What users of some rank have cleared since the last round, is gone on all. RankError if
         other ranks, which could see it, have not."""
         any_here = [any(group.cleared.any() for group in self._groups)]
-        what = f"which gradients were cleared, before {use}"
+        what = f"which gradients were cleared before {use}"
         if not self._ranks.exchange(any_here, f"whether and {what}", name).any():
             return
         codes = np.concatenate([2 * group.cleared + group.had for group in self._groups])
@@ -333,7 +333,8 @@ class Reductions:
     def _take_cleared(self, group: ReducedGradients, codes: np.ndarray) -> None:
         cleared, kept = codes == 2, codes == 1  # by rank and parameter
         for index in np.flatnonzero(cleared.any(axis=0) & kept.any(axis=0)):
-            on, off = (np.flatnonzero(each[:, index]).tolist() for each in (cleared, kept))
+            ranks = np.array(self._ranks.in_world)
+            on, off = (ranks[each[:, index]].tolist() for each in (cleared, kept))
             raise self._ranks.watch.parted(
                 f"{group.specs[index].name}.grad is cleared on ranks {on} and kept on ranks {off}; "
                 "a gradient is all ranks' together: let all of them clear it"
@@ -470,7 +471,7 @@ class Reductions:
         errors."""
         self.finish()
         self._agree_on_cleared(use, name)
-        what = f"which gradients there are, for {use}"
+        what = f"which gradients there are before {use}"
         self._take_over(self._ranks.exchange(self._what_is_here(), what, name))
         self._rounds = 0
         for group in self._groups:
@@ -507,8 +508,8 @@ class Reductions:
             if kept[group.index]:
                 self._issue(group)
                 group.begin_round()
-        for group in self._groups:
-            group.had = group.passes > 0
+        for group in self._groups:  # updates in backward use them up, not at once on all ranks
+            group.had = (group.passes > 0) & (not self._patient)
         self._kept_passes = False
         self._arrivals.clear()
         used = [group.index for group in self._groups if group.has_any]

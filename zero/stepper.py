@@ -194,7 +194,7 @@ class Stepper:
         self._check_numbers_ahead(hyper_of)
         self._check_passes()
         self._unstepped = False
-        self.agree("optimizer.step()")
+        self.agree("a step")
         for state in self._states:
             state.gradients.close()
         scale = self._loss_scale_of_gradients

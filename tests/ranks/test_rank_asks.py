@@ -117,12 +117,12 @@ def cleared_after_a_norm(engine: offload.Engine, first: bool) -> None:
 
 
 # by ask: what each rank is told, of rank 0 and of rank 1
-STEP = r".*before optimizer\.step\(\)"
-USE = r".*before param\.grad \(blocks\.0\.mlp\.0\.weight\.grad\)"
+STEP = ".*before a step"
+USE = r".*before a use of param\.grad \(blocks\.0\.mlp\.0\.weight\.grad\)"
 CLEARED = r"blocks\.0\.mlp\.0\.weight\.grad is cleared on ranks \[0\] and kept on ranks \[1\]"
 ASKS: dict[Ask, str] = {
     norm: f"rank 0 {USE}.*; rank 1 {STEP}",
-    norm_in_another_pass: f"(rank 0 {USE}.*; rank 1 .*another backward pass|rank . .* it is in)",
+    norm_in_another_pass: f"(rank 0 {USE}.*; rank 1 .*before another pass|rank . .* it is in)",
     values: f"rank 0 {USE}.*; rank 1 {STEP}",
     values_of_others: r"rank 0 .*blocks\.1\.mlp\.0\.weight.*; rank 1 .*blocks\.0\.mlp\.0\.weight",
     values_and_norm: r"rank 0 .*blocks\.0\.mlp\.0\.weight.*; rank 1 .*gradient norms",
