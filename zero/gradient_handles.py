@@ -108,14 +108,20 @@ class GradientHandles:
             if state.group.layout.params[index].trainable
         }
         stepper.on_used_up = self._let_go
-        self._last: list[Place] = []  # what had gradients in the last step that had any
+        self._came: list[Place] = []  # what autograd gave gradients of, since the last forward
+        self._last: list[Place] = []  # ... in the last pass that had any
         self._set: dict[Place, int] = {}  # addresses of tensors that users have put there
+        self._taken: set[Place] = set()  # the accumulators have those tensors' values
         self._agreed = False  # all ranks know which gradients there are
 
     # ---------------------------------------------------------------- from autograd
     def is_current(self, key: Place, gradient: torch.Tensor | None) -> bool:
         """Whether `gradient` is the handle of what the accumulator has for a parameter."""
         return key in self._sources and gradient is self._handles[key]
+
+    def came(self, key: Place) -> None:
+        """Autograd gave a gradient, wherever it went."""
+        self._came.append(key)
 
     def is_set(self, key: Place, gradient: torch.Tensor) -> bool:
         """Whether `gradient` is a tensor of the user's, to which autograd has added."""
@@ -124,6 +130,7 @@ class GradientHandles:
     def note_set(self) -> None:
         """Before a pass: which parameters have a tensor of the user's for a gradient. It stays
         there, as in torch: it may be a view of a buffer that the user zeroes, or sums up in."""
+        self._last, self._came = self._came or self._last, []
         with torch._C.DisableTorchFunctionSubclass():
             found = ((key, param.grad) for key, param in self._params.items())
             self._set = {
@@ -170,17 +177,17 @@ class GradientHandles:
 
         StateError where an update has begun with one.
         """
-        if not self._sources:
-            return
+        there = [*self._sources, *self._taken]
         with torch._C.DisableTorchFunctionSubclass():
-            gone = [key for key in self._sources if self._params[key].grad is None]
-        if len(gone) == len(self._sources):
+            gone = [key for key in there if self._params[key].grad is None]
+        if there and len(gone) == len(there):
             self._detach(gone)
             self._stepper.zero_grad()
             self._sources.clear()
+            self._taken.clear()
             self._agreed = False
         else:
-            self._forget(gone)
+            self._forget(sorted(gone))  # in the same order on all ranks
 
     def collect(self) -> None:
         """Before a step: gradients that were cleared are forgotten, those that were set are taken
@@ -189,16 +196,12 @@ class GradientHandles:
         with torch._C.DisableTorchFunctionSubclass():
             found = {key: param.grad for key, param in self._params.items()}
         for key, gradient in found.items():
-            if gradient is None:
-                if key not in self._sources and self._has(self._states[key[0]], key[1]):
-                    self._forget([key])  # of a tensor that was there in the last step
-            elif not self.is_current(key, gradient):
+            if gradient is not None and not self.is_current(key, gradient):
                 self._take_set(key, gradient)
         for key in list(self._sources):
             source = self._sources[key]
             if source.zeroed:
                 self._keep_zeros(source)
-        self._last = list(self._sources) or self._last
 
     def _keep_zeros(self, source: GradientSource) -> None:
         gradients = source.state.gradients
@@ -226,6 +229,8 @@ class GradientHandles:
         self._agreed = False
         if isinstance(gradient, PagedTensor):
             self._put(key)
+        else:
+            self._taken.add(key)
 
     def complete(self) -> None:
         """After ranks have agreed: what others have gradients of, has one here, too."""
@@ -236,10 +241,10 @@ class GradientHandles:
                     self._put(key)
 
     def repeat(self) -> None:
-        """For a rank without data: other ranks make gradients of what had some in the last step."""
+        """For a rank without data: other ranks make gradients of what had some in the last pass."""
         self._agreed = False
         for key in self._last:
-            if key not in self._sources:
+            if key not in self._sources and self._params[key].grad is None:
                 self._put(key)
 
     def clear(self, why: str) -> None:
@@ -260,6 +265,7 @@ class GradientHandles:
         by_group: dict[int, list[int]] = {}
         for key in keys:
             self._sources.pop(key, None)
+            self._taken.discard(key)
             if self._has(self._states[key[0]], key[1]):
                 by_group.setdefault(key[0], []).append(key[1])
         for group, indices in by_group.items():
@@ -320,7 +326,7 @@ class GradientHandles:
         state, index = source.state, source.index
         spec = state.group.layout.params[index]
         state.group.wait_for_update()
-        self._agree()
+        self._agree(source)
         if source.zeroed:
             return like(source.param, torch.zeros(spec.shape, device=state.group.device))
         gradients = state.gradients
@@ -344,7 +350,8 @@ class GradientHandles:
         if mine is not None:
             start = state.parts[index].start
             whole[start : start + mine.numel()] = mine.reshape(-1)
-        return self._ranks.combine(whole).to(DTYPE_OF[gradients.format]).view(spec.shape)
+        name = f"{spec.name}.grad"
+        return self._ranks.combine(whole, name).to(DTYPE_OF[gradients.format]).view(spec.shape)
 
     @property
     def _loss_scale(self) -> float:
@@ -356,12 +363,13 @@ class GradientHandles:
         if source.kept is not None:
             source.kept = value
             return
-        self._agree()
+        self._agree(source)
         state, index = source.state, source.index
         state.group.wait_for_update()
         local, scale = spread_as(source.param, value), self._loss_scale
         state.gradients.write(index, local if scale == 1.0 else local.float() * scale)
         source.zeroed = False
+        self._note(f"{source.name} is written")
         self._stepper.changed()
 
     def scale(self, source: GradientSource, factor: float) -> None:
@@ -369,12 +377,18 @@ class GradientHandles:
             self._check(source)
             return
         self._check_writable(source)
-        self._agree()
+        self._agree(source)
         if source.zeroed and not math.isfinite(factor):
             self.write(source, self.value_of(source) * factor)  # NaN
         elif not source.zeroed:
             source.state.gradients.scale(source.index, factor)
+            self._note(f"{source.name} times {factor}")
             self._stepper.changed()
+
+    def _note(self, what: str) -> None:
+        """All ranks should do this now."""
+        if self._ranks is not None:
+            self._ranks.note(what)
 
     def zero(self, source: GradientSource) -> None:
         self._check_writable(source)
@@ -386,19 +400,18 @@ class GradientHandles:
         """The 2-norm of the whole gradient, 0-dim, fp32."""
         self._check(source)
         device = source.state.group.device
-        self._agree()
+        self._agree(source)
         if source.zeroed:
             return torch.zeros((), device=device)
         return self._stepper.gradient_norm_of(source.key).to(device)
 
-    def _agree(self) -> None:
+    def _agree(self, source: GradientSource) -> None:
         """On several ranks: what others have of these gradients is in them. All ranks come here,
         for they run the same program."""
         if self._reductions is None or self._agreed:
             return
         assert self._ranks is not None, "made with the reductions"
-        self._reductions.agree()
-        self._stepper.agreed()
+        self._stepper.agree("a use of param.grad", source.name)
         here = [int(key in self._sources) for key in self._params]
         missing = self._ranks.exchange(here, "which parameters have gradients")
         if (missing != missing[0]).any():

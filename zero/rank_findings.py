@@ -28,7 +28,7 @@ def find_missing(
     why others left: the first of these that holds for any rank is the answer.
     """
     members = set(members)
-    for reason in (_silent, _failed, _elsewhere, _idle, _late, _gave_up):
+    for reason in (_silent, _failed, _elsewhere, _idle, _late, _gave_up, _crossed):
         anywhere = reason in (_silent, _failed, _gave_up)
         found = {
             rank: text for rank, record in after.items() if (anywhere or rank in members)
@@ -80,9 +80,13 @@ def _idle(mine: Activity, before: Record | None, after: Record | None) -> str | 
 
 def _late(mine: Activity, before: Record | None, after: Record | None) -> str | None:
     """Has not come to it, and waits in another one."""
-    if after is None or not after.doing or after.blames:
-        return None
-    if after.number_in(mine.lane) >= mine.number:
+    blames = after is None or after.blames
+    return None if blames else _crossed(mine, before, after)
+
+
+def _crossed(mine: Activity, before: Record | None, after: Record | None) -> str | None:
+    """As `_late`, also if that is where it waits for this rank."""
+    if after is None or not after.doing or after.number_in(mine.lane) >= mine.number:
         return None
     waits = after.doing[0]
     return f"has not come to it: it is in {waits.what}, for {_seconds(waits.since, after.at)}"

@@ -168,6 +168,13 @@ class RankWatch:
         self._wake.set()
         return explained
 
+    def parted(self, why: str) -> RankError:
+        """No collective is begun any more, here and, for the same reason, on all other ranks."""
+        error = RankError(f"rank {self._rank}: {why}", ranks=(self._rank, *self._others))
+        with self._lock:
+            self._failure = self._failure or error
+        return error
+
     def _ask_in_time(self, mine: Activity, members: list[int]) -> Findings:
         """On a thread of its own, that may be left behind: the store may hang."""
         found: list[Findings] = []

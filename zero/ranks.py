@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 from zlib import crc32
 
 import numpy as np
@@ -21,6 +22,7 @@ from offload.zero.rank_watch import RankWatch, limit_waits
 from offload.zero.sharding import Sharding
 
 _MOST_TEXT_NBYTES = 500  # of an error that other ranks are told of
+_FEW = 6  # numbers that go with the question
 _AFTER_OURS = timedelta(seconds=60)  # NCCL's own watch ends the process
 
 
@@ -35,6 +37,7 @@ class Ranks:
     watch: RankWatch
     owns_world: bool  # the process group was made here
     is_world: bool = True  # all of its ranks
+    notes: list[str] = field(default_factory=list)  # what all ranks should have done since they met
 
     @classmethod
     def join(
@@ -95,6 +98,11 @@ class Ranks:
     def world_size(self) -> int:
         return self.control.size()
 
+    @property
+    def in_world(self) -> list[int]:
+        """As the world counts them."""
+        return dist.get_process_group_ranks(self.control)
+
     def collectives(self, wire: Wire) -> Collectives:
         """The process groups of gathering and reducing, of their own: each is used by one thread,
         and what others do in the mesh's groups does not come between. Every rank has to come here.
@@ -116,36 +124,80 @@ class Ranks:
     def _control_device(self) -> torch.device:
         return control_device(self.device, self.control)
 
-    def exchange(self, numbers: Sequence[int], what: str = "what each rank has") -> np.ndarray:
-        """What every rank says, one row each (int32). Equally many numbers on every rank. `what`
-        is for errors."""
-        mine = torch.tensor(numbers, dtype=torch.int32, device=self._control_device)
-        rows = mine.new_empty(self.world_size * len(numbers))
-        if len(numbers):
-            with self._during(f"the all-gather of {what}"):
-                all_gather_flat(rows, mine, self.control)
-        return rows.cpu().numpy().reshape(self.world_size, len(numbers))
+    def note(self, what: str) -> None:
+        """Something is done here that all ranks have to do, without a word to each other: they
+        compare it when they meet next."""
+        self.notes.append(what)
+
+    def exchange(
+        self, numbers: Sequence[int], what: str = "what each rank has", name: str = ""
+    ) -> np.ndarray:
+        """What every rank says, one row each (int32). RankError, on every rank, unless all of them
+        want `what`, of as many numbers. `name` is for that error."""
+        few = len(numbers) <= _FEW
+        with self._together(f"the all-gather of {what}", numbers, name) as rows:
+            found = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int32))
+        return found[:, : len(numbers)]
+
+    def _gather(self, numbers: torch.Tensor) -> np.ndarray:
+        mine = numbers.to(self._control_device)
+        rows = mine.new_empty(self.world_size * mine.numel())
+        all_gather_flat(rows, mine, self.control)
+        return rows.cpu().numpy().reshape(self.world_size, -1)
+
+    @contextmanager
+    def _together(
+        self, what: str, numbers: Sequence[int] = (), name: str = ""
+    ) -> Iterator[np.ndarray]:
+        """Inside, all ranks are in the same small collective: gives the first few `numbers` of
+        each. A rank that is in another one would get what was sent for that, or, of another size,
+        the end of its process (gloo's)."""
+        with self._during(what):
+            asked = "\n".join([what, *self.notes])
+            few = [*numbers[:_FEW], *[0] * (_FEW - len(numbers))]
+            question = [crc32(asked.encode()) >> 1, len(numbers), *few]
+            rows = self._gather(torch.tensor(question, dtype=torch.int32))
+            if (rows[:, :2] != rows[0, :2]).any():
+                self._refuse_to_part(f"{what}{name and f' ({name})'}")
+            self.notes.clear()
+            yield rows[:, 2:]
+
+    def _refuse_to_part(self, what: str) -> NoReturn:
+        if self.notes:
+            what += f", after {len(self.notes)} changes, the last one: {self.notes[-1]}"
+        texts = zip(self.in_world, self._texts(what), strict=True)
+        asked = "; ".join(f"rank {rank} wants {each}" for rank, each in texts)
+        raise self.watch.parted(
+            f"the ranks went different ways: {asked}. Steps, and what is done with param.grad, are "
+            "for all ranks alike: take them out of what only one rank runs"
+        )
+
+    def _texts(self, mine: str) -> list[str]:
+        """What every rank says in words."""
+        said = mine.encode()[:_MOST_TEXT_NBYTES].ljust(_MOST_TEXT_NBYTES, b"\0")
+        rows = self._gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
         """Numbers of each rank of this shard group, one row each: summed over ranks, they stand for
         the whole model."""
         sums = torch.tensor(mine, dtype=torch.float64, device=self._control_device)
         rows = sums.new_empty(self.world_size * len(mine))
-        with self._during("the all-gather of gradient norms"):
+        with self._together("the all-gather of gradient norms"):
             all_gather_flat(rows, sums, self.control)
         first = self.sharding.replica * self.sharding.ranks
         return rows.cpu().numpy().reshape(-1, len(mine))[first : first + self.sharding.ranks]
 
-    def combine(self, parts: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor, of which each rank of this shard group has its part, and zeros
-        elsewhere. Bit for bit, in place."""
+    def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
+        """The whole of the tensor `name`, of which each rank of this shard group has its part, and
+        zeros elsewhere. Bit for bit, in place."""
         moved = parts.to(self._control_device)
         bits = moved.view(torch.int32 if parts.element_size() == 4 else torch.int16)
         if bits.dtype is torch.int16:
             bits = bits.to(torch.int32)
         if self.sharding.replica:  # every replica has the whole: one of them is enough
             bits.zero_()
-        with self._during("the all-reduce of the parts of a parameter's state"):
+        with self._together(f"the all-reduce of the parts of {name}"):
             dist.all_reduce(bits, group=self.control)
         if parts.element_size() == 2:
             bits = bits.to(torch.int16)
@@ -154,7 +206,7 @@ class Ranks:
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the first rank has of a tensor; all ranks have one of this shape."""
         moved = tensor.detach().to(self._control_device, copy=True).contiguous()
-        with self._during("the broadcast of initial values"):
+        with self._together("the broadcast of initial values"):
             dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
 
@@ -188,19 +240,16 @@ class Ranks:
     def all_succeeded(self, error: BaseException | None) -> str | None:
         """What went wrong on the first rank on which anything did; None if nothing did."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        mine = text.encode()[:_MOST_TEXT_NBYTES]
-        lengths = self.exchange([len(mine)])[:, 0]
-        if not lengths.any():
+        if not self.exchange([bool(text)], "whether all have succeeded").any():
             return None
-        rows = self.exchange([*mine, *bytes(_MOST_TEXT_NBYTES - len(mine))])
-        rank = int(lengths.argmax() if lengths[0] == 0 else 0)
-        words = bytes(rows[rank][: lengths[rank]].astype(np.uint8)).decode(errors="replace")
-        return f"rank {rank}: {words}"
+        with self._together("the all-gather of what went wrong"):
+            texts = enumerate(self._texts(text))
+        return next(f"rank {rank}: {words}" for rank, words in texts if words)
 
     def least(self, number: int) -> int:
         """The least of what the ranks say."""
         mine = torch.tensor([number], dtype=torch.int64, device=self._control_device)
-        with self._during("the all-reduce of the least number"):
+        with self._together("the all-reduce of the least number"):
             dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)
         return int(mine)
 

@@ -68,6 +68,8 @@ class ReducedGradients:
         self.reductions: Reductions | None = None  # set when they are made
         count = len(self.specs)
         self.passes = np.zeros(count, dtype=np.int64)  # > 0: some rank has a gradient, this step
+        self.had = np.zeros(count, dtype=bool)  # this rank, by the end of the last round
+        self.cleared = np.zeros(count, dtype=bool)  # ... and users have cleared it since
         # of the round under way
         self.arrived = np.zeros(count, dtype=bool)
         self.awaited = np.ones(count, dtype=bool)  # what came here in the last round
@@ -135,6 +137,12 @@ class ReducedGradients:
         if self.local is not None:
             self.local.drop(indices)
 
+    def forget_cleared(self, cleared: np.ndarray) -> None:
+        """As `drop`, of what was reduced: users of some rank have cleared that."""
+        self.landed.wait()
+        indices = np.flatnonzero(cleared).tolist()
+        self.own.drop([self._numbers[index] for index in indices if index in self._numbers])
+
     def spend(self) -> None:
         self.landed.wait()
         self.own.spend()
@@ -184,6 +192,7 @@ class ReducedGradients:
         return bool(self.arrived.any() and (self.arrived >= self.awaited).all())
 
     def begin_round(self) -> None:
+        self.had |= self.arrived
         if self.arrived.any():
             self.awaited = self.arrived.copy()
         self.arrived[:] = False
@@ -229,6 +238,7 @@ class Reductions:
         self._place = 0  # in the order: everything before it was issued in this round
         self._arrivals: dict[int, None] = {}  # groups in the order of their last gradients
         self._open = False
+        self._rounds = 0  # since ranks have agreed, and knew the same gradients
         self._kept_passes = False  # some pass of this step was not reduced
         for group in groups:
             group.reductions = self
@@ -272,9 +282,14 @@ class Reductions:
             self._issue_head()
 
     def _begin_round(self) -> None:
+        if self._open:
+            return
         self._open = True
         if not self._is_agreed:
             self._agree_on_first_order()
+        if self._rounds:
+            self._agree_on_cleared("another pass", "")
+        self._rounds += 1
 
     def _agree_on_first_order(self) -> None:
         """Gradients come in the reverse of the order of first uses, and then those of groups whose
@@ -286,6 +301,46 @@ class Reductions:
         if not self._ranks.sharding.parameters:
             order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
         self._put_in_order(order)
+
+    def clear(self, group_index: int, indices: Sequence[int]) -> None:
+        """Users clear gradients of these, between rounds. After ranks have agreed all of them can
+        see what they clear; later on a gradient may not be known to a rank that has a part of it,
+        for it has taken another branch, or was idle."""
+        group = self._groups[group_index]
+        seen = [index for index in indices if group.had[index]]
+        group.had[seen] = False
+        if self._rounds:
+            group.cleared[seen] = True
+        else:
+            for index in seen:
+                self._ranks.note(f"{group.specs[index].name}.grad is cleared")
+
+    def _agree_on_cleared(self, use: str, name: str) -> None:
+        """What users of some rank have cleared since the last round, is gone on all. RankError if
+        other ranks, which could see it, have not."""
+        any_here = [any(group.cleared.any() for group in self._groups)]
+        what = f"which gradients were cleared before {use}"
+        if not self._ranks.exchange(any_here, f"whether and {what}", name).any():
+            return
+        codes = np.concatenate([2 * group.cleared + group.had for group in self._groups])
+        rows = self._ranks.exchange(codes.tolist(), what, name)
+        start = 0
+        for group in self._groups:
+            stop = start + len(group.specs)
+            self._take_cleared(group, rows[:, start:stop])
+            start = stop
+
+    def _take_cleared(self, group: ReducedGradients, codes: np.ndarray) -> None:
+        cleared, kept = codes == 2, codes == 1  # by rank and parameter
+        for index in np.flatnonzero(cleared.any(axis=0) & kept.any(axis=0)):
+            ranks = np.array(self._ranks.in_world)
+            on, off = (ranks[each[:, index]].tolist() for each in (cleared, kept))
+            raise self._ranks.watch.parted(
+                f"{group.specs[index].name}.grad is cleared on ranks {on} and kept on ranks {off}; "
+                "a gradient is all ranks' together: let all of them clear it"
+            )
+        group.forget_cleared(cleared.any(axis=0))
+        group.cleared[:] = False
 
     def _put_in_order(self, order: list[int]) -> None:
         self._order = order
@@ -395,7 +450,6 @@ class Reductions:
         """The backward pass under way is over: reduce what is left of its round."""
         if not self._open:
             return
-        self._begin_round()
         while self._place < len(self._order):
             self._issue_head()
         for group in self._groups:
@@ -406,17 +460,20 @@ class Reductions:
     def take_nothing(self) -> None:
         """A pass in which this rank has no gradients."""
         if self.synchronising:
-            self._open = True
+            self._begin_round()
             self.finish()
         else:
             self._kept_passes = True  # as on the others: what is reduced later is in fp32
 
-    def agree(self) -> None:
+    def agree(self, use: str, name: str = "") -> None:
         """Once per step, on every rank: what any rank has gradients of is reduced, and all ranks
-        know which parameters that are."""
+        know which parameters that are. `use` of them is the same on all ranks; `name` of one is for
+        errors."""
         self.finish()
-        found = self._ranks.exchange(self._what_is_here(), "which gradients there are")
-        self._take_over(found)
+        self._agree_on_cleared(use, name)
+        what = f"which gradients there are before {use}"
+        self._take_over(self._ranks.exchange(self._what_is_here(), what, name))
+        self._rounds = 0
         for group in self._groups:
             group.landed.wait()
 
@@ -451,6 +508,8 @@ class Reductions:
             if kept[group.index]:
                 self._issue(group)
                 group.begin_round()
+        for group in self._groups:  # updates in backward use them up, not at once on all ranks
+            group.had = (group.passes > 0) & (not self._patient)
         self._kept_passes = False
         self._arrivals.clear()
         used = [group.index for group in self._groups if group.has_any]
@@ -468,6 +527,8 @@ class Reductions:
         for group in self._groups:
             group.when_issued = None  # nothing is updated with it
         self.finish()
+        for group in self._groups:
+            self.clear(group.index, range(len(group.specs)))
         self._kept_passes = False
         self._arrivals.clear()
 

@@ -388,6 +388,7 @@ class Runtime:
         group, index = self._where[id(param)]
         gradient = param.grad
         key = group.index, index
+        self.gradients.came(key)
         if gradient is None or self.gradients.is_current(key, gradient):
             return
         if self.gradients.is_set(key, gradient):

@@ -193,11 +193,8 @@ class Stepper:
         """
         self._check_numbers_ahead(hyper_of)
         self._check_passes()
-        self._wait_for_reading_updates()
         self._unstepped = False
-        if self._reductions is not None:
-            self._reductions.agree()
-            self.agreed()
+        self.agree("a step")
         for state in self._states:
             state.gradients.close()
         scale = self._loss_scale_of_gradients
@@ -271,8 +268,9 @@ class Stepper:
         self._norms = None
         if self._reductions is not None:
             self._reductions.finish()
+            self._reductions.clear(state.group.index, indices)
         state.gradients.drop(indices)
-        if not state.gradients.has_any:
+        if not state.gradients.holds_any:  # ... of other ranks, too
             self._clear(state)
 
     def _refuse_to_drop(self, ahead: set[int]) -> None:
@@ -319,10 +317,13 @@ class Stepper:
         """This rank took part in a pass without data."""
         self._idle_passes += 1
 
-    def agreed(self) -> None:
-        """What other ranks have of the gradients has come since the norms were made, also where
-        nothing has come here."""
-        self._norms = None
+    def agree(self, use: str, name: str = "") -> None:
+        """What was cleared is gone, and what other ranks have of the gradients is here: also where
+        nothing has come since the norms were made."""
+        self._wait_for_reading_updates()
+        if self._reductions is not None:
+            self._reductions.agree(use, name)
+            self._norms = None
 
     def changed(self) -> None:
         """A gradient was written or scaled."""

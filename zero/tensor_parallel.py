@@ -12,7 +12,8 @@ ranks get the same number, so all clip, skip and scale alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.tiers.errors import ConfigError, RankError, UnsupportedError
 from offload.zero.collectives import Group, all_gather_flat
 from offload.zero.local_tensors import is_dtensor
 from offload.zero.ranks import control_device
@@ -85,7 +86,8 @@ class TensorParallel:
         """Numbers of each rank, one row each: summed over ranks, they stand for the whole model."""
         sums = torch.tensor(mine, dtype=torch.float64, device=control_device(self.device))
         rows = sums.new_empty(self.group.size() * len(mine))
-        all_gather_flat(rows, sums, self.group)
+        with self._together("the all-gather of gradient norms"):
+            all_gather_flat(rows, sums, self.group)
         return rows.cpu().numpy().reshape(-1, len(mine))
 
     def agree_on(self, param: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
@@ -94,8 +96,23 @@ class TensorParallel:
         if _is_sharded(param):
             return values
         moved = values.detach().to(control_device(self.device), copy=True).contiguous()
-        dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=0)
+        with self._together("the broadcast of initial values"):
+            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=0)
         return moved.to(values.device)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """RankError where another rank does not come."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = tuple(dist.get_process_group_ranks(self.group))
+            raise RankError(
+                f"rank {dist.get_rank()}: {what} among the ranks {_listed(ranks)} of the model's "
+                f"mesh failed: {error}; one of them has failed, or steps and uses of param.grad "
+                "are not alike on all of them",
+                ranks=ranks,
+            ) from error
 
 
 def _is_sharded(param: torch.nn.Parameter) -> bool:

@@ -60,12 +60,13 @@ class ParameterValues:
                 self._master(chunk) if field == "master"
                 else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
             )  # fmt: skip
-        return like(param, self._whole(torch.from_numpy(out)).view(spec.shape))
+        whole = self._whole(torch.from_numpy(out), f"{field} of {spec.name}")
+        return like(param, whole.view(spec.shape))
 
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+    def _whole(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """What this rank has a part of, and zeros elsewhere."""
         ranks = self._runtime.ranks
-        return part if ranks is None else ranks.combine(part)
+        return part if ranks is None else ranks.combine(part, name)
 
     @uninterrupted
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:

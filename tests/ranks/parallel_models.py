@@ -260,6 +260,20 @@ def in_turn(folder: str) -> tuple[Any, list[Outcome], dict[str, str]]:
     return overflow(folder), interrupted(folder, (1, 2), (3, 1)), refusals(folder)
 
 
+def left_alone(folder: str) -> str:
+    """What the first of two ranks is told of a step that the other one does not take."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelised(seeded(Model), mesh["tp"])
+    with offload.initialize(model, keys_of(Case(1, HOST), folder), mesh=mesh["dp"]) as engine:
+        loss_of(engine.module, data_of(1, 1)[0][0]).backward()
+        try:
+            if dist.get_rank() == 0:
+                engine.optimizer.step()
+        except offload.OffloadError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def refusals(folder: str) -> dict[str, str]:
     """What is raised, by what was asked for."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

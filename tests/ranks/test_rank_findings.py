@@ -27,6 +27,14 @@ def test_who_waits_in_the_same_collective_is_not_to_blame() -> None:
     assert found_among(WAITING, WAITING) == ((), "no rank is missing")
 
 
+def test_who_waits_for_this_rank_elsewhere_is_named() -> None:
+    """Ranks in different lanes: each finds the other missing, and this one is the last to ask."""
+    there = Record(10, 101.0, doing=(replace(MINE, lane="control", what="the norms"),), blames=(0,))
+    ranks, text = found_among(there)
+    assert ranks == (1,)
+    assert "it is in the norms" in text
+
+
 def test_a_silent_rank_is_named_with_what_it_was_in() -> None:
     ranks, text = found_among(WAITING, WAITING, silent=(2,))
     assert ranks == (2,)

@@ -108,6 +108,13 @@ def test_all_ranks_skip_a_step_in_which_one_overflows(small: list[tuple[Any, ...
     assert all(value.isfinite().all() for value in first[2].values())
 
 
+def test_a_rank_that_steps_alone_is_told(tmp_path: Path) -> None:
+    told, _ = run_ranks(2, tmp_path, parallel_models.left_alone, str(tmp_path))
+    assert re.match(
+        r"RankError: rank 0: the all-gather of gradient norms among the ranks 0, 1", told
+    )
+
+
 def test_a_run_goes_on_from_a_distributed_checkpoint(small: list[tuple[Any, ...]]) -> None:
     for _, (through, resumed), _ in small:
         assert resumed.losses == through.losses

@@ -1,0 +1,206 @@
+"""Training loops drawn by chance, of what users do with `param.grad`: run by every rank with its
+own data, and by one process in plain PyTorch with all of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offload
+from tests.offload.engine_cases import config, seeded, states_of
+from tests.ranks.programs import BUDGET, Branches
+
+OPTIMIZER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}  # rounding stays small
+ZEROS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+}
+NAMES = [name for name, param in Branches().named_parameters() if param.requires_grad]
+
+
+@dataclass(frozen=True)
+class Pass:
+    tokens: tuple[Tensor | None, ...]  # by rank; None: it is idle
+    local: bool = False  # under no_sync
+
+
+@dataclass(frozen=True)
+class Use:
+    """Something that is done with gradients: `what` it is, with which numbers."""
+
+    what: str
+    names: tuple[str, ...] = ()
+    number: float = 0.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    stage: int
+    placement: dict[str, Any]
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+Program = list[Pass | Use]
+READS = ("clip norm", "clip value", "mul", "add", "norm", "scaled copy")
+
+
+@dataclass
+class Outcome:
+    numbers: list[float]
+    states: dict[str, Tensor]
+    error: str = ""
+
+
+def draw(seed: int, ranks: int, *, apart: bool) -> Program:
+    """`apart`: ranks take different branches, so nothing is read of gradients that some of them do
+    not see."""
+    chance = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    program: Program = []
+    rank_idles = not apart and chance.random() < 0.3
+    branches = (0,) if rank_idles else (0, 1)  # who is idle repeats what it has done
+    own = False  # some gradient is a tensor of the user's
+    for step in range(chance.randint(2, 3)):
+        for number in range(chance.randint(1, 3)):
+            idle = rank_idles and step + number > 0 and chance.random() < 0.5
+            drawn = _draw_pass(chance, generator, ranks, branches, apart=apart, idle=idle)
+            program.append(drawn)
+            for _ in range(chance.choice([0, 0, 1, 1, 2])):
+                use = _draw_use(chance, writes=not apart and not own)
+                cleared = use.what == "zero" and "to zero" not in use.names[0]
+                own = (own and not cleared) or use.what in ("set", "scaled copy")
+                program.append(use)
+        program.append(Use("step"))
+        if chance.random() < 0.8:
+            way = chance.choice([*ZEROS])
+            program.append(Use("zero", (way,)))
+            own = own and "to zero" in way
+    return program
+
+
+def _draw_pass(
+    chance: random.Random, generator: torch.Generator, ranks: int, branches: Sequence[int],
+    *, apart: bool, idle: bool,
+) -> Pass:  # fmt: skip
+    branch = chance.choice(branches)
+    tokens: list[Tensor | None] = []
+    for rank in range(ranks):
+        batch = torch.randint(37, (2, 7), generator=generator)
+        batch[0, 0] = chance.randint(0, 36) if apart else 2 * chance.randint(0, 17) + branch
+        tokens.append(None if idle and rank == ranks - 1 else batch)
+    return Pass(tuple(tokens), local=chance.random() < 0.15)
+
+
+def _draw_use(chance: random.Random, *, writes: bool) -> Use:
+    some = tuple(sorted(chance.sample(NAMES, chance.randint(1, 4))))
+    whats = ["clear", "clear", "clear to zero", "zero"]
+    what = chance.choice([*READS, "set", *whats] if writes else whats)
+    if what == "zero":
+        return Use(what, (chance.choice([*ZEROS]),))
+    return Use(what, some, chance.choice([0.5, 0.1, 2.0, 0.01]))
+
+
+# ---------------------------------------------------------------------------------- running one
+def run(
+    program: Program, model: nn.Module, optimizer: Any, one_pass: Callable[[Pass], None]
+) -> list[float]:
+    """The numbers that the program has read."""
+    params, numbers = dict(model.named_parameters()), []
+    for action in program:
+        if isinstance(action, Pass):
+            one_pass(action)
+        else:
+            numbers += use(action, model, params, optimizer)
+    return numbers
+
+
+def use(action: Use, model: nn.Module, params: dict[str, Any], optimizer: Any) -> list[float]:
+    what, number = action.what, action.number
+    trained = [params[name] for name in NAMES]
+    if what == "step":
+        optimizer.step()
+    elif what == "zero":
+        ZEROS[action.names[0]](model, optimizer)
+    elif what == "clip norm":
+        return [float(torch.nn.utils.clip_grad_norm_(trained, number))]
+    elif what == "clip value" and any(param.grad is not None for param in trained):
+        torch.nn.utils.clip_grad_value_(trained, number / 10)
+    elif what != "clip value":  # torch's own takes no empty list
+        found = [use_one(what, params[name], number) for name in action.names]
+        return [each for each in found if each is not None]
+    return []
+
+
+def use_one(what: str, param: Any, number: float) -> float | None:
+    grad = param.grad
+    if what == "clear":
+        param.grad = None
+    elif what == "set":
+        param.grad = torch.full(param.shape, number / 10, dtype=param.dtype)
+    elif grad is None:
+        pass
+    elif what == "clear to zero":
+        grad.zero_()
+    elif what == "mul":
+        grad.mul_(number)
+    elif what == "add":
+        grad.add_(torch.arange(grad.numel(), dtype=grad.dtype).view(grad.shape), alpha=number / 100)
+    elif what == "scaled copy":
+        param.grad = grad.clone() * number
+    elif what == "norm":
+        return float(grad.norm())
+    return None
+
+
+def alone(program: Program, ranks: int) -> Outcome:
+    """In plain PyTorch, with all ranks' data."""
+    torch.set_num_threads(1)
+    model = seeded(Branches)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
+
+    def one_pass(action: Pass) -> None:
+        losses = [model(tokens) for tokens in action.tokens if tokens is not None]
+        (torch.stack(losses).sum() / ranks).backward()
+
+    numbers = run(program, model, optimizer, one_pass)
+    return Outcome(numbers, dict(model.state_dict()))
+
+
+def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
+    """What this rank of all has in the end; or its error."""
+    torch.set_num_threads(1)
+    zero = {"stage": variant.stage, "timeout_s": 20.0}
+    keys = config(Path(folder), variant.placement, budget=BUDGET, optimizer=OPTIMIZER, zero=zero)
+    keys = {**keys, **variant.keys}
+    with offload.initialize(seeded(Branches, seed=dist.get_rank()), keys) as engine:
+
+        def one_pass(action: Pass) -> None:
+            tokens = action.tokens[dist.get_rank()]
+            with engine.no_sync() if action.local else nullcontext():
+                if tokens is None:
+                    engine.idle()
+                else:
+                    engine.module(tokens).backward()
+
+        try:
+            numbers = run(program, engine.module, engine.optimizer, one_pass)
+            return Outcome(numbers, states_of(engine))
+        except offload.OffloadError as error:
+            return Outcome([], {}, f"{type(error).__name__}: {error}")
+
+
+def on_ranks(
+    programs: Sequence[Program], variants: Sequence[Variant], folder: str
+) -> list[list[Outcome]]:
+    return [[on_rank(each, variant, folder) for variant in variants] for each in programs]

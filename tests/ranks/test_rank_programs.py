@@ -1,0 +1,103 @@
+"""What users do with `param.grad` means on several ranks what it means to one process with all
+their data, at every stage and placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits
+from tests.ranks.gradient_programs import (
+    Outcome,
+    Pass,
+    Program,
+    Use,
+    Variant,
+    alone,
+    draw,
+    on_ranks,
+)
+from tests.ranks.processes import run_ranks
+
+BF16 = {"precision": "bf16"}
+VARIANTS = [Variant(1, HOST), Variant(2, NVME), Variant(3, NVME)]
+BF16_VARIANTS = [Variant(1, NVME, BF16), Variant(3, HOST, BF16)]
+
+
+def taking(*branches: int | None) -> Pass:
+    """Each rank's branch; None: it is idle."""
+    generator = torch.Generator().manual_seed(len(branches))
+    tokens = []
+    for branch in branches:
+        batch = torch.randint(37, (2, 7), generator=generator)
+        batch[0, 0] = branch or 0
+        tokens.append(None if branch is None else batch)
+    return Pass(tuple(tokens))
+
+
+BRANCHES = tuple(f"choice.branches.{number}.weight" for number in range(2))
+STEP, CLEAR = Use("step"), Use("clear", BRANCHES[:1])
+# The first rank has all of both branches, small as they are: also of the one it does not use.
+PROGRAMS: dict[str, Program] = {
+    "cleared amid passes, by a rank that never had it": [
+        taking(1, 0), CLEAR, taking(1, 0), STEP, CLEAR, taking(0, 1), STEP,
+    ],
+    "zeroed amid passes": [taking(1, 0), Use("clear to zero", BRANCHES[:1]), taking(0, 0), STEP],
+    "cleared before the step, and kept for the next one": [
+        taking(1, 0), CLEAR, STEP, taking(0, 1), STEP,
+    ],
+    "cleared, with others' in the same group": [taking(1, 0), Use("clear", BRANCHES[1:]), STEP],
+    "idle before the first step": [
+        taking(0, 0), Use("zero", ("model",)), taking(None, 0), Use("zero", ("model",)),
+        taking(0, 0), STEP,
+    ],
+    "idle at first, with a norm": [
+        taking(0, 0), Use("zero", ("optimizer",)), taking(None, 0), Use("clip norm", (), 0.1), STEP,
+    ],
+}  # fmt: skip
+
+
+def check(program: Program, by_rank: list[list[Outcome]], *, is_fp32: bool = True) -> None:
+    """`by_rank`: of variants that have to be the same bit for bit."""
+    first = by_rank[0][0]
+    for found in (outcome for outcomes in by_rank for outcome in outcomes):
+        assert not found.error
+        assert found.numbers == first.numbers
+        assert_same_bits(found.states, first.states)
+    if is_fp32:
+        expected = alone(program, len(by_rank))
+        assert first.numbers == pytest.approx(expected.numbers, rel=1e-6, abs=1e-9)
+        for name, value in expected.states.items():
+            if name in first.states:  # and not a second name of one
+                distance = (first.states[name] - value).norm() / value.norm().clamp(min=1e-3)
+                assert distance <= 1e-6, name
+
+
+def test_ranks_forget_what_they_never_saw(tmp_path: Path, long: bool) -> None:
+    programs, variants = list(PROGRAMS.values()), VARIANTS if long else VARIANTS[-1:]
+    for program, by_rank in outcomes_of(programs, 2, variants, tmp_path):
+        check(program, by_rank)
+
+
+def test_drawn_loops_train_as_one_process_does(tmp_path: Path, long: bool) -> None:
+    programs = [draw(seed, 3, apart=bool(seed % 2)) for seed in range(40 if long else 2)]
+    for program, by_rank in outcomes_of(programs, 3, VARIANTS if long else VARIANTS[1:], tmp_path):
+        check(program, by_rank)
+
+
+def test_drawn_loops_in_16_bits_are_the_same_everywhere(tmp_path: Path, long: bool) -> None:
+    programs = [draw(seed, 2, apart=bool(seed % 2)) for seed in range(10, 50 if long else 11)]
+    for program, by_rank in outcomes_of(programs, 2, BF16_VARIANTS, tmp_path):
+        check(program, by_rank, is_fp32=False)
+
+
+def outcomes_of(
+    programs: list[Program], ranks: int, variants: list[Variant], folder: Path
+) -> Iterator[tuple[Program, list[list[Outcome]]]]:
+    """Each program, and by rank what became of it in every variant."""
+    found = run_ranks(ranks, folder, on_ranks, programs, variants, str(folder), timeout_s=600.0)
+    for number, program in enumerate(programs):
+        yield program, [outcomes[number] for outcomes in found]
