@@ -9,7 +9,7 @@ from offload.kernels.int8 import BLOCK, decode_int8, encode_int8, scale_bits_for
 from offload.kernels.lanes import F32, I8, I32, I64, WIDTH, Lanes, Value
 from offload.kernels.loops import pipelined, sweep
 from offload.kernels.noise import RandomBits
-from offload.kernels.rules import Rule
+from offload.kernels.rule_lanes import RULES
 from offload.kernels.step_parts import (
     Operands,
     last_stage,
@@ -33,9 +33,7 @@ class Blocks:
         self.variant = variant
         self.at = at
         self.lanes = lanes
-        # Adam's root and division take so long that the weight waits for the second sweep, whose
-        # integer work runs meanwhile. It needs nothing but the new moments.
-        self.weight_last = variant.rule is Rule.ADAM
+        self.weight_last = RULES[variant.rule].weight_last
         # Per state: the new values of a block (in the order of lanes), and their largest magnitude.
         room = ir.ArrayType(F32, BLOCK)
         self.fresh = [self._alloca(room) for _ in at.states]

@@ -42,16 +42,9 @@ from offload.kernels.floats import (
 )
 from offload.kernels.int8 import BLOCK
 from offload.kernels.noise import Noise
-from offload.kernels.rules import (
-    AdamScalars,
-    Scalars,
-    SgdScalars,
-    StateFormat,
-    rule_of,
-    state_names,
-)
+from offload.kernels.rules import Scalars, StateFormat
 from offload.kernels.step_loop import ARGUMENTS, SCALES, step_loop
-from offload.kernels.variants import Master, variant_code
+from offload.kernels.variants import Master, master_of, variant_code
 
 __all__ = ["Master", "optimizer_step", "scale_blocks"]
 
@@ -85,7 +78,7 @@ def optimizer_step(
 
     All arrays are contiguous and do not overlap; all but `scales` are (numel,). `grad` and `weight`
     hold what `grad_float` and `weight_float` say (16-bit floats as uint16 bits). `states` are those
-    that `state_names` lists for the type of `scalars`: fp32, uint16 bits of bf16, or uint8 codes,
+    that `scalars.names_of` lists: fp32, uint16 bits of bf16, or uint8 codes,
     by `state_format`. For INT8 `scales` has one fp32 array (scale_blocks(numel),) per state, and
     the arrays must start on a block boundary of what they are a part of. Three states with
     `AdamScalars` make it amsgrad, in FP32 only. An fp32 weight takes no master. A bf16 weight takes
@@ -97,7 +90,7 @@ def optimizer_step(
     argument that does not fit.
     """
     numel = numel_of("weight", weight)
-    kind = _master(weight_float, low, master)
+    kind = master_of(weight_float, low=low is not None, master=master is not None)
     check_input("grad", grad, grad_float.storage, numel)
     check_output("weight", weight, weight_float.storage, numel)
     extra = _check_extra(weight, low, master, numel)
@@ -107,7 +100,15 @@ def optimizer_step(
         if rounds or (kind is Master.NONE and weight_float is not Float.FP32):
             raise ValueError("noise: stochastic rounding needs it, got None")
         noise = _SILENT
-    code = _code(scalars, len(states), grad_float, weight_float, kind, state_format)
+    code = variant_code(
+        scalars.rule,
+        grad_float,
+        weight_float,
+        kind,
+        state_format,
+        len(states),
+        flag=scalars.flag,
+    )
     arrays = (grad, weight, extra, *states)
     arguments = _arguments(arrays, scales, noise, numel)
     count = scale_blocks(numel) if state_format is StateFormat.INT8 else numel
@@ -128,22 +129,6 @@ def _address(array: Array) -> int:
     return address
 
 
-def _code(
-    scalars: Scalars, states: int, grad: Float, weight: Float, master: Master, kept: StateFormat
-) -> int:
-    return variant_code(
-        rule_of(type(scalars)),
-        grad,
-        weight,
-        master,
-        kept,
-        decoupled=isinstance(scalars, AdamScalars) and scalars.decoupled,
-        amsgrad=states == 3,
-        momentum=isinstance(scalars, SgdScalars) and states == 1,
-        nesterov=isinstance(scalars, SgdScalars) and scalars.nesterov,
-    )
-
-
 def _check_extra(weight: Array, low: Array | None, master: Array | None, numel: int) -> Array:
     """The other array of a master; `weight` where there is none."""
     if low is not None:
@@ -162,13 +147,8 @@ def _check_states(
     state_format: StateFormat,
     numel: int,
 ) -> None:
-    amsgrad = isinstance(scalars, AdamScalars) and len(states) == 3
-    momentum = not isinstance(scalars, SgdScalars) or scalars.momentum != 0.0
-    names = state_names(type(scalars), amsgrad=amsgrad, momentum=momentum)
-    if len(states) != len(names):
-        wanted = ", ".join(names) or "none (momentum is 0)"
-        raise ValueError(f"states: expected {wanted}, got {len(states)} arrays")
-    if amsgrad and state_format is not StateFormat.FP32:
+    names = scalars.names_of(len(states))
+    if len(states) > 2 and state_format is not StateFormat.FP32:
         raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")
     for name, array in zip(names, states, strict=True):
         check_output(name, array, _STATE_DTYPES[state_format], numel)
@@ -180,20 +160,3 @@ def _check_states(
         )
     for name, array in zip(names, scales, strict=wanted_scales > 0):
         check_output(f"scale of {name}", array, _FP32, scale_blocks(numel))
-
-
-def _master(weight_float: Float, low: Array | None, master: Array | None) -> Master:
-    """Which variant the arguments ask for; ValueError if they contradict each other."""
-    if low is not None and master is not None:
-        raise ValueError("low, master: expected one of them, got both")
-    if weight_float is Float.FP32 and (low is not None or master is not None):
-        raise ValueError("low, master: an fp32 weight is its own master, expected neither")
-    if master is not None:
-        return Master.FP32
-    if low is not None:
-        if weight_float is not Float.BF16:
-            raise ValueError(f"low: only a BF16 weight can be split, got {weight_float.name}")
-        return Master.SPLIT
-    if weight_float is Float.FP16:
-        raise ValueError("low, master: FP16 weights need one of them, got neither")
-    return Master.NONE

@@ -22,7 +22,8 @@ Values = Sequence[Value]
 
 @dataclass(frozen=True, slots=True)
 class RuleLanes:
-    """How to emit a rule; `decay` is the place of the constant that p is multiplied by, if it is.
+    """How to emit a rule; `decay` is the place of the constant that p is multiplied by, if it is
+    (by the flag, where that is `decays_by_flag`).
 
     moments(vector, variant, c, g, old p, states) -> new states, way
     root(vector, c, way) -> way; where None, there is no root and no division
@@ -34,12 +35,16 @@ class RuleLanes:
     direction: Callable[[Lanes, Values], Value]
     root: Callable[[Lanes, Values, Values], Values] | None = None
     decay: int | None = None
+    decays_by_flag: bool = False
+    # Root and division take so long that with 8-bit states the weight waits for the second sweep,
+    # whose integer work runs meanwhile. They need nothing but the new states.
+    weight_last: bool = False
 
     def weight(
         self, vector: Lanes, variant: Variant, c: Values, p: Value, direction: Value
     ) -> Value:
         """The new p; the last constant is the step size, negative."""
-        decays = variant.rule is not Rule.ADAM or variant.decoupled
+        decays = variant.flag or not self.decays_by_flag
         if self.decay is not None and decays:
             p = vector.mul(p, c[self.decay])
         return vector.fma(c[-1], direction, p)
@@ -50,11 +55,11 @@ def adam_moments(
 ) -> tuple[Values, Values]:
     _, one_minus_beta1, beta2, one_minus_beta2, _, _, decay, _ = c
     m, v = states[:2]
-    if not variant.decoupled:
+    if not variant.flag:  # decoupled
         g = vector.fma(decay, p, g)
     m = _average(vector, one_minus_beta1, m, g)
     v = vector.fma(vector.mul(one_minus_beta2, g), g, vector.mul(beta2, v))
-    if not variant.amsgrad:
+    if variant.state_count == 2:  # no amsgrad
         return (m, v), (m, v)
     # A NaN in v stays there for good, so the maximum may drop one of its own.
     largest = vector.maximum(states[2], v)
@@ -96,10 +101,11 @@ def sgd_moments(
 ) -> tuple[Values, Values]:
     _, weight_decay, momentum, kept, _ = c
     g = vector.fma(weight_decay, p, g)
-    if not variant.momentum:
+    if not variant.state_count:  # no momentum
         return (), (g,)
     buffer = vector.fma(momentum, states[0], vector.mul(kept, g))
-    return (buffer,), (vector.fma(momentum, buffer, g) if variant.nesterov else buffer,)
+    # the flag: nesterov
+    return (buffer,), (vector.fma(momentum, buffer, g) if variant.flag else buffer,)
 
 
 def sgd_direction(vector: Lanes, way: Values) -> Value:
@@ -111,7 +117,9 @@ def _quotient(vector: Lanes, way: Values) -> Value:
 
 
 RULES = {
-    Rule.ADAM: RuleLanes(8, adam_moments, _quotient, adam_root, decay=6),
+    Rule.ADAM: RuleLanes(
+        8, adam_moments, _quotient, adam_root, decay=6, decays_by_flag=True, weight_last=True
+    ),
     Rule.LION: RuleLanes(5, lion_moments, lion_direction, decay=3),
     Rule.ADAGRAD: RuleLanes(4, adagrad_moments, _quotient, adagrad_root),
     Rule.SGD: RuleLanes(5, sgd_moments, sgd_direction),

@@ -1,6 +1,6 @@
 """Optimizer rules: their numbers, and the exact sequence of operations each performs per element.
 
-A rule turns a gradient g, a weight p and its states (the arrays `state_names` lists) into the new
+A rule turns a gradient g, a weight p and its states (the arrays that `states` lists) into the new
 weight and states. All rules share one frame:
 
     g  = fp32(gradient) * S          S = grad_scale, negated to maximize
@@ -86,8 +86,10 @@ elements is known, and a chunk of a flat buffer, which cuts across matrices, is 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -104,7 +106,8 @@ SCALE_SUFFIX = ".scale"  # what a record calls the scales of a state, after its 
 
 
 class Rule(IntEnum):
-    """Which sequence of operations."""
+    """Which sequence of operations. A new one is described below, and written twice: as vector
+    operations (`rule_lanes`) and in Triton (`triton_rules`)."""
 
     ADAM = 0
     LION = 1
@@ -120,13 +123,67 @@ class StateFormat(IntEnum):
     INT8 = 2  # uint8 codes and a scale per block, rounded stochastically: `kernels.int8`
 
 
+class Scalars:
+    """The numbers of one step by one rule, and what else there is to say of that rule.
+
+    A subclass has the numbers as fields named as torch names them (of `betas`: beta1, beta2), with
+    `grad_scale`, `constants`, and, if they change with the count of steps, `step`.
+    """
+
+    __slots__ = ()
+
+    rule: ClassVar[Rule]
+    types: ClassVar[Mapping[str, Mapping[str, bool]]]  # optimizer.type -> numbers that it fixes
+    defaults: ClassVar[Mapping[str, Any]]  # keys of a param group, with torch's values
+    states: ClassVar[tuple[str, ...]]  # all it may keep, in the order in which kernels take them
+    counts_steps: ClassVar[bool] = True  # torch keeps `step` for each parameter
+
+    grad_scale: float
+    constants: Array
+
+    @classmethod
+    def at(cls, step: int, grad_scale: float, numbers: Mapping[str, Any]) -> "Scalars":
+        """For update number `step`, counted from 1; `numbers` are the other fields."""
+        return cls(step=step, grad_scale=grad_scale, **numbers)  # type: ignore[call-arg]
+
+    @property
+    def flag(self) -> bool:
+        """What else is fixed when a kernel is compiled: which of two ways the rule goes."""
+        return False
+
+    @property
+    def state_counts(self) -> tuple[int, ...]:
+        """With how many states the rule can work."""
+        return (len(self.states),)
+
+    @classmethod
+    def kept_for(cls, numbers: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the states that are kept for these values of a param group's keys."""
+        return cls.states
+
+    def names_of(self, count: int) -> tuple[str, ...]:
+        """Names of `count` states. ValueError if the rule cannot work with so many."""
+        if count not in self.state_counts:
+            wanted = ", ".join(self.states[: self.state_counts[0]]) or "none (momentum is 0)"
+            raise ValueError(f"states: expected {wanted}, got {count} arrays")
+        return self.states[:count]
+
+
 @dataclass(frozen=True, slots=True)
-class AdamScalars:
+class AdamScalars(Scalars):
     """The numbers of one step, the same for every element of a parameter group.
 
     `step` counts from 1. `grad_scale` multiplies the gradient before anything else. Make one of
     these per step and group, not per parameter: the fp32 constants are computed here.
     """
+
+    rule: ClassVar = Rule.ADAM
+    types: ClassVar = {"adamw": {"decoupled": True}, "adam": {"decoupled": False}}
+    defaults: ClassVar = {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False,
+        "maximize": False,
+    }  # fmt: skip
+    states: ClassVar = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     lr: float
     beta1: float
@@ -146,6 +203,19 @@ class AdamScalars:
         _check_finite(lr=self.lr, weight_decay=self.weight_decay, grad_scale=self.grad_scale)
         _freeze(self, self._constants())
 
+    @property
+    def flag(self) -> bool:
+        return self.decoupled
+
+    @property
+    def state_counts(self) -> tuple[int, ...]:
+        """Three with amsgrad, in FP32 only."""
+        return 2, 3
+
+    @classmethod
+    def kept_for(cls, numbers: Mapping[str, Any]) -> tuple[str, ...]:
+        return cls.states[: 3 if numbers.get("amsgrad") else 2]
+
     def _constants(self) -> tuple[float, ...]:
         correction1 = 1.0 - self.beta1**self.step
         correction2 = 1.0 - self.beta2**self.step
@@ -162,8 +232,16 @@ class AdamScalars:
 
 
 @dataclass(frozen=True, slots=True)
-class LionScalars:
+class LionScalars(Scalars):
     """The numbers of one step of Lion, the same for all steps; weight decay is decoupled."""
+
+    rule: ClassVar = Rule.LION
+    types: ClassVar = {"lion": {}}
+    defaults: ClassVar = {  # the paper's: torch has none
+        "lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False
+    }  # fmt: skip
+    states: ClassVar = ("exp_avg",)
+    counts_steps: ClassVar = False
 
     lr: float
     beta1: float
@@ -172,6 +250,10 @@ class LionScalars:
     grad_scale: float = 1.0
     maximize: bool = False
     constants: Array = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def at(cls, step: int, grad_scale: float, numbers: Mapping[str, Any]) -> Scalars:
+        return cls(grad_scale=grad_scale, **numbers)
 
     def __post_init__(self) -> None:
         _check_fractions(beta1=self.beta1, beta2=self.beta2)
@@ -182,8 +264,15 @@ class LionScalars:
 
 
 @dataclass(frozen=True, slots=True)
-class AdagradScalars:
+class AdagradScalars(Scalars):
     """The numbers of one step of Adagrad; weight decay is added to the gradient."""
+
+    rule: ClassVar = Rule.ADAGRAD
+    types: ClassVar = {"adagrad": {}}
+    defaults: ClassVar = {
+        "lr": 1e-2, "lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "maximize": False
+    }  # fmt: skip
+    states: ClassVar = ("sum",)
 
     lr: float
     eps: float
@@ -204,12 +293,21 @@ class AdagradScalars:
 
 
 @dataclass(frozen=True, slots=True)
-class SgdScalars:
+class SgdScalars(Scalars):
     """The numbers of one step of SGD; weight decay is added to the gradient.
 
     `step` counts from 1 and matters with dampening only: the first step's gradient is not damped.
     (torch leaves the first one after a momentum of 0 undamped, too, whenever that is.)
     """
+
+    rule: ClassVar = Rule.SGD
+    types: ClassVar = {"sgd": {}}
+    defaults: ClassVar = {
+        "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
+        "maximize": False,
+    }  # fmt: skip
+    states: ClassVar = ("momentum_buffer",)
+    counts_steps: ClassVar = False
 
     lr: float
     momentum: float
@@ -239,40 +337,21 @@ class SgdScalars:
         kept = 1.0 if self.step == 1 else 1.0 - self.dampening
         _freeze(self, (scale, self.weight_decay, self.momentum, kept, -self.lr))
 
+    @property
+    def flag(self) -> bool:
+        return self.nesterov
 
-Scalars = AdamScalars | LionScalars | AdagradScalars | SgdScalars
+    @property
+    def state_counts(self) -> tuple[int, ...]:
+        return (int(self.momentum != 0.0),)
 
-_RULES: dict[type[Scalars], Rule] = {
-    AdamScalars: Rule.ADAM,
-    LionScalars: Rule.LION,
-    AdagradScalars: Rule.ADAGRAD,
-    SgdScalars: Rule.SGD,
-}
-_NAMES = {
-    Rule.ADAM: ("exp_avg", "exp_avg_sq"),
-    Rule.LION: ("exp_avg",),
-    Rule.ADAGRAD: ("sum",),
-    Rule.SGD: ("momentum_buffer",),
-}
+    @classmethod
+    def kept_for(cls, numbers: Mapping[str, Any]) -> tuple[str, ...]:
+        return cls.states if numbers.get("momentum", True) else ()
+
+
+RULES: tuple[type[Scalars], ...] = (AdamScalars, LionScalars, AdagradScalars, SgdScalars)
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
-
-
-def rule_of(scalars: type[Scalars]) -> Rule:
-    """The rule whose numbers a class holds."""
-    return _RULES[scalars]
-
-
-def state_names(
-    scalars: type[Scalars], *, amsgrad: bool = False, momentum: bool = True
-) -> tuple[str, ...]:
-    """Names of a rule's states, in the order in which kernels take them.
-
-    `amsgrad` adds the third state of Adam (FP32 states only); SGD without `momentum` has none.
-    """
-    rule = rule_of(scalars)
-    if rule is Rule.SGD and not momentum:
-        return ()
-    return _NAMES[rule] + (("max_exp_avg_sq",) if rule is Rule.ADAM and amsgrad else ())
 
 
 def is_signed(name: str) -> bool:

@@ -14,7 +14,6 @@ import numpy as np
 from offload.kernels.convert import decode, encode
 from offload.kernels.floats import Array, Float
 from offload.kernels.int8 import BLOCK, MIN_SCALE_EXPONENT, octaves
-from offload.kernels.reference import decode_int8
 from offload.kernels.rules import StateFormat
 
 _CODE_SHIFT = 20  # a code counts steps of 2**20 in fp32 bits
@@ -42,6 +41,18 @@ def decode_state(stored: Stored, kind: StateFormat, *, signed: bool) -> Array:
         return out
     assert stored.scales is not None, "8-bit states have scales"
     return decode_int8(stored.values, stored.scales, signed=signed)
+
+
+def decode_int8(codes: Array, scales: Array, *, signed: bool) -> Array:
+    """The fp32 values of codes (numel,) with one scale per block (`kernels.int8`)."""
+    scale = np.repeat(scales, BLOCK)[: codes.size]
+    wide = codes.astype(np.uint32)
+    magnitude = wide & 0x7F if signed else wide
+    with np.errstate(invalid="ignore"):
+        values = ((magnitude << _CODE_SHIFT) + scale.view(np.uint32)).view(np.float32) - scale
+    if not signed:
+        return values
+    return (values.view(np.uint32) | (wide & 0x80) << 24).view(np.float32)
 
 
 def encode_state(values: Array, target: Stored, kind: StateFormat, *, signed: bool) -> None:

@@ -17,17 +17,9 @@ import torch
 from offload.kernels.floats import Float
 from offload.kernels.int8 import BLOCK as CODE_BLOCK
 from offload.kernels.noise import Noise
-from offload.kernels.rules import (
-    AdamScalars,
-    Rule,
-    Scalars,
-    SgdScalars,
-    StateFormat,
-    rule_of,
-    state_names,
-)
+from offload.kernels.rules import Rule, Scalars, StateFormat, is_signed
 from offload.kernels.triton_launch import Kernel, bits, check, float_of, launch, loaded, numel_of
-from offload.kernels.variants import Master
+from offload.kernels.variants import Master, master_of
 
 _BLOCK = 1024
 # Eight warps leave four elements to a thread: 16-byte accesses of fp32, and one layout for arrays
@@ -48,7 +40,7 @@ class _Variant:
     """What is fixed at compile time, besides the state count and the gradient's format."""
 
     rule: Rule
-    flag: bool  # Adam decoupled, SGD nesterov
+    flag: bool  # of the scalars
     weight: Float
     master: Master
     states: StateFormat
@@ -75,7 +67,7 @@ def optimizer_step(
 
     All tensors are (numel,), contiguous, on one device, and do not overlap; dtypes say what they
     hold. `grad` and `weight` are float32, bfloat16 or float16. `states` are the rule's, in the
-    order of `state_names`, all float32, all bfloat16, or all uint8 codes of `kernels.int8` with
+    order of `scalars.states`, all float32, all bfloat16, or all uint8 codes of `kernels.int8` with
     one float32 tensor (ceil(numel / 256),) in `scales` for each; three states with `AdamScalars`
     are amsgrad (float32 only), and SGD without momentum has none.
 
@@ -117,6 +109,7 @@ def optimizer_step(
         WEIGHT=int(variant.weight),
         MASTER=int(variant.master),
         STATES=len(states),
+        SIGNED=bool(states) and is_signed(scalars.states[0]),
         FORMAT=int(variant.states),
         BLOCK=_BLOCK,
         num_warps=_WARPS[variant.states],
@@ -141,11 +134,6 @@ def _variant(
     master: torch.Tensor | None,
 ) -> _Variant:
     weight_float = float_of("weight", weight)
-    flag = False
-    if isinstance(scalars, AdamScalars):
-        flag = scalars.decoupled
-    elif isinstance(scalars, SgdScalars):
-        flag = scalars.nesterov
     state_format = StateFormat.FP32
     if states:
         found = _FORMATS.get(states[0].dtype)
@@ -154,28 +142,8 @@ def _variant(
                 f"states: expected dtype float32, bfloat16 or uint8, got {states[0].dtype}"
             )
         state_format = found
-    kind = _master(weight_float, low, master)
-    return _Variant(rule_of(type(scalars)), flag, weight_float, kind, state_format)
-
-
-def _master(weight: Float, low: torch.Tensor | None, master: torch.Tensor | None) -> Master:
-    """Which variant the arguments ask for; ValueError if they contradict each other."""
-    if low is not None and master is not None:
-        raise ValueError("low, master: expected one of them, got both")
-    if low is None and master is None:
-        if weight is Float.FP16:
-            raise ValueError(
-                "low, master: an FP16 weight needs a master, got none; only BF16 weights can be"
-                " rounded stochastically"
-            )
-        return Master.NONE
-    if weight is Float.FP32:
-        raise ValueError("low, master: an fp32 weight is its own master, expected neither")
-    if master is not None:
-        return Master.FP32
-    if weight is not Float.BF16:
-        raise ValueError(f"low: only a BF16 weight can be split, got {weight.name}")
-    return Master.SPLIT
+    kind = master_of(weight_float, low=low is not None, master=master is not None)
+    return _Variant(scalars.rule, scalars.flag, weight_float, kind, state_format)
 
 
 def _check_master(
@@ -199,7 +167,9 @@ def _check_states(
     state_format: StateFormat,
     numel: int,
 ) -> None:
-    names = _names(scalars, len(states), state_format)
+    names = scalars.names_of(len(states))
+    if len(states) > 2 and state_format is not StateFormat.FP32:
+        raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")
     for name, state in zip(names, states, strict=True):
         check(name, state, states[0].dtype, numel, weight)
     expected = len(states) if state_format is StateFormat.INT8 else 0
@@ -211,19 +181,6 @@ def _check_states(
     blocks = -(-numel // CODE_BLOCK)
     for name, scale in zip(names, scales, strict=bool(scales)):
         check(f"scales of {name}", scale, torch.float32, blocks, weight)
-
-
-def _names(scalars: Scalars, count: int, state_format: StateFormat) -> tuple[str, ...]:
-    """Names of the states; ValueError if there are more or fewer than the rule has."""
-    amsgrad = isinstance(scalars, AdamScalars) and count == 3
-    if amsgrad and state_format is not StateFormat.FP32:
-        raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")
-    momentum = not isinstance(scalars, SgdScalars) or scalars.momentum != 0.0
-    names = state_names(type(scalars), amsgrad=amsgrad, momentum=momentum)
-    if len(names) != count:
-        listed = ", ".join(names) or "none"
-        raise ValueError(f"states: expected {len(names)} ({listed}), got {count}")
-    return names
 
 
 def _padded(

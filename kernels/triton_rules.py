@@ -14,6 +14,7 @@ from offload.kernels.rules import Rule
 ADAM = tl.constexpr(int(Rule.ADAM))
 LION = tl.constexpr(int(Rule.LION))
 ADAGRAD = tl.constexpr(int(Rule.ADAGRAD))
+SGD = tl.constexpr(int(Rule.SGD))
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def apply(
     g, p, m, v, x, c1, c2, c3, c4, c5, c6, c7,
     RULE: tl.constexpr, FLAG: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """(p, m, v, x) after the rule; g is scaled already. FLAG: Adam decoupled, or SGD nesterov.
+    """(p, m, v, x) after the rule; g is scaled already. FLAG: of the scalars.
 
     States that the rule does not have come back as they were.
     """
@@ -83,6 +84,8 @@ def apply(
         p, m = lion(g, p, m, c1, c2, c3, c4)
     elif RULE == ADAGRAD:
         p, m = adagrad(g, p, m, c1, c2, c3)
-    else:
+    elif RULE == SGD:
         p, m = sgd(g, p, m, c1, c2, c3, c4, STATES == 1, FLAG)
+    else:
+        tl.static_assert(False, "a rule without a function here")
     return p, m, v, x

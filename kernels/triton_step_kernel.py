@@ -7,7 +7,7 @@ import triton.language as tl
 
 from offload.kernels.floats import Float
 from offload.kernels.triton_ops import decode, encode, join, load, split_high, split_low, store
-from offload.kernels.triton_rules import ADAGRAD, apply
+from offload.kernels.triton_rules import apply
 from offload.kernels.triton_states import (
     CODE_BLOCK,
     FP32_STATES,
@@ -62,10 +62,10 @@ def _update(
     grad, weight, extra, state0, state1, state2, scales0, scales1, offsets, blocks, numel,
     key, weight_key, first, c0, c1, c2, c3, c4, c5, c6, c7,
     RULE: tl.constexpr, FLAG: tl.constexpr, GRAD: tl.constexpr, WEIGHT: tl.constexpr,
-    MASTER: tl.constexpr, STATES: tl.constexpr, FORMAT: tl.constexpr, WHOLE: tl.constexpr,
+    MASTER: tl.constexpr, STATES: tl.constexpr, SIGNED: tl.constexpr, FORMAT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load, step and store the elements at `offsets`; all of them if WHOLE."""
-    SIGNED: tl.constexpr = RULE != ADAGRAD  # of state 0
+    """Load, step and store the elements at `offsets`; all of them if WHOLE. SIGNED: state 0."""
     g = decode(load(grad, offsets, numel, WHOLE), GRAD) * c0
     p = _load_weight(weight, extra, offsets, numel, WEIGHT, MASTER, WHOLE)
     m = g
@@ -101,7 +101,8 @@ def step_kernel(
     numel: tl.int64, key: tl.uint32, weight_key: tl.uint32, first: tl.uint32,
     c0, c1, c2, c3, c4, c5, c6, c7,
     RULE: tl.constexpr, FLAG: tl.constexpr, GRAD: tl.constexpr, WEIGHT: tl.constexpr,
-    MASTER: tl.constexpr, STATES: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    MASTER: tl.constexpr, STATES: tl.constexpr, SIGNED: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK elements. Unused pointers and constants may be anything.
 
@@ -131,11 +132,11 @@ def step_kernel(
         _update(
             grad, weight, extra, state0, state1, state2, scales0, scales1, offsets, blocks, numel,
             key, weight_key, first, c0, c1, c2, c3, c4, c5, c6, c7,
-            RULE, FLAG, GRAD, WEIGHT, MASTER, STATES, FORMAT, True,
+            RULE, FLAG, GRAD, WEIGHT, MASTER, STATES, SIGNED, FORMAT, True,
         )  # fmt: skip
     else:
         _update(
             grad, weight, extra, state0, state1, state2, scales0, scales1, offsets, blocks, numel,
             key, weight_key, first, c0, c1, c2, c3, c4, c5, c6, c7,
-            RULE, FLAG, GRAD, WEIGHT, MASTER, STATES, FORMAT, False,
+            RULE, FLAG, GRAD, WEIGHT, MASTER, STATES, SIGNED, FORMAT, False,
         )  # fmt: skip

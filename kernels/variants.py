@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from offload.kernels.floats import Float
-from offload.kernels.rules import Rule, StateFormat
+from offload.kernels.rules import RULES, Rule, StateFormat, is_signed
+
+_SIGNED = {scalars.rule: tuple(map(is_signed, scalars.states)) for scalars in RULES}
 
 
 class Master(IntEnum):
@@ -17,30 +19,20 @@ class Master(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel. The flags of other rules than its own are False."""
+    """One kernel."""
 
     rule: Rule
+    flag: bool  # of the rule's scalars
     grad: Float
     weight: Float
     master: Master
     states: StateFormat
-    decoupled: bool = False  # Adam: decay the weight, do not add to the gradient
-    amsgrad: bool = False
-    momentum: bool = False  # SGD
-    nesterov: bool = False
-
-    @property
-    def state_count(self) -> int:
-        if self.rule is Rule.SGD:
-            return int(self.momentum)
-        return 2 + self.amsgrad if self.rule is Rule.ADAM else 1
+    state_count: int
 
     @property
     def signed(self) -> tuple[bool, ...]:
-        """Of each state that may be 8-bit: whether it can be negative."""
-        if self.rule is Rule.ADAGRAD:
-            return (False,)
-        return (True, False)[: self.state_count]
+        """Of each state: whether it can be negative."""
+        return _SIGNED[self.rule][: self.state_count]
 
     @property
     def rounds_weight(self) -> bool:
@@ -51,12 +43,13 @@ class Variant:
     def from_code(code: int) -> "Variant":
         """The inverse of `variant_code`."""
         return Variant(
-            Rule(code & 3),
+            Rule(code >> 11),
+            bool(code >> 10 & 1),
+            Float(code & 3),
             Float(code >> 2 & 3),
-            Float(code >> 4 & 3),
-            Master(code >> 6 & 3),
-            StateFormat(code >> 8 & 3),
-            *(bool(code >> place & 1) for place in range(10, 14)),
+            Master(code >> 4 & 3),
+            StateFormat(code >> 6 & 3),
+            code >> 8 & 3,
         )
 
 
@@ -66,12 +59,31 @@ def variant_code(
     weight: Float,
     master: Master,
     states: StateFormat,
+    state_count: int,
     *,
-    decoupled: bool = False,
-    amsgrad: bool = False,
-    momentum: bool = False,
-    nesterov: bool = False,
+    flag: bool = False,
 ) -> int:
-    """One integer of 14 bits for a variant, made in every call: hence no object."""
-    flags = decoupled | amsgrad << 1 | momentum << 2 | nesterov << 3
-    return rule | grad << 2 | weight << 4 | master << 6 | states << 8 | flags << 10
+    """One integer for a variant, made in every call: hence no object. The rule comes last: there is
+    no end to how many there are (but `jit.plan` checks that the whole has room)."""
+    formats = grad | weight << 2 | master << 4 | states << 6
+    return formats | state_count << 8 | flag << 10 | rule << 11
+
+
+def master_of(weight: Float, *, low: bool, master: bool) -> Master:
+    """Which master the arrays given ask for; ValueError if they contradict each other."""
+    if low and master:
+        raise ValueError("low, master: expected one of them, got both")
+    if weight is Float.FP32 and (low or master):
+        raise ValueError("low, master: an fp32 weight is its own master, expected neither")
+    if master:
+        return Master.FP32
+    if low:
+        if weight is not Float.BF16:
+            raise ValueError(f"low: only a BF16 weight can be split, got {weight.name}")
+        return Master.SPLIT
+    if weight is Float.FP16:
+        raise ValueError(
+            "low, master: an FP16 weight needs a master, got neither; only BF16 weights can be "
+            "rounded stochastically"
+        )
+    return Master.NONE

@@ -74,7 +74,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         """The group's numbers. Refuses here, while nothing is pending, whatever an update would."""
         _check_numbers(group)
-        needed, kept = set(self._kind.states(group)), set(self._states)
+        needed, kept = set(self._kind.scalars.kept_for(group)), set(self._states)
         if not needed <= kept or "max_exp_avg_sq" in kept - needed:
             raise UnsupportedError(
                 f"a param group needs the states {', '.join(sorted(needed)) or '(none)'} and this "
@@ -183,7 +183,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         found = self._runtime.group_of(param)
         assert found is not None, "checked when the param group was added"
         spec = found[0].layout.params[found[1]]
-        return Kept(spec.name, tuple(spec.shape), self._states, self._type not in ("sgd", "lion"))
+        return Kept(spec.name, tuple(spec.shape), self._states, self._kind.scalars.counts_steps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What copy and pickle call. UnsupportedError."""

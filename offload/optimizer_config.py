@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,13 +12,17 @@ from offload.kernels.rules import WHY_NOT_MUON
 from offload.optimizer_kinds import KINDS
 
 _NUMBERS = tuple(dict.fromkeys(key for kind in KINDS.values() for key in kind.defaults))
+if TYPE_CHECKING:
+    Type = str
+else:
+    Type = Literal[tuple(KINDS)]
 _FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
 class OptimizerConfig(Section):
     """The optimizer and how its states are kept. Numbers left out or null are torch.optim's."""
 
-    type: Literal["adamw", "adam", "lion", "adagrad", "sgd"] = Field(
+    type: Type = Field(
         "adamw",
         description="adamw decays weights directly; adam adds the decay to the gradient; lion, "
         "adagrad and sgd keep one state instead of two (sgd without momentum none).",
@@ -116,4 +120,4 @@ class OptimizerConfig(Section):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The states kept per parameter."""
-        return KINDS[self.type].states(self.numbers)
+        return KINDS[self.type].scalars.kept_for(self.numbers)

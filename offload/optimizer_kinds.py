@@ -1,98 +1,46 @@
-"""The optimizers there are: the keys of their param groups, their defaults and their states."""
+"""The optimizers there are, by `optimizer.type`: what `kernels.rules` says of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from offload.kernels.rules import (
-    AdagradScalars,
-    AdamScalars,
-    LionScalars,
-    Scalars,
-    SgdScalars,
-    state_names,
-)
+from offload.kernels.rules import RULES, Scalars
 
 Number = float | bool
+
+_OF_A_STEP = ("step", "grad_scale")  # not of a param group
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One `optimizer.type`. `defaults` has its keys of a param group, named as torch names them,
-    with torch's values (Lion: its paper's)."""
+    """One `optimizer.type`."""
 
     scalars: type[Scalars]
-    defaults: Mapping[str, Any]
-    numbers: Callable[[Mapping[str, Any]], dict[str, Number]]  # of a param group, for `scalars`
+    fixed: Mapping[str, bool]  # numbers that the type decides
 
-    def states(self, numbers: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the states kept, for these values of a param group's keys."""
-        return state_names(
-            self.scalars,
-            amsgrad=bool(numbers.get("amsgrad", False)),
-            momentum=bool(numbers.get("momentum", True)),
-        )
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Its keys of a param group, named as torch names them, with torch's values."""
+        return self.scalars.defaults
 
-
-def _adam(decoupled: bool) -> Callable[[Mapping[str, Any]], dict[str, Number]]:
-    def numbers(group: Mapping[str, Any]) -> dict[str, Number]:
+    def numbers(self, group: Mapping[str, Any]) -> dict[str, Number]:
+        """Of a param group, for `scalars`."""
+        found = {key: group[key] for key in self.defaults if key != "betas"}
+        if "betas" in self.defaults:
+            found["beta1"], found["beta2"] = group["betas"]
+        found |= self.fixed
+        taken = {field.name for field in fields(self.scalars) if field.init}  # type: ignore[arg-type]
         return {
-            **_named(group, "lr", "eps", "weight_decay"), **_betas(group),
-            "decoupled": decoupled, "maximize": bool(group["maximize"]),
-        }  # fmt: skip
-
-    return numbers
-
-
-def _lion(group: Mapping[str, Any]) -> dict[str, Number]:
-    flags = {"maximize": bool(group["maximize"])}
-    return {**_named(group, "lr", "weight_decay"), **_betas(group), **flags}
+            key: bool(value) if isinstance(self.defaults.get(key, value), bool) else float(value)
+            for key, value in found.items()
+            if key in taken and key not in _OF_A_STEP
+        }
 
 
-def _adagrad(group: Mapping[str, Any]) -> dict[str, Number]:
-    flags = {"maximize": bool(group["maximize"])}
-    return {**_named(group, "lr", "lr_decay", "eps", "weight_decay"), **flags}
-
-
-def _sgd(group: Mapping[str, Any]) -> dict[str, Number]:
-    flags = {"maximize": bool(group["maximize"]), "nesterov": bool(group["nesterov"])}
-    return {**_named(group, "lr", "momentum", "dampening", "weight_decay"), **flags}
-
-
-def _named(group: Mapping[str, Any], *keys: str) -> dict[str, Number]:
-    return {key: float(group[key]) for key in keys}
-
-
-def _betas(group: Mapping[str, Any]) -> dict[str, Number]:
-    beta1, beta2 = group["betas"]
-    return {"beta1": float(beta1), "beta2": float(beta2)}
-
-
-_ADAM = {
-    "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False,
-    "maximize": False,
-}  # fmt: skip
 KINDS = {
-    "adamw": OptimizerKind(AdamScalars, _ADAM, _adam(decoupled=True)),
-    "adam": OptimizerKind(AdamScalars, _ADAM, _adam(decoupled=False)),
-    "lion": OptimizerKind(
-        LionScalars,
-        {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
-        _lion,
-    ),
-    "adagrad": OptimizerKind(
-        AdagradScalars,
-        {"lr": 1e-2, "lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "maximize": False},
-        _adagrad,
-    ),
-    "sgd": OptimizerKind(
-        SgdScalars,
-        {
-            "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0,
-            "nesterov": False, "maximize": False,
-        },
-        _sgd,
-    ),
-}  # fmt: skip
+    name: OptimizerKind(scalars, fixed)
+    for scalars in RULES
+    for name, fixed in scalars.types.items()
+}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from offload.kernels.rules import LionScalars, Scalars
+from offload.kernels.rules import Scalars
 
 Number = float | bool
 
@@ -21,8 +21,7 @@ class Hyper:
 
     def scalars(self, step: int, grad_scale: float) -> Scalars:
         """For a parameter's update number `step`, counted from 1."""
-        counted = {} if self.kind is LionScalars else {"step": step}
-        return self.kind(**dict(self.numbers), **counted, grad_scale=grad_scale)  # type: ignore[arg-type]
+        return self.kind.at(step, grad_scale, dict(self.numbers))
 
 
 # The numbers of a parameter; None if it is in no param group.

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.kernels import reference
 from offload.kernels.floats import Array, Float, Runner, serial
 from offload.kernels.optimizer import Master, optimizer_step
 from offload.kernels.rules import AdamScalars
+from tests.kernels import reference
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)
 SIZES = [0, 1, 7, 15, 16, 17, 127, 128, 129, 1000, 65537]

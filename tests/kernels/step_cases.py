@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.kernels import reference, reference_rules
 from offload.kernels.floats import Array, Float, Runner, serial
 from offload.kernels.int8 import BLOCK
 from offload.kernels.noise import Noise
@@ -21,9 +20,9 @@ from offload.kernels.rules import (
     SgdScalars,
     StateFormat,
     is_signed,
-    state_names,
 )
 from offload.kernels.variants import Master
+from tests.kernels import reference, reference_rules
 from tests.kernels.adam_cases import SPECIAL, assert_same
 
 NOISE = Noise(0x12345678, 0x9ABCDEF0, first=0xFFFFFE00)  # the numbers wrap in a long array
@@ -74,8 +73,7 @@ class Stored:
     @classmethod
     def draw(cls, scalars: Scalars, formats: Formats, numel: int, draw: Draw) -> Stored:
         """Encoded draws: weight first, then the states, none negative that cannot be."""
-        momentum = not isinstance(scalars, SgdScalars) or scalars.momentum != 0
-        names = state_names(type(scalars), momentum=momentum)
+        names = scalars.names_of(scalars.state_counts[0])
         weight = draw(numel)
         values = [draw(numel) for _ in names]
         positive = [v if is_signed(n) else np.abs(v) for n, v in zip(names, values, strict=True)]

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offload.kernels import reference
 from offload.kernels.floats import Array, Float
 from offload.kernels.optimizer import Master
 from offload.kernels.rules import AdamScalars
+from tests.kernels import reference
 from tests.kernels.adam_cases import (
     FORMATS,
     SCALARS,
@@ -182,7 +182,7 @@ def fp32_step(**other: Array | Float | None) -> None:
         ({"exp_avg": np.zeros(33, np.uint8)[1:].view(np.float32)}, "exp_avg: expected 4-byte"),
         ({"max_exp_avg_sq": np.zeros(9, np.float32)}, r"max_exp_avg_sq: expected shape \(8,\)"),
         ({"low": np.zeros(8, np.int16)}, "an fp32 weight is its own master"),
-        ({"weight_float": Float.FP16}, "FP16 weights need one of them, got neither"),
+        ({"weight_float": Float.FP16}, "an FP16 weight needs a master, got neither"),
         ({"weight_float": Float.FP16, "low": np.zeros(8, np.int16)}, "only a BF16 weight"),
         (
             {"low": np.zeros(8, np.int16), "master": np.zeros(8, np.float32)},

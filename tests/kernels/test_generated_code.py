@@ -31,13 +31,11 @@ from tests.kernels.step_cases import RULES, Formats, Stored, calm
 
 def adam_code(states: StateFormat = StateFormat.FP32, master: Master = Master.SPLIT) -> int:
     kind = Float.BF16
-    return variant_code(Rule.ADAM, kind, kind, master, states, decoupled=True)
+    return variant_code(Rule.ADAM, kind, kind, master, states, 2, flag=True)
 
 
 SPLIT = adam_code()
-WHOLE = variant_code(
-    Rule.ADAM, Float.FP32, Float.FP32, Master.NONE, StateFormat.FP32, decoupled=True
-)
+WHOLE = variant_code(Rule.ADAM, Float.FP32, Float.FP32, Master.NONE, StateFormat.FP32, 2, flag=True)
 LOW_BIT = [
     adam_code(StateFormat.BF16),
     adam_code(StateFormat.INT8),
@@ -45,7 +43,7 @@ LOW_BIT = [
     adam_code(StateFormat.INT8, Master.NONE),
 ]
 OTHER_RULES = [
-    variant_code(rule, Float.BF16, Float.BF16, Master.SPLIT, states, momentum=rule is Rule.SGD)
+    variant_code(rule, Float.BF16, Float.BF16, Master.SPLIT, states, 1)
     for rule in (Rule.LION, Rule.ADAGRAD, Rule.SGD)
     for states in StateFormat
 ]
@@ -217,7 +215,7 @@ grad, weight, *moments = np.ones((4, 9), np.float32)
 scalars = AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
 optimizer_step(grad, weight, moments, scalars, grad_float=Float.FP32, weight_float=Float.FP32)
 fp32 = Float.FP32
-code = variant_code(Rule.ADAM, fp32, fp32, Master.NONE, StateFormat.FP32, decoupled=True)
+code = variant_code(Rule.ADAM, fp32, fp32, Master.NONE, StateFormat.FP32, 2, flag=True)
 stats = step_loop(code).stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offload.kernels import reference
 from offload.kernels.floats import Array, Float, Runner, serial
 from offload.kernels.gradients import (
     NORM_BLOCK,
@@ -16,6 +15,7 @@ from offload.kernels.gradients import (
     promote_add_gradient,
     sum_squares,
 )
+from tests.kernels import reference
 
 SIZES = [0, 1, 7, 15, 16, 17, 31, 32, 33, 127, 1000, NORM_BLOCK, NORM_BLOCK + 1, 150_000]
 PAIRS = [(dst, src) for dst in Float for src in Float]

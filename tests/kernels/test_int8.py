@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offload.kernels import reference
 from offload.kernels.floats import Float
 from offload.kernels.int8 import BLOCK
 from offload.kernels.noise import Noise, noise_of
 from offload.kernels.optimizer import optimizer_step, scale_blocks
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, StateFormat
+from tests.kernels import reference
 from tests.kernels.step_cases import Formats, Stored
 
 F32 = NDArray[np.float32]

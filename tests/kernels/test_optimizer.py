@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.kernels import reference
 from offload.kernels.floats import Body, Float, Runner
 from offload.kernels.int8 import BLOCK
 from offload.kernels.optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, LionScalars, Scalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
+from tests.kernels import reference
 from tests.kernels.step_cases import NOISE, RULES, WEIGHTS, Draw, Formats, Stored, calm, wild
 
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 255, 256, 257, 288, 1000, 4099]
@@ -176,7 +176,7 @@ def zeros(dtype: type, *sizes: int) -> list[object]:
         ({"noise": None}, "noise: stochastic rounding needs it"),
         ({"scalars": LionScalars(1e-3, 0.9, 0.99, 0.0)}, "states: expected exp_avg, got 2"),
         ({"scalars": SgdScalars(1e-3, 0.0, 0.0, 1)}, "expected none .momentum is 0., got 2"),
-        ({"low": None, "weight_float": Float.FP16}, "FP16 weights need one of them, got neither"),
+        ({"low": None, "weight_float": Float.FP16}, "an FP16 weight needs a master, got neither"),
     ],
 )  # fmt: skip
 def test_a_bad_argument_is_named(arguments: dict[str, object], message: str) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from offload.kernels import reference
 from offload.kernels.floats import Float
 from offload.kernels.optimizer import scale_blocks
 from offload.kernels.rules import StateFormat
@@ -22,7 +21,7 @@ from offload.kernels.triton_convert import (
     split_master,
 )
 from offload.kernels.variants import Master
-from tests.kernels import triton_device
+from tests.kernels import reference, triton_device
 from tests.kernels.adam_cases import assert_same
 from tests.kernels.convert_cases import ALL_16_BITS, SIXTEEN, patterns
 from tests.kernels.triton_cases import NOISE, RULES, Case, case

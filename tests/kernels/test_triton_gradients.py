@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels import reference
 from offload.kernels.floats import Array, Float
 from offload.kernels.triton_gradients import (
     NORM_BLOCK,
@@ -16,7 +15,7 @@ from offload.kernels.triton_gradients import (
     promote_add_gradient,
     sum_squares,
 )
-from tests.kernels import triton_device
+from tests.kernels import reference, triton_device
 from tests.kernels.adam_cases import SPECIAL, assert_same
 from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
 

@@ -16,7 +16,6 @@ from offload.kernels.rules import (
     SgdScalars,
     StateFormat,
     is_signed,
-    state_names,
 )
 from offload.kernels.variants import Master
 from tests.kernels.adam_cases import SPECIAL, assert_same
@@ -163,8 +162,7 @@ def case(
         reference.encode(draw(), grad_float), stored, [],
         low=low, master=fp32 if weight[1] is Master.FP32 else None,
     )  # fmt: skip
-    momentum = not isinstance(scalars, SgdScalars) or scalars.momentum != 0.0
-    for name in state_names(type(scalars), amsgrad=amsgrad, momentum=momentum):
+    for name in scalars.names_of(scalars.state_counts[-1 if amsgrad else 0]):
         values = draw() if is_signed(name) else np.abs(draw())
         if states is StateFormat.INT8:
             codes, scales = _codes(rng, numel, wild)

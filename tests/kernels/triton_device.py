@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels import reference
 from offload.kernels.floats import Array, Float
+from tests.kernels import reference
 
 _FLAG = "TRITON_INTERPRET"
 _DTYPES = {Float.FP32: torch.float32, Float.BF16: torch.bfloat16, Float.FP16: torch.float16}

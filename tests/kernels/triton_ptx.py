@@ -17,7 +17,10 @@ from offload.kernels.triton_step_kernel import step_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 STATES = ("*fp32", "*i16", "*u8")  # by StateFormat
-STEP = {"RULE": 0, "FLAG": True, "GRAD": 1, "WEIGHT": 1, "MASTER": 1, "STATES": 2, "FORMAT": 0}
+STEP = {
+    "RULE": 0, "FLAG": True, "GRAD": 1, "WEIGHT": 1, "MASTER": 1, "STATES": 2, "SIGNED": True,
+    "FORMAT": 0,
+}  # fmt: skip
 GRADIENT = {"ACTION": 0, "DST": 1, "OLD": 1, "SRC": 1, "UNROLL": 32}
 CONVERT = {"ACTION": 0, "FORMAT": 1, "SIGNED": True, "UPPER": True, "BLOCK": 1024}
 
@@ -65,7 +68,7 @@ def everything() -> dict[str, str]:
         "adamw int8": step(4, FORMAT=2),
         "amsgrad": step(8, STATES=3),
         "lion": step(8, RULE=1, STATES=1),
-        "adagrad": step(8, RULE=2, STATES=1),
+        "adagrad": step(8, RULE=2, STATES=1, SIGNED=False),
         "nesterov": step(8, RULE=3, STATES=1),
         "copy": gradient("*i16", "*i16"),
         "add": gradient("*fp32", "*i16", ACTION=1, DST=0, OLD=0),

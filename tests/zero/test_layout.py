@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.kernels.reference import encode_int8
 from offload.kernels.rules import StateFormat
 from offload.zero.layout import ALIGN_NUMEL, ParamShape, lay_out
 from offload.zero.records import Master, RecordFormat
+from tests.kernels.reference import encode_int8
 
 shapes = st.lists(
     st.tuples(st.lists(st.integers(0, 9), max_size=3), st.booleans()), min_size=1, max_size=8

@@ -2,7 +2,7 @@
 
 The fp32 functions do one rounding per line in the order that `kernels.rules` documents. The fp64
 one is the mathematics itself, to measure rounding errors against. NaN payloads are not specified.
-The other rules, and a whole step on stored formats, are in `kernels.reference_rules`.
+The other rules, and a whole step on stored formats, are in `reference_rules`.
 """
 
 import math

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offload.kernels import reference
 from offload.kernels.floats import Array, Float
 from offload.kernels.noise import Noise
-from offload.kernels.reference import F32, F64, AdamState, fma
 from offload.kernels.rules import (
     AdagradScalars,
     AdamScalars,
@@ -20,8 +18,9 @@ from offload.kernels.rules import (
     SgdScalars,
     StateFormat,
     is_signed,
-    state_names,
 )
+from tests.kernels import reference
+from tests.kernels.reference import F32, F64, AdamState, fma
 
 
 def optimizer_step(
@@ -39,7 +38,7 @@ def optimizer_step(
     noise: Noise | None = None,
 ) -> None:
     """Update in place what `kernels.optimizer.optimizer_step` updates. Unchecked, slow."""
-    names = state_names(type(scalars), amsgrad=len(states) == 3)[: len(states)]
+    names = scalars.states[: len(states)]
     p = _weight(weight, weight_float, low, master)
     old = [_decoded(name, place, states, scales, state_format) for place, name in enumerate(names)]
     p, new = step(scalars, reference.decode(grad, grad_float), p, old)
@@ -116,6 +115,7 @@ def step_fp64(
         total = states[0] + g * g
         rate = scalars.lr / (1 + (scalars.step - 1) * scalars.lr_decay)
         return weight - rate * g / (np.sqrt(total) + scalars.eps), [total]
+    assert isinstance(scalars, SgdScalars)
     if not states:
         return weight - scalars.lr * g, []
     first = scalars.step == 1
