@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from offload.swap.activation_record import Piece, Whereabouts
+from offload.swap.activation_record import Piece
 from offload.swap.activation_window import ActivationWindow, Slot
 from offload.swap.block_store import BlockStore, StoredBlock
 from offload.swap.io_backend import Priority
@@ -28,6 +28,7 @@ from offload.swap.transfer import Failure, Transfer
 from offload.tiers.errors import NoSpaceError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
+from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
 OWNER = "saved activations"
@@ -86,7 +87,7 @@ class Backlog:
         while self._clean and self._clean[0][0] < below and not evicted:
             entry = heapq.heappop(self._clean)
             piece = entry[2]
-            if piece.dead or piece.whereabouts is not Whereabouts.CLEAN:
+            if piece.dead or piece.residency is not Residency.CLEAN:
                 continue  # entered again when it is clean again
             assert piece.slot is not None, "clean"
             if piece.slot.in_use() or not piece.copied.done():
@@ -216,7 +217,7 @@ class Backlog:
         """Nothing moves it any more (lock held)."""
         if piece.dead:
             self.bury(piece)
-        elif piece.whereabouts is Whereabouts.CLEAN:
+        elif piece.residency is Residency.CLEAN:
             heapq.heappush(self._clean, (piece.number, id(piece), piece))
 
     def bury(self, piece: Piece) -> None:

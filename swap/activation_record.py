@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from dataclasses import dataclass, field
 
@@ -20,16 +19,7 @@ from offload.swap.activation_window import Slot
 from offload.swap.block_store import StoredBlock
 from offload.swap.streams import CopyMark
 from offload.swap.transfer import Transfer
-
-
-class Whereabouts(enum.Enum):
-    """Of one piece; each says who owns its bytes."""
-
-    DIRTY = "dirty"  # the slot, alone
-    LEAVING = "leaving"  # the slot; a write reads it
-    CLEAN = "clean"  # slot and block, equal
-    ABSENT = "absent"  # the block, alone
-    ARRIVING = "arriving"  # the block; a read fills the slot
+from offload.tiers.residency import Residency
 
 
 class Token:
@@ -57,14 +47,14 @@ class Piece:
     dead: bool = False
 
     @property
-    def whereabouts(self) -> Whereabouts:
+    def residency(self) -> Residency:
         if self.slot is None:
-            return Whereabouts.ABSENT
+            return Residency.ABSENT
         if self.departure is not None:
-            return Whereabouts.LEAVING
+            return Residency.LEAVING
         if self.block is None:
-            return Whereabouts.DIRTY
-        return Whereabouts.ARRIVING if self.arrival is not None else Whereabouts.CLEAN
+            return Residency.DIRTY
+        return Residency.ARRIVING if self.arrival is not None else Residency.CLEAN
 
 
 class WeakMemory:

@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator
 import torch
 
 from offload.swap.activation_backlog import Backlog
-from offload.swap.activation_record import Piece, Record, Whereabouts
+from offload.swap.activation_record import Piece, Record
 from offload.swap.device_state import Links
 from offload.swap.io_backend import Priority
 from offload.swap.state import HostPiece
 from offload.swap.streams import CopyMark
 from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
 DEVICE_NBYTES = 256 << 20  # of device memory that copies in flight may hold, in each direction
-_NOT_THERE = (Whereabouts.ABSENT, Whereabouts.ARRIVING)
+_NOT_THERE = (Residency.ABSENT, Residency.ARRIVING)
 
 
 class CopiesInFlight:
@@ -189,7 +190,7 @@ class ActivationReturns:
         for record in self._saved_before(number):
             if record.ahead is not None or record.on_device.revive() is not None:
                 continue
-            there = all(p.whereabouts not in _NOT_THERE for p in record.pieces)
+            there = all(p.residency not in _NOT_THERE for p in record.pieces)
             full = self._ahead_nbytes and self._ahead_nbytes + record.nbytes > DEVICE_NBYTES
             if full or not there:
                 return

@@ -9,7 +9,6 @@ same cache sets.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX, StateFormat, is_signed
+from offload.kernels.variants import Master
 from offload.tiers.units import round_up
 
 if TYPE_CHECKING:
@@ -35,14 +35,6 @@ _STATE_DTYPES: dict[StateFormat, np.dtype[Any]] = {
 
 
 _MASTERS = ("low", "master")
-
-
-class Master(enum.StrEnum):
-    """How the full-precision weight is kept."""
-
-    NONE = "none"  # the parameter is fp32 itself, or bf16 rounded stochastically
-    SPLIT = "split"  # bf16 weight + 16-bit remainder, lossless
-    FP32 = "fp32"  # a copy of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from offload.kernels.floats import Float
+from offload.kernels.variants import Master
 from offload.swap.io_backend import Priority
 from offload.swap.shield import check_whole, interrupted_in_waits, uninterrupted
 from offload.swap.state import State
@@ -46,7 +47,7 @@ from offload.zero.optimizer_state import Gradients, OptimizerState
 from offload.zero.pipeline_stages import check_schedule
 from offload.zero.rank_work import RankWork, SharedMemory
 from offload.zero.ranks import Ranks
-from offload.zero.records import Master, RecordFormat
+from offload.zero.records import RecordFormat
 from offload.zero.reduction import ReducedGradients, Reductions
 from offload.zero.refusal import Refusal
 from offload.zero.released import ReleasedParameters, Values, is_released

@@ -17,6 +17,7 @@ from torch import nn
 
 from offload.kernels.convert import decode, encode, join_master, split_master
 from offload.kernels.floats import Array, Float
+from offload.kernels.variants import Master
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
 from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
@@ -25,7 +26,7 @@ from offload.zero.group import GroupState, ParamGroup, digest
 from offload.zero.layout import ParamSpec
 from offload.zero.local_tensors import like, spread_as
 from offload.zero.optimizer_state import OptimizerState
-from offload.zero.records import Master, RecordFormat
+from offload.zero.records import RecordFormat
 from offload.zero.runtime import Runtime
 
 

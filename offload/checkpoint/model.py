@@ -18,8 +18,9 @@ from offload.checkpoint.manifest import (
     ParamGroupRecord,
 )
 from offload.kernels.rules import StateFormat
+from offload.kernels.variants import Master
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.records import Master, RecordFormat
+from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.engine import Engine

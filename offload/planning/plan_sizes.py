@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
+from offload.kernels.variants import Master
 from offload.planning.tuning import UNMEASURED
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.ledger import StateClass
@@ -15,7 +16,7 @@ from offload.tiers.placement import Placement
 from offload.tiers.units import round_up
 from offload.zero.layout import Layout
 from offload.zero.model_shape import ModelShape
-from offload.zero.records import Master, RecordFormat
+from offload.zero.records import RecordFormat
 from offload.zero.sharding import ALONE, Part, Sharding
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def record_formats(config: OffloadConfig) -> dict[TierName, RecordFormat]:
     optimizer = config.optimizer
     return {
         tier: RecordFormat(
-            Master(config.master), optimizer.state_names,
+            Master[config.master.upper()], optimizer.state_names,
             StateFormat[optimizer.states.of(tier).upper()],
         )
         for tier in TierName

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.swap.activation_record import Whereabouts
 from offload.swap.activation_window import ActivationWindow
 from offload.swap.activations import ActivationTier, Parked
 from offload.swap.block_store import BlockStore
@@ -32,6 +31,7 @@ from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.residency import Residency
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -60,9 +60,9 @@ class Bench:
     def disk_nbytes(self) -> int:
         return self.files.account.by_class[StateClass.ACTIVATIONS]
 
-    def whereabouts(self) -> list[Whereabouts]:
+    def residencies(self) -> list[Residency]:
         """Of the first piece of every living record, in the order they were saved."""
-        return [r.pieces[0].whereabouts for _, r in sorted(self.tier._records.items())]
+        return [r.pieces[0].residency for _, r in sorted(self.tier._records.items())]
 
     def assert_nothing_is_left(self) -> None:
         self.tier.settle()
@@ -195,7 +195,7 @@ def test_half_of_the_window_is_never_written(make: Make) -> None:
     parked += [bench.park(noise(4, seed)) for seed in range(8, 10)]
     bench.tier.settle()
     assert bench.disk_nbytes == 8 * PAGE
-    assert bench.whereabouts()[:3] == [Whereabouts.CLEAN, Whereabouts.CLEAN, Whereabouts.DIRTY]
+    assert bench.residencies()[:3] == [Residency.CLEAN, Residency.CLEAN, Residency.DIRTY]
 
 
 def test_what_is_still_in_the_window_is_forwarded_without_a_read(make: Make) -> None:
@@ -223,11 +223,11 @@ def test_many_times_the_window_come_back_in_reverse_and_are_read_ahead(
     parked = [bench.park(noise(4, seed)) for seed in range(100)]
     bench.tier.settle()
     assert bench.window.arena.used_nbytes <= 64 * PAGE
-    absent = bench.whereabouts().count(Whereabouts.ABSENT)
+    absent = bench.residencies().count(Residency.ABSENT)
     assert absent >= 80
     ahead = 0
     for seed in reversed(range(100)):
-        ahead += bench.whereabouts()[seed] is not Whereabouts.ABSENT
+        ahead += bench.residencies()[seed] is not Residency.ABSENT
         assert same(parked.pop().tensor(), noise(4, seed))
     assert ahead >= 95  # all but those in the window when backward began were there beforehand
     read = bench.store.statistics().io.read_nbytes
@@ -326,7 +326,7 @@ def test_dying_while_being_written_or_read_leaves_nothing(make: Make) -> None:
 
     bench = make(window=16, backend=ThreadsBackend(pwritev=slow))
     parked = [bench.park(noise(4, seed)) for seed in range(4)]
-    assert Whereabouts.LEAVING in bench.whereabouts()
+    assert Residency.LEAVING in bench.residencies()
     parked.clear()
     assert bench.window.arena.used_nbytes > 0  # the write reads it
     gate.set()

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.kernels.rules import StateFormat
+from offload.kernels.variants import Master
 from offload.zero.layout import ALIGN_NUMEL, ParamShape, lay_out
-from offload.zero.records import Master, RecordFormat
+from offload.zero.records import RecordFormat
 from tests.kernels.reference import encode_int8
 
 shapes = st.lists(

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from offload.kernels.variants import Master
 from offload.planning.estimate import MemoryClass as M
 from offload.planning.estimate import Shortfall
 from offload.planning.plan import Hardware, Plan, needed_nbytes
@@ -26,7 +27,6 @@ from offload.tools.memest.systems import (
     Bytes,
 )
 from offload.zero.model_shape import ModelShape
-from offload.zero.records import Master
 from offload.zero.sharding import Sharding
 
 if TYPE_CHECKING:
