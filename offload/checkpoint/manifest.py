@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +24,7 @@ ITEMSIZE = {
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 _PARAMETER_DTYPES = {"F32", "BF16", "F16"}
+MasterName = Literal["none", "split", "fp32"]
 _FIELD_DTYPES = {"master": {"F32"}, "low": {"I16"}}  # others: any
 _DATA_FILE = re.compile(rf"({PARAMETERS}|{OPTIMIZER})/[0-9]{{3,}}\.safetensors|{BUFFERS}")
 
@@ -89,7 +90,7 @@ class ParamGroupRecord(_Record):
 
 class OptimizerRecord(_Record):
     type: str
-    master: str
+    master: MasterName
     states: str = "fp32"
     # Of a trainable parameter: name -> dtype. Per element, those named `*.scale` per block.
     fields: dict[str, str]

@@ -13,6 +13,7 @@ from torch import nn
 from offload.checkpoint.manifest import (
     BufferRecord,
     LossScaleRecord,
+    MasterName,
     OptimizerRecord,
     ParameterRecord,
     ParamGroupRecord,
@@ -118,6 +119,9 @@ def saved_format(engine: Engine) -> RecordFormat:
 
 
 _EMPTY = RecordFormat(Master.NONE)  # of a frozen model
+_MASTERS: dict[Master, MasterName] = {
+    Master.NONE: "none", Master.SPLIT: "split", Master.FP32: "fp32"
+}  # fmt: skip
 
 
 # --------------------------------------------------------------------------- numbers
@@ -126,7 +130,7 @@ def optimizer_record(engine: Engine) -> OptimizerRecord:
     saved = saved_format(engine)
     return OptimizerRecord(
         type=engine.config.optimizer.type,
-        master=str(saved.master),
+        master=_MASTERS[saved.master],
         states=saved.state_format.name.lower(),
         fields={field.name: _FIELD_DTYPES[field.dtype.name] for field in saved.fields},
         param_groups=[
