@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from offload import machine
+from offload.bench.contenders import LLAMA_151M, count_parameters
 from offload.bench.io import fill, noise
 from offload.bench.io_raw import Shape, ThreadsLoop
+from offload.bench.limits import BusLimit
 from offload.bench.rounds import interleaved, seconds_of
-from offload.bench.step import LLAMA_151M, count_parameters
-from offload.bench.step_limits import BusLimit
-from offload.bench.step_systems import Plain, batch_of
+from offload.bench.systems import Plain, batch_of
 from offload.config import OffloadConfig
 from offload.swap.block_store import checksum_of
 from offload.swap.swap_file import SwapFile
@@ -51,13 +51,13 @@ class Compute:
 
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
-        self._plain = Plain(config)
+        self._plain = Plain(config, Path())
         self._number = 0
 
     def __call__(self) -> None:
         inputs, targets = batch_of(self._config, self._number)
         self._number += 1
-        self._plain.model(inputs, targets).loss.backward()
+        self._plain.model(inputs, targets).backward()
         self._plain.model.zero_grad()
 
 

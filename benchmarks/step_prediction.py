@@ -26,9 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from offload import machine
+from offload.bench.contenders import LLAMA_151M, OURS, Contender, SystemSpec, Turn
 from offload.bench.record import Kind
-from offload.bench.step import LLAMA_151M
-from offload.bench.step_process import SystemProcess, SystemSpec, Turn
 from offload.config import OffloadConfig
 from offload.homes import compute_device, this_machine
 from offload.planning.activation_facts import ActivationFacts
@@ -107,7 +106,7 @@ class Run:
     """A case with its process, and what was found round by round."""
 
     case: Case
-    process: SystemProcess
+    contender: Contender
     plan: Plan
     config: OffloadConfig
     shape: ModelShape
@@ -123,12 +122,17 @@ class Run:
         self.estimate = estimate_step(
             self.plan, self.config, self.shape, self.facts, self.workload, speeds
         )
-        turns = [self.process.turn()]
+        turns = [self._measured()]
         while sum(turn.seconds for turn in turns) < _SHORT_S and len(turns) < 7:
-            turns.append(self.process.turn())
+            turns.append(self._measured())
         self.measured.append(statistics.median(turn.seconds for turn in turns))
         self.predicted.append(self.estimate.seconds)
         self.moved.append(_bytes(turns[-1]))
+
+    def _measured(self) -> Turn:
+        turn = self.contender.turn()
+        assert turn is not None, "what fails of ours is raised"
+        return turn
 
     def forget(self) -> None:
         self.measured, self.predicted, self.moved = [], [], []
@@ -150,14 +154,12 @@ def start(case: Case, folder: Path, stack: ExitStack) -> Run:
     workload = Workload(batch, config.train.sequence, passes)
     facts = trace_activations(model, config, workload)
     name = f"case-{abs(hash(case)):x}"
-    file = folder / f"{name}.yaml"
-    file.write_text(config.to_yaml())
     spec = SystemSpec(
-        name, case.name, Kind.OURS, "offload", batches=case.batches, in_one_piece=case.in_one_piece
+        name, case.name, Kind.OURS, OURS, batches=case.batches, in_one_piece=case.in_one_piece
     )
-    process = SystemProcess(spec, file, folder)
-    stack.callback(process.kill)
-    return Run(case, process, plan, config, shape, facts, workload)
+    contender = Contender(spec, config, folder)
+    stack.callback(contender.kill)
+    return Run(case, contender, plan, config, shape, facts, workload)
 
 
 def measure(
@@ -186,7 +188,7 @@ def measure(
             else:
                 yield runs, speeds[1:]
         for run in runs:
-            run.process.close()
+            run.contender.close()
 
 
 def table(cases: Sequence[Mapping[str, Any]]) -> Table:

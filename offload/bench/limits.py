@@ -1,16 +1,17 @@
-"""The three things that bound a training step on this machine, measured in the same rounds.
+"""What bounds a training step, measured in the same rounds.
 
     compute     forward and backward of the plain model, everything in RAM, no optimizer
     disk        the step's bytes through a raw loop: reads and writes one after the other or mixed,
                 whichever is faster here
     bus         the optimizer's bytes through a loop without arithmetic
 
-A step that overlaps all three perfectly takes as long as the longest of them: the roofline
-(Williams, Waterman, Patterson, 2009).
+A step that overlaps all of them perfectly takes as long as the longest: the roofline (Williams,
+Waterman, Patterson, 2009).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,11 @@ class DiskSpeed:
         """The least time for these bytes."""
         apart = read_nbytes / self.read + written_nbytes / self.write
         return min(apart, (read_nbytes + written_nbytes) / self.mixed)
+
+
+def roofline(bounds: Mapping[str, Sequence[float]]) -> list[float]:
+    """The longest of the bounds, round by round."""
+    return [max(values) for values in zip(*bounds.values(), strict=True)]
 
 
 class DiskLimit:
