@@ -1,6 +1,6 @@
 """Validation loss with approximate optimizer states against exact ones, at equal steps.
 
-    python benchmarks/convergence.py [--config examples/demo.yaml] [-o train.steps=400 ...]
+    python -m benchmarks.convergence [--config examples/demo.yaml] [-o train.steps=400 ...]
                                      [--precision bf16] [--seeds 3] [--json FILE]
 
 Per seed, trains the same model on the same batches from the same weights once per format of

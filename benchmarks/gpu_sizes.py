@@ -8,7 +8,7 @@ longer than there is time gives way to a smaller shape.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,12 +17,8 @@ from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations
 from offload.planning.baseline import known_baseline
-from offload.planning.memory import estimate_memory
-from offload.planning.plan import Hardware, Plan, needed_nbytes
-from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.planner import lay_out_plan
-from offload.planning.shortfalls import shortfalls
-from offload.planning.step_time import estimate_step
+from offload.planning.plan import Hardware, needed_nbytes
+from offload.planning.solver import Candidate, Known, solve
 from offload.planning.work_time import update_traffic
 from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
@@ -37,11 +33,12 @@ SEQUENCE = 1024
 BATCHES = (32, 16, 8, 4, 2, 1)
 STEPS = 4  # one to warm up, then three that count
 
-_PRECISION = "bf16"
+_PRECISION, _ITEMSIZE = "bf16", 2
 _WINDOW_NBYTES = 1 * GIB  # beside what a tier needs at least
 _SPARE_NBYTES = 2 * GIB  # of RAM: what CUDA's libraries take of it is a round figure
 _DEVICE_BUDGET_NBYTES = 24 * GIB
-_DEVICE_SHARE, _DISK_SHARE = 0.97, 0.9  # of what is free: fragments, others
+_DISK_SHARE = 0.9  # of what is free
+_STARTED_S = 10.0  # imports, CUDA, kernels compiled
 _LOAD_PASSES = 6  # times that loading and pinning go over a group's fp32 values
 _LOAD_BYTES_PER_S = 4e9  # one thread
 
@@ -116,7 +113,7 @@ class Case:
     @property
     def weights_nbytes(self) -> int:
         """As many bytes of gradients have to come back."""
-        return ITEMSIZE[_PRECISION] * self.numel
+        return _ITEMSIZE * self.numel
 
 
 def choose(
@@ -133,126 +130,88 @@ def choose(
     return None, tuple(refused)
 
 
-def _case(
-    shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer]
-) -> Case | str:  # fmt: skip
+def _case(shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer]) -> Case | str:
     """The case of one shape, or why it cannot be."""
-    numel = _shape_of(shape).numel
+    numel, reason = _shape_of(shape).numel, ""
     for peer in peers:
         short = peer.host_per_parameter * numel + _SPARE_NBYTES - machine.host_nbytes
         if short > 0:
             return f"{peer.label} needs {format_bytes(int(short))} more RAM than there is"
-    planned = _Planned.of(shape, machine)
-    if isinstance(planned, str):
-        return planned
     for batch in BATCHES:
-        if not planned.fits_the_device(batch):
+        best, spilled = _planned(shape, batch, machine)
+        if not best.fits:
+            reason = best.shortfalls[0].message.split(";")[0]
+            if best.shortfalls[0].tier is not TierName.DEVICE:
+                return reason  # whatever the batch
             continue
-        case = planned.case(batch)
+        if best.plan.budgets[TierName.DEVICE] < _device_budget(machine):
+            reason = f"one sequence of {SEQUENCE} tokens leaves too little of the device"
+            continue
+        case = _laid_out(shape, batch, best, spilled, machine)
         if case.estimated_s <= time_s:
             return case
-        if batch == BATCHES[-1]:
-            return f"would take about {case.estimated_s:.0f} s, there are {time_s:.0f}"
-    return f"one sequence of {SEQUENCE} tokens does not fit on the device beside the budget"
+        reason = f"would take about {case.estimated_s:.0f} s, there are {time_s:.0f}"
+    return reason
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A shape's plan, with as much of the records on nvme as has to be."""
-
-    shape: Shape
-    machine: GpuMachine
-    spilled: int  # per cent of the records
-    config: OffloadConfig
-    plan: Plan
-
-    @classmethod
-    def of(cls, shape: Shape, machine: GpuMachine) -> _Planned | str:
-        """Or why there is none."""
-        room = machine.host_nbytes - _SPARE_NBYTES
-        spilled = 0
-        while True:
-            config, plan = _laid_out(shape, machine, spilled)
-            planned = cls(shape, machine, spilled, config, plan)
-            over = planned.ram_nbytes() - room
-            if over <= 0:
-                break
-            if spilled == 100:
-                return (
-                    f"ours needs {format_bytes(over)} more RAM than there is, with all optimizer "
-                    "records on nvme, too"
-                )
-            records = sum(held.get(StateClass.OPTIMIZER, 0) for held in plan.expected.values())
-            spilled = min(100, spilled + -(-100 * over // records))
-        missing = shortfalls(plan, _hardware(machine))
-        return missing[0].message.split(";")[0] if missing else planned
-
-    def ram_nbytes(self) -> int:
-        return self._peak_nbytes(BATCHES[-1], TierName.HOST)
-
-    def fits_the_device(self, batch: int) -> bool:
-        peak = self._peak_nbytes(batch, TierName.DEVICE)
-        return peak <= _DEVICE_SHARE * self.machine.device_nbytes
-
-    def _peak_nbytes(self, batch: int, tier: TierName) -> int:
-        memory = estimate_memory(
-            self.plan, self.config, _shape_of(self.shape), _facts_of(self.shape, batch),
-            Workload(batch, SEQUENCE), known_baseline(_PRECISION, gpu=True),
-        )  # fmt: skip
-        return memory.places[tier].peak_nbytes
-
-    def case(self, batch: int) -> Case:
-        plan, numel = self.plan, _shape_of(self.shape).numel
-        facts = _facts_of(self.shape, batch)
-        itemsize = ITEMSIZE[_PRECISION]
-        traffic = update_traffic(plan.record_formats[TierName.HOST], itemsize, itemsize)
-        train = {"model": self.shape.model(), "batch": batch, "sequence": SEQUENCE}
-        spilled = f"{self.spilled}% of the optimizer's records on nvme: RAM holds no more"
-        return Case(
-            shape=self.shape, batch=batch, numel=numel,
-            config={**_settings(self.shape, plan.budgets, self.spilled), "train": train},
-            device_budget_nbytes=plan.budgets[TierName.DEVICE],
-            record_nbytes_on_nvme=plan.expected[TierName.NVME].get(StateClass.OPTIMIZER, 0),
-            adam_nbytes=int(traffic * numel), flops=facts.forward.flops + facts.backward.flops,
-            model_flops=3 * facts.forward.flops, estimated_s=self._estimate_s(batch),
-            why=(spilled,) if self.spilled else (),
-        )  # fmt: skip
-
-    def _estimate_s(self, batch: int) -> float:
-        """From the start of the process to its end, roughly, and rather too long."""
-        machine, model = self.machine, _shape_of(self.shape)
-        step = estimate_step(
-            self.plan, self.config, model, _facts_of(self.shape, batch),
-            Workload(batch, SEQUENCE), machine.speeds(),
-        )  # fmt: skip
-        build = (self.plan.budgets[TierName.HOST]) / machine.touch_bytes_per_s
-        build += 4 * model.numel * _LOAD_PASSES / _LOAD_BYTES_PER_S
-        build += self.plan.total(TierName.NVME) / machine.disk_write_bytes_per_s
-        started = 10.0  # imports, CUDA, kernels compiled
-        return started + build + STEPS * step.seconds
+def _device_budget(machine: GpuMachine) -> int:
+    return min(_DEVICE_BUDGET_NBYTES, machine.device_nbytes // 2)
 
 
-def _hardware(machine: GpuMachine) -> Hardware:
-    disk = int(_DISK_SHARE * machine.disk_nbytes)
-    return Hardware(machine.device_nbytes, machine.host_nbytes, machine.host_nbytes, disk)
+def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, int]:
+    """With as much of the optimizer's records on nvme as has to be, in per cent."""
+    model, facts = _shape_of(shape), _facts_of(shape, batch)
+    base = known_baseline(_PRECISION, gpu=True)
+    known = Known(
+        Workload(batch, SEQUENCE), machine.speeds(), lambda _: facts, base.ram_nbytes,
+        base.gpu_nbytes,
+    )  # fmt: skip
+    ram, disk = machine.host_nbytes - _SPARE_NBYTES, int(_DISK_SHARE * machine.disk_nbytes)
+    hardware = Hardware(machine.device_nbytes, ram, ram, disk)
+    spilled = 0
+    while True:
+        config = OffloadConfig.load(_settings(shape, {}, spilled))
+        best = solve(config, model, hardware, known).best
+        short = [s for s in best.shortfalls if s.tier is TierName.HOST]
+        if not short or spilled == 100:
+            return best, spilled
+        over = max(each.needed_nbytes - each.capacity_nbytes for each in short)
+        records = sum(held.get(StateClass.OPTIMIZER, 0) for held in best.plan.expected.values())
+        spilled = min(100, spilled - (-100 * over // records))
 
 
-def _laid_out(shape: Shape, machine: GpuMachine, spilled: int) -> tuple[OffloadConfig, Plan]:
-    """With budgets that hold what it needs, and a window."""
-    budgets = {
-        TierName.DEVICE: min(_DEVICE_BUDGET_NBYTES, machine.device_nbytes // 2),
-        TierName.HOST: machine.host_nbytes, TierName.NVME: machine.disk_nbytes,
-    }  # fmt: skip
-    config = OffloadConfig.load(_settings(shape, budgets, spilled))
-    plan = lay_out_plan(config, _shape_of(shape), _hardware(machine))
+def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: GpuMachine) -> Case:
+    """With budgets that hold what is needed, and a window."""
+    plan, numel, facts = best.plan, _shape_of(shape).numel, _facts_of(shape, batch)
+    budgets = {TierName.DEVICE: _device_budget(machine)}
     for tier in (TierName.HOST, TierName.NVME):
         needed = needed_nbytes(plan, tier)
         budgets[tier] = needed + _WINDOW_NBYTES if needed else 0
-    config = OffloadConfig.load(_settings(shape, budgets, spilled))
-    return config, lay_out_plan(config, _shape_of(shape), _hardware(machine))
+    traffic = update_traffic(plan.record_formats[TierName.HOST], _ITEMSIZE, _ITEMSIZE)
+    train = {"model": shape.model(), "batch": batch, "sequence": SEQUENCE}
+    why = f"{spilled}% of the optimizer's records on nvme: RAM holds no more"
+    return Case(
+        shape=shape, batch=batch, numel=numel,
+        config={**_settings(shape, budgets, spilled), "train": train},
+        device_budget_nbytes=budgets[TierName.DEVICE],
+        record_nbytes_on_nvme=plan.expected[TierName.NVME].get(StateClass.OPTIMIZER, 0),
+        adam_nbytes=int(traffic * numel), flops=facts.forward.flops + facts.backward.flops,
+        model_flops=3 * facts.forward.flops, why=(why,) if spilled else (),
+        estimated_s=_estimate_s(best, budgets, numel, machine),
+    )  # fmt: skip
 
 
-def _settings(shape: Shape, budgets: Any, spilled: int) -> dict[str, Any]:
+def _estimate_s(
+    best: Candidate, budgets: Mapping[TierName, int], numel: int, machine: GpuMachine
+) -> float:
+    """From the start of the process to its end, roughly, and rather too long."""
+    build = budgets[TierName.HOST] / machine.touch_bytes_per_s
+    build += 4 * numel * _LOAD_PASSES / _LOAD_BYTES_PER_S
+    build += best.plan.total(TierName.NVME) / machine.disk_write_bytes_per_s
+    return _STARTED_S + build + STEPS * best.seconds
+
+
+def _settings(shape: Shape, budgets: Mapping[TierName, int], spilled: int) -> dict[str, Any]:
     records = {"host": f"{100 - spilled}%", "nvme": f"{spilled}%"} if spilled else "host"
     return {
         "device": "cuda",

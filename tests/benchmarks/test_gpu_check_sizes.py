@@ -45,8 +45,8 @@ def test_what_ram_cannot_hold_spills_and_what_the_disk_cannot_is_made_smaller() 
     without_disk = dataclasses.replace(MACHINES["less RAM"], disk_nbytes=1 * GIB)
     smaller = chosen(without_disk)
     assert smaller.shape.name == "3.6 B"
-    assert "8 B: budget.nvme: the plan needs" in smaller.why[0]
-    assert "are free under nvme.paths" in smaller.why[0]
+    assert smaller.why[0].startswith("8 B: budget.nvme: ")
+    assert "GiB short of" in smaller.why[0]
 
 
 def test_a_machine_that_gives_memory_slowly_gets_what_it_can_finish() -> None:
