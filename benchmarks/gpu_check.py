@@ -43,7 +43,7 @@ from offload.tiers.errors import OffloadError, PathError
 from offload.tiers.units import parse_bytes
 
 TOTAL_S = 465.0  # all parts together; with what is between them, under eight minutes
-LIMITS_S = {"probe": 40.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0, "step": 240.0}
+LIMITS_S = {"probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0, "step": 240.0}
 PARTS = ("tests", "kernels", "copies", "step")
 LEAST_S = 20.0  # a part that has less is not begun
 _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
@@ -133,7 +133,7 @@ def run_all(check: Check, wanted: Wanted) -> None:
     if not probed.ok:
         check.leave_out(_OURS, "without the probe there is nothing to choose sizes by")
         return
-    run_steps(check, GpuMachine(**probed.result["machine"]), wanted.model)
+    run_steps(check, GpuMachine.from_dict(probed.result["machine"]), wanted.model)
 
 
 def _run_tests(check: Check) -> None:

@@ -78,13 +78,17 @@ def _found(machine: _Json) -> str:
         )
     )  # fmt: skip
     speeds = ", ".join(
-        f"{what} {machine[key] / 1e9:.1f} GB/s" for key, what in (
-            ("bus_bytes_per_s", "optimizer's bus"), ("touch_bytes_per_s", "memory touched first"),
-            ("disk_read_bytes_per_s", "disk read"), ("disk_write_bytes_per_s", "written"),
-            ("to_device_bytes_per_s", "to the device"), ("to_host_bytes_per_s", "back"),
+        f"{what} {rate / 1e9:.1f} GB/s" for what, rate in (
+            ("optimizer's bus", machine["bus_bytes_per_s"]),
+            ("memory touched first", machine["touch_bytes_per_s"]),
+            ("disk read", machine["speeds"]["nvme_read_bytes_per_s"]),
+            ("written", machine["speeds"]["nvme_write_bytes_per_s"]),
+            ("to the device", machine["speeds"]["host_to_device_bytes_per_s"]),
+            ("back", machine["speeds"]["device_to_host_bytes_per_s"]),
         )
     )  # fmt: skip
-    return f"{sizes}; bf16 products {machine['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s, {speeds}"
+    products = machine["speeds"]["matmul_flops_per_s"]["bf16"]
+    return f"{sizes}; bf16 products {products / 1e12:.0f} TFLOP/s, {speeds}"
 
 
 def _parts(record: Record) -> str:

@@ -163,7 +163,7 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, 
     model, facts = _shape_of(shape), _facts_of(shape, batch)
     base = known_baseline(_PRECISION, gpu=True)
     known = Known(
-        Workload(batch, SEQUENCE), machine.speeds(), lambda _: facts, base.ram_nbytes,
+        Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base.ram_nbytes,
         base.gpu_nbytes,
     )  # fmt: skip
     ram, disk = machine.host_nbytes - _SPARE_NBYTES, int(_DISK_SHARE * machine.disk_nbytes)
@@ -207,7 +207,7 @@ def _estimate_s(
     """From the start of the process to its end, roughly, and rather too long."""
     build = budgets[TierName.HOST] / machine.touch_bytes_per_s
     build += 4 * numel * _LOAD_PASSES / _LOAD_BYTES_PER_S
-    build += best.plan.total(TierName.NVME) / machine.disk_write_bytes_per_s
+    build += best.plan.total(TierName.NVME) / machine.speeds.nvme_write_bytes_per_s
     return _STARTED_S + build + STEPS * best.seconds
 
 

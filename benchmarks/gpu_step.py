@@ -13,7 +13,7 @@ Its bounds, with all states on the host:
     link      the bytes that no step can do without, each direction at the speed of a raw pinned
               copy, both directions at the same time
     compute   the operations of forward and backward, blocks' second forward included, at the rate
-              of one large product
+              of a large layer's products
     bus       the optimizer's bytes over the host's memory bus, in a loop without arithmetic
     disk      records that spilled: read and written, at what a short pass over a file reached
 
@@ -124,13 +124,13 @@ def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
         "compute": case.flops / machine.matmul_flops_per_s,
         "bus": case.adam_nbytes / machine.bus_bytes_per_s,
         "link": max(
-            case.least_to_device_nbytes / machine.to_device_bytes_per_s,
-            case.weights_nbytes / machine.to_host_bytes_per_s,
+            case.least_to_device_nbytes / machine.speeds.host_to_device_bytes_per_s,
+            case.weights_nbytes / machine.speeds.device_to_host_bytes_per_s,
         ),
     }
     if case.record_nbytes_on_nvme:
-        reads = case.record_nbytes_on_nvme / machine.disk_read_bytes_per_s
-        found["disk"] = reads + case.record_nbytes_on_nvme / machine.disk_write_bytes_per_s
+        reads = case.record_nbytes_on_nvme / machine.speeds.nvme_read_bytes_per_s
+        found["disk"] = reads + case.record_nbytes_on_nvme / machine.speeds.nvme_write_bytes_per_s
     return found
 
 

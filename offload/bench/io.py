@@ -10,8 +10,8 @@ import mmap
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,8 @@ def run_io(options: IoOptions, say: Say, peers: Peers | None = None) -> Record:
     record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
-        raw = stack.enter_context(_file(folder, nbytes))
+        raw = stack.enter_context(SwapFile(folder))
+        raw.reserve(nbytes)
         buffer = noise(buffer_nbytes)
         fill(raw, buffer, nbytes, say)
         tried = try_grid(raw, buffer, nbytes, say)
@@ -119,13 +120,6 @@ def _buffer_nbytes(options: IoOptions) -> int:
             f"{format_bytes(available)} are free; choose less"
         )
     return nbytes
-
-
-@contextmanager
-def _file(folder: Path, nbytes: int) -> Iterator[SwapFile]:
-    with SwapFile(folder) as file:
-        file.reserve(nbytes)
-        yield file
 
 
 def noise(nbytes: int) -> memoryview:

@@ -48,15 +48,10 @@ def roofline(bounds: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 class DiskLimit:
-    """Raw loops over a file of `nbytes` in `folder`."""
+    """Raw loops over a file of `nbytes` in `folder`, closed with `opened`."""
 
-    def __init__(self, folder: Path, nbytes: int, say: Say) -> None:
-        """Blocks for seconds. Closes what it opened if it fails or is interrupted."""
-        with ExitStack() as opened:
-            self._open(folder, nbytes, say, opened)
-            self._opened = opened.pop_all()
-
-    def _open(self, folder: Path, nbytes: int, say: Say, opened: ExitStack) -> None:
+    def __init__(self, folder: Path, nbytes: int, say: Say, opened: ExitStack) -> None:
+        """Blocks for seconds."""
         self._file = opened.enter_context(SwapFile(folder))
         self._file.reserve(nbytes)
         buffer = noise(max(shape.depth * shape.block_nbytes for shape in _THREADS_GRID))
@@ -84,29 +79,21 @@ class DiskLimit:
         mixed_s = seconds_of(lambda: self._mixed.mixed(*mix))
         return DiskSpeed(self._sizes[0] / read_s, self._sizes[1] / write_s, sum(mix) / mixed_s)
 
-    def close(self) -> None:
-        self._opened.close()
-
 
 class BusLimit:
-    """The traffic of the optimizer that a precision calls for, over `numel` parameters."""
+    """The traffic of the optimizer that a precision calls for, over `numel` parameters; its threads
+    are closed with `opened`."""
 
-    def __init__(self, precision: str, numel: int, threads: int) -> None:
-        """Blocks for a second. Closes its threads if it fails or is interrupted."""
+    def __init__(self, precision: str, numel: int, threads: int, opened: ExitStack) -> None:
+        """Blocks for a second."""
         streams = (PLAIN if precision == "fp32" else SPLIT).streams
         arrays = Arrays(numel, streams)
-        with ExitStack() as opened:
-            self._runner = ParallelRunner(threads, min_share=1)
-            opened.callback(self._runner.close)
-            held = [filled(arrays, stream) for stream in streams]
-            self._loop = BusLoop(streams, held, self._runner)
-            self._opened = opened.pop_all()
+        runner = ParallelRunner(threads, min_share=1)
+        opened.callback(runner.close)
+        self._loop = BusLoop(streams, [filled(arrays, stream) for stream in streams], runner)
         self.traffic = self._loop.traffic
         self.language = self._loop.language
 
     def measure(self) -> float:
         """Bytes per second of one pass."""
         return self._loop.nbytes / seconds_of(self._loop)
-
-    def close(self) -> None:
-        self._opened.close()

@@ -94,10 +94,8 @@ def run_step(
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         # before the limits, which take a while: what is wrong with a system shows at once
         systems, missing = start(specs, base, private, stack, say)
-        disk = DiskLimit(private, DISK_NBYTES, say)
-        stack.callback(disk.close)
-        bus = BusLimit(base.precision, BUS_NUMEL, machine.cpu_count())
-        stack.callback(bus.close)
+        disk = DiskLimit(private, DISK_NBYTES, say, stack)
+        bus = BusLimit(base.precision, BUS_NUMEL, machine.cpu_count(), stack)
         results = _run(systems, disk, bus, options.rounds, say)
         say("closing")
         for system in systems:

@@ -384,8 +384,8 @@ def test_an_interrupted_disk_limit_leaves_nothing_open(
 
     monkeypatch.setattr(limits, "open_loop", open_and_keep)
     monkeypatch.setattr(limits, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        limits.DiskLimit(tmp_path, 1 << 20, silent)
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+        limits.DiskLimit(tmp_path, 1 << 20, silent, stack)
     assert open_files(tmp_path) == []
     assert len(opened) == (2 if where == "ThreadsLoop" else 0)
     for loop in opened:
@@ -401,8 +401,8 @@ def test_an_interrupted_bus_limit_closes_its_threads(monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr(limits, "BusLoop", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        limits.BusLimit("fp32", GROUP * 64, 2)
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+        limits.BusLimit("fp32", GROUP * 64, 2, stack)
     with pytest.raises(RuntimeError, match="after shutdown"):
         runners[0](lambda lo, hi: None, 100)
 
