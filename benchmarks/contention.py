@@ -61,12 +61,15 @@ class Compute:
 class Disk:
     """A step's bytes through a raw loop, slice by slice, with or without a checksum of each."""
 
-    def __init__(self, folder: Path, read_nbytes: float, written_nbytes: float) -> None:
-        self._file = SwapFile(folder)
-        self._file.reserve(FILE_NBYTES)
+    def __init__(
+        self, folder: Path, read_nbytes: float, written_nbytes: float, opened: ExitStack
+    ) -> None:
+        file = opened.enter_context(SwapFile(folder))
+        file.reserve(FILE_NBYTES)
         self._buffer = noise(max(SHAPE.depth * SHAPE.block_nbytes, SLICE_NBYTES))
-        fill(self._file, self._buffer, FILE_NBYTES, lambda _: None)
-        self._loop = ThreadsLoop(SHAPE, self._file, self._buffer, FILE_NBYTES)
+        fill(file, self._buffer, FILE_NBYTES, lambda _: None)
+        self._loop = ThreadsLoop(SHAPE, file, self._buffer, FILE_NBYTES)
+        opened.callback(self._loop.close)
         self._slices = max(1, round((read_nbytes + written_nbytes) / SLICE_NBYTES))
         self._mix = (int(read_nbytes / self._slices), int(written_nbytes / self._slices))
 
@@ -77,10 +80,6 @@ class Disk:
                 checksum_of(self._buffer[: sum(self._mix)])
 
         return [move] * self._slices
-
-    def close(self) -> None:
-        self._loop.close()
-        self._file.close()
 
 
 @contextmanager
@@ -108,8 +107,7 @@ def measure(options: argparse.Namespace, config: OffloadConfig) -> dict[str, lis
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.path)))
         compute = Compute(config)
-        disk = Disk(folder, options.read_gb * 1e9, options.written_gb * 1e9)
-        stack.callback(disk.close)
+        disk = Disk(folder, options.read_gb * 1e9, options.written_gb * 1e9, stack)
         bus = BusLimit(config.precision, BUS_NUMEL, machine.cpu_count(), stack)
         passes = [bus.measure] * round(count_parameters(config) / BUS_NUMEL)
         compute()

@@ -69,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--under", default="", help="a command in front of every process")
-    parser.add_argument("--only", action="append", default=[], help="placements to try by name")
     return parser
 
 
@@ -87,8 +86,6 @@ def _cases(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     assert found is not None, "the built-in model can be gone through"
     cases: dict[str, Any] = {"auto": chosen_config(found.solution.best).to_dict()}
     for name, placement in BY_HAND.items():
-        if arguments.only and name not in arguments.only:
-            continue
         named = _with_placement(config, placement)
         best = solve(named, found.model, found.hardware, found.known).best
         if best.fits:

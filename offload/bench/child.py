@@ -25,7 +25,7 @@ from typing import IO, Any
 import offload
 from offload.tiers.errors import OffloadError
 
-ANSWER_TIMEOUT_S = 1800.0  # the first turn of a peer may compile its operators
+_ANSWER_TIMEOUT_S = 1800.0  # the first turn of a peer may compile its operators
 _CLOSE_TIMEOUT_S = 120.0
 _SHOWN_LINES = 12
 
@@ -73,7 +73,7 @@ class Child:
         except BrokenPipeError as error:
             raise self._failed("ended early") from error
 
-    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
+    def answer(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> dict[str, Any]:
         """The next one. ChildFailed where none comes."""
         found = self.next_answer(timeout_s)
         if found is None:

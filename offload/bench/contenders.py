@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offload import machine
-from offload.bench.child import ANSWER_TIMEOUT_S, Child, ChildFailed
+from offload.bench.child import Child, ChildFailed
 from offload.bench.record import Kind, Row
 from offload.bench.rounds import Say
 from offload.bench.systems import DTYPES
@@ -129,7 +129,7 @@ class Contender:
     def _turns(self) -> list[Turn]:
         for child in self._children:
             child.send("turn")
-        answers = [child.answer(ANSWER_TIMEOUT_S) for child in self._children]
+        answers = [child.answer() for child in self._children]
         return [Turn(**{**answer, "losses": tuple(answer["losses"])}) for answer in answers]
 
     def _failed(self, error: ChildFailed, but: str) -> None:
