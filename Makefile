@@ -51,13 +51,13 @@ typecheck: $(STAMP)
 
 bench: $(STAMP)
 	mkdir -p $(BENCH_DIR)
-	$(BIN)/offload bench adam --json $(BENCH_DIR)/adam.json
-	$(BIN)/offload bench io --json $(BENCH_DIR)/io.json
+	$(BIN)/python -m benchmarks.peers adam --json $(BENCH_DIR)/adam.json
+	$(BIN)/python -m benchmarks.peers io --json $(BENCH_DIR)/io.json
 	$(BIN)/offload bench copy --json $(BENCH_DIR)/copy.json
-	$(BIN)/offload bench step --json $(BENCH_DIR)/step.json
+	$(BIN)/python -m benchmarks.peers step --json $(BENCH_DIR)/step.json
 
 gpu-check: $(if $(filter file,$(origin PYTHON)),$(STAMP))
-	$(GPU_PYTHON) -m offload.bench.gpu_check $(if $(OUT),--out $(OUT)) $(GPU_CHECK_ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

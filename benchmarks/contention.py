@@ -1,6 +1,6 @@
 """How much a machine slows down when it does at once what a step on nvme does at once.
 
-    python benchmarks/contention.py [--config FILE] [-o KEY=VALUE ...] [--rounds 7] [--json FILE]
+    python -m benchmarks.contention [--config FILE] [-o KEY=VALUE ...] [--rounds 7] [--json FILE]
                                     [--read-gb 2.3] [--written-gb 2.4] [--path FOLDER]
 
 The roofline of `offload bench step` is the longest of compute, disk and bus, each measured while
@@ -14,26 +14,22 @@ bytes behind its compute: alone / beside is the largest share of the roofline it
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from offload import machine
+from offload.bench.contenders import LLAMA_151M, count_parameters
 from offload.bench.io import fill, noise
 from offload.bench.io_raw import Shape, ThreadsLoop
+from offload.bench.limits import BusLimit
+from offload.bench.record import Kind, Record, Row
 from offload.bench.rounds import interleaved, seconds_of
-from offload.bench.step import LLAMA_151M, count_parameters
-from offload.bench.step_limits import BusLimit
-from offload.bench.step_systems import Plain, batch_of
+from offload.bench.systems import Plain, batch_of
+from offload.bench.table import Column, number, print_record
 from offload.config import OffloadConfig
 from offload.swap.block_store import checksum_of
 from offload.swap.swap_file import SwapFile
@@ -41,6 +37,7 @@ from offload.swap.swap_file import SwapFile
 SHAPE = Shape("threads", 6, 8 << 20)
 FILE_NBYTES = 512 << 20
 SLICE_NBYTES = 128 << 20  # of the disk's bytes that are begun together
+ALONE = "nothing"
 BUS_NUMEL = 1 << 22  # parameters per pass of the bus loop: 112 MiB of traffic in fp32
 
 Work = Callable[[], object]
@@ -51,25 +48,28 @@ class Compute:
 
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
-        self._plain = Plain(config)
+        self._plain = Plain(config, Path())
         self._number = 0
 
     def __call__(self) -> None:
         inputs, targets = batch_of(self._config, self._number)
         self._number += 1
-        self._plain.model(inputs, targets).loss.backward()
+        self._plain.model(inputs, targets).backward()
         self._plain.model.zero_grad()
 
 
 class Disk:
     """A step's bytes through a raw loop, slice by slice, with or without a checksum of each."""
 
-    def __init__(self, folder: Path, read_nbytes: float, written_nbytes: float) -> None:
-        self._file = SwapFile(folder)
-        self._file.reserve(FILE_NBYTES)
+    def __init__(
+        self, folder: Path, read_nbytes: float, written_nbytes: float, opened: ExitStack
+    ) -> None:
+        file = opened.enter_context(SwapFile(folder))
+        file.reserve(FILE_NBYTES)
         self._buffer = noise(max(SHAPE.depth * SHAPE.block_nbytes, SLICE_NBYTES))
-        fill(self._file, self._buffer, FILE_NBYTES, lambda _: None)
-        self._loop = ThreadsLoop(SHAPE, self._file, self._buffer, FILE_NBYTES)
+        fill(file, self._buffer, FILE_NBYTES, lambda _: None)
+        self._loop = ThreadsLoop(SHAPE, file, self._buffer, FILE_NBYTES)
+        opened.callback(self._loop.close)
         self._slices = max(1, round((read_nbytes + written_nbytes) / SLICE_NBYTES))
         self._mix = (int(read_nbytes / self._slices), int(written_nbytes / self._slices))
 
@@ -81,10 +81,6 @@ class Disk:
 
         return [move] * self._slices
 
-    def close(self) -> None:
-        self._loop.close()
-        self._file.close()
-
 
 @contextmanager
 def beside(streams: Sequence[Sequence[Work]], seconds: float) -> Iterator[None]:
@@ -92,8 +88,8 @@ def beside(streams: Sequence[Sequence[Work]], seconds: float) -> Iterator[None]:
     started = time.perf_counter()
 
     def run(slices: Sequence[Work]) -> None:
-        for number, work in enumerate(slices):
-            time.sleep(max(0.0, started + seconds * number / len(slices) - time.perf_counter()))
+        for place, work in enumerate(slices):
+            time.sleep(max(0.0, started + seconds * place / len(slices) - time.perf_counter()))
             work()
 
     threads = [threading.Thread(target=run, args=(slices,)) for slices in streams]
@@ -111,16 +107,14 @@ def measure(options: argparse.Namespace, config: OffloadConfig) -> dict[str, lis
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.path)))
         compute = Compute(config)
-        disk = Disk(folder, options.read_gb * 1e9, options.written_gb * 1e9)
-        stack.callback(disk.close)
-        bus = BusLimit(config.precision, BUS_NUMEL, machine.cpu_count())
-        stack.callback(bus.close)
+        disk = Disk(folder, options.read_gb * 1e9, options.written_gb * 1e9, stack)
+        bus = BusLimit(config.precision, BUS_NUMEL, machine.cpu_count(), stack)
         passes = [bus.measure] * round(count_parameters(config) / BUS_NUMEL)
         compute()
         alone_s = min(seconds_of(compute) for _ in range(2))
         raw, checked = disk.slices(checked=False), disk.slices(checked=True)
         loads: dict[str, list[Sequence[Work]]] = {
-            "nothing": [], "raw disk": [raw], "raw disk, checksums": [checked], "bus": [passes],
+            ALONE: [], "raw disk": [raw], "raw disk, checksums": [checked], "bus": [passes],
             "raw disk, checksums, bus": [checked, passes],
         }  # fmt: skip
 
@@ -135,18 +129,13 @@ def measure(options: argparse.Namespace, config: OffloadConfig) -> dict[str, lis
         return interleaved(turns, options.rounds, lambda text: print(text, flush=True))
 
 
-def table(found: dict[str, list[float]], title: str) -> Table:
-    view = Table(title=title)
-    for heading in ("beside forward and backward", "s", "alone / this", "range"):
-        view.add_column(heading, justify="left" if heading.startswith("beside") else "right")
-    alone = found["nothing"]
-    for name, values in found.items():
-        shares = [a / b for a, b in zip(alone, values, strict=True)]
-        view.add_row(
-            name, f"{statistics.median(values):.2f}", f"{statistics.median(shares):.3f}",
-            f"{min(shares):.2f} .. {max(shares):.2f}",
-        )  # fmt: skip
-    return view
+def record_of(found: dict[str, list[float]], title: str, options: argparse.Namespace) -> Record:
+    record = Record("contention", {"overrides": options.overrides}, notes=[title])
+    for name, seconds in found.items():
+        record.rows.append(Row(name, Kind.LIMIT, {"seconds": seconds}))
+        if name != ALONE:
+            record.compare(ALONE, name, "seconds")
+    return record
 
 
 def main() -> None:
@@ -163,13 +152,10 @@ def main() -> None:
     found = measure(options, config)
     moved = f"{options.read_gb:g} GB read, {options.written_gb:g} GB written"
     title = f"{count_parameters(config) / 1e6:.0f} M parameters, {config.precision}, {moved}"
-    Console(width=100).print(table(found, title))
+    record = record_of(found, title, options)
+    print_record(record, (Column("s", number("seconds")),))
     if options.json is not None:
-        record: dict[str, Any] = {
-            "cpu": machine.cpu_model(), "cores": machine.cpu_count(), "title": title,
-            "overrides": options.overrides, "seconds": found,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        record.write(options.json)
 
 
 if __name__ == "__main__":

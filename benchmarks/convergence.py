@@ -1,6 +1,6 @@
 """Validation loss with approximate optimizer states against exact ones, at equal steps.
 
-    python benchmarks/convergence.py [--config examples/demo.yaml] [-o train.steps=400 ...]
+    python -m benchmarks.convergence [--config examples/demo.yaml] [-o train.steps=400 ...]
                                      [--precision bf16] [--seeds 3] [--json FILE]
 
 Per seed, trains the same model on the same batches from the same weights once per format of
@@ -17,14 +17,14 @@ import json
 import math
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from offload.bench.record import Kind, Record, Row
+from offload.bench.table import Column, number, print_record, span
 from offload.config import OffloadConfig
-from offload.machine import cpu_model
 from offload.train.loop import run
 from offload.train.run_folder import RunFolder
 
@@ -70,30 +70,24 @@ def measure(
     return losses
 
 
-def table(losses: dict[str, list[float]], title: str) -> Table:
-    """Means over seeds; the spread is that of exact training, from seed to seed."""
-    reference = next(iter(losses.values()))
-    exact = statistics.mean(reference)
-    seeds = len(reference)
-    view = Table(title=title)
-    view.add_column("states")
-    view.add_column("validation loss", justify="right")
-    view.add_column("against fp32 states", justify="right")
-    view.add_column("standard error", justify="right")
-    view.add_column("per seed", justify="right")
-    for name, values in losses.items():
-        pairs = zip(values, reference, strict=True)
-        distances = [value / other - 1 for value, other in pairs]
-        error = statistics.stdev(distances) / math.sqrt(seeds) if seeds > 1 else math.nan
-        each = ", ".join(f"{distance:+.2%}" for distance in distances)
-        mean = statistics.mean(values)
-        view.add_row(
-            name, f"{mean:.4f}", f"{statistics.mean(distances):+.2%}", f"{error:.2%}", each
-        )
-    if seeds > 1:
-        spread = (max(reference) - min(reference)) / exact
-        view.caption = f"from seed to seed, the loss with fp32 states varies by {spread:.2%}"
-    return view
+COLUMNS = (
+    Column("loss", number("validation_loss", digits=4)),
+    Column("% off fp32", number("distance", 0.01)),
+    Column("error, %", number("standard_error", 0.01)),
+    Column("range, %", lambda row: span([100 * each for each in row.measures["distances"]])),
+)
+
+
+def row_of(name: str, losses: Sequence[float], reference: Sequence[float]) -> Row:
+    """Means over seeds, and the distance from exact training seed by seed."""
+    distances = [loss / other - 1 for loss, other in zip(losses, reference, strict=True)]
+    seeds = len(losses)
+    error = statistics.stdev(distances) / math.sqrt(seeds) if seeds > 1 else math.nan
+    facts = {
+        "validation_loss": statistics.mean(losses), "distance": statistics.mean(distances),
+        "standard_error": error,
+    }  # fmt: skip
+    return Row(name, Kind.OURS, {"losses": list(losses), "distances": distances}, facts)
 
 
 def main() -> None:
@@ -108,14 +102,17 @@ def main() -> None:
     config = OffloadConfig.load(options.config, overrides)
     sixteen_bits = options.precision == "bf16"
     losses = measure(options.config, overrides, options.seeds, sixteen_bits=sixteen_bits)
-    title = f"{config.train.model.shape}, {options.precision}, {config.train.steps} steps"
-    Console(width=100).print(table(losses, title))
+    reference = next(iter(losses.values()))
+    record = Record("convergence", {"config": options.config.name, "overrides": overrides})
+    record.rows = [row_of(name, values, reference) for name, values in losses.items()]
+    spread = (max(reference) - min(reference)) / statistics.mean(reference)
+    record.notes += [
+        f"{config.train.model.shape}, {options.precision}, {config.train.steps} steps",
+        f"from seed to seed, the loss with fp32 states varies by {spread:.2%}",
+    ]
+    print_record(record, COLUMNS)
     if options.json is not None:
-        record: dict[str, Any] = {
-            "cpu": cpu_model(), "config": options.config.name, "overrides": overrides,
-            "model": config.train.model.shape, "steps": config.train.steps, "losses": losses,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        record.write(options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Is the planner's choice as fast as the best placement tried by hand?
 
-    python benchmarks/placement_choice.py [--file examples/llama-151m.yaml] [--rounds 2] [--steps 5]
+    python -m benchmarks.placement_choice [--file examples/llama-151m.yaml] [--rounds 2] [--steps 5]
 
 Trains a configuration from `examples` for a few steps with several explicit placements and with
 `placement: auto`, each in a process of its own, in interleaved rounds. A placement's figure is the
@@ -11,14 +11,15 @@ named. `--under COMMAND` puts a command in front of every process, `--pause` sec
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from offload.bench.child import Child, Parent
 
 REPOSITORY = Path(__file__).parents[1]
 BY_HAND: dict[str, dict[str, Any]] = {
@@ -47,9 +48,6 @@ SETTLING_STEPS = 2
 
 def main() -> None:
     arguments = _parser().parse_args()
-    if arguments.child:
-        print(json.dumps(_train(json.loads(arguments.child))))
-        return
     cases, chosen = _cases(arguments)
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(arguments.rounds):
@@ -71,8 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--under", default="", help="a command in front of every process")
-    parser.add_argument("--only", action="append", default=[], help="placements to try by name")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     return parser
 
 
@@ -90,8 +86,6 @@ def _cases(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     assert found is not None, "the built-in model can be gone through"
     cases: dict[str, Any] = {"auto": chosen_config(found.solution.best).to_dict()}
     for name, placement in BY_HAND.items():
-        if arguments.only and name not in arguments.only:
-            continue
         named = _with_placement(config, placement)
         best = solve(named, found.model, found.hardware, found.known).best
         if best.fits:
@@ -116,22 +110,21 @@ def _with_placement(config: Any, placement: dict[str, Any]) -> Any:
 def _measured(arguments: argparse.Namespace, values: Any) -> list[float]:
     """Seconds of the settled steps of one process."""
     values = {**values, "train": {**values["train"], "steps": arguments.steps}}
-    command = [
-        *shlex.split(arguments.under),
-        sys.executable,
-        __file__,
-        "--child",
-        json.dumps(values),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"a process failed: {done.stderr.strip()[-1000:]}")
-    steps: list[float] = json.loads(done.stdout.splitlines()[-1])
+    under = shlex.split(arguments.under)
+    with tempfile.TemporaryDirectory() as folder:
+        child = Child(
+            "a placement", "benchmarks.placement_choice:train", values, Path(folder), under=under
+        )
+        try:
+            steps: list[float] = child.answer()["seconds"]
+            child.close()
+        finally:
+            child.kill()
     return steps[SETTLING_STEPS:]
 
 
-def _train(values: dict[str, Any]) -> list[float]:
-    """Seconds of every step."""
+def train(values: Mapping[str, Any], parent: Parent) -> None:
+    """A child's program: seconds of every step."""
     import torch
 
     import offload
@@ -152,7 +145,7 @@ def _train(values: dict[str, Any]) -> list[float]:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             seconds.append(time.perf_counter() - began)
-    return seconds
+    parent.answer({"seconds": seconds})
 
 
 def _print(arguments: argparse.Namespace, seconds: dict[str, list[float]], chosen: str) -> None:

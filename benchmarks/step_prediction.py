@@ -1,6 +1,6 @@
 """How well the time of a step is predicted: measured steps beside what `estimate_step` says.
 
-    python benchmarks/step_prediction.py [--rounds 5] [--cases 'NAME; NAME'] [--path FOLDER]
+    python -m benchmarks.step_prediction [--rounds 5] [--cases 'NAME; NAME'] [--path FOLDER]
                                          [--json FILE]
 
 Each case is a model, a placement and a batch, trained in a process of its own; the cases step in
@@ -13,22 +13,16 @@ Nothing of a case is fitted: the facts come from a run of the model without valu
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from offload import machine
-from offload.bench.record import Kind
-from offload.bench.step import LLAMA_151M
-from offload.bench.step_process import SystemProcess, SystemSpec, Turn
+from offload.bench.contenders import LLAMA_151M, OURS, Contender, SystemSpec, Turn
+from offload.bench.record import Kind, Record, Row
+from offload.bench.table import Column, number, print_record, span
 from offload.config import OffloadConfig
 from offload.homes import compute_device, this_machine
 from offload.planning.activation_facts import ActivationFacts
@@ -107,7 +101,7 @@ class Run:
     """A case with its process, and what was found round by round."""
 
     case: Case
-    process: SystemProcess
+    contender: Contender
     plan: Plan
     config: OffloadConfig
     shape: ModelShape
@@ -123,19 +117,20 @@ class Run:
         self.estimate = estimate_step(
             self.plan, self.config, self.shape, self.facts, self.workload, speeds
         )
-        turns = [self.process.turn()]
+        turns = [self._measured()]
         while sum(turn.seconds for turn in turns) < _SHORT_S and len(turns) < 7:
-            turns.append(self.process.turn())
+            turns.append(self._measured())
         self.measured.append(statistics.median(turn.seconds for turn in turns))
         self.predicted.append(self.estimate.seconds)
-        self.moved.append(_bytes(turns[-1]))
+        self.moved.append((turns[-1].read_nbytes, turns[-1].written_nbytes))
+
+    def _measured(self) -> Turn:
+        turn = self.contender.turn()
+        assert turn is not None, "what fails of ours is raised"
+        return turn
 
     def forget(self) -> None:
         self.measured, self.predicted, self.moved = [], [], []
-
-
-def _bytes(turn: Turn) -> tuple[int, int]:
-    return turn.read_nbytes, turn.written_nbytes
 
 
 def start(case: Case, folder: Path, stack: ExitStack) -> Run:
@@ -150,14 +145,12 @@ def start(case: Case, folder: Path, stack: ExitStack) -> Run:
     workload = Workload(batch, config.train.sequence, passes)
     facts = trace_activations(model, config, workload)
     name = f"case-{abs(hash(case)):x}"
-    file = folder / f"{name}.yaml"
-    file.write_text(config.to_yaml())
     spec = SystemSpec(
-        name, case.name, Kind.OURS, "offload", batches=case.batches, in_one_piece=case.in_one_piece
+        name, case.name, Kind.OURS, OURS, batches=case.batches, in_one_piece=case.in_one_piece
     )
-    process = SystemProcess(spec, file, folder)
-    stack.callback(process.kill)
-    return Run(case, process, plan, config, shape, facts, workload)
+    contender = Contender(spec, config, folder)
+    stack.callback(contender.kill)
+    return Run(case, contender, plan, config, shape, facts, workload)
 
 
 def measure(
@@ -186,59 +179,47 @@ def measure(
             else:
                 yield runs, speeds[1:]
         for run in runs:
-            run.process.close()
+            run.contender.close()
 
 
-def table(cases: Sequence[Mapping[str, Any]]) -> Table:
-    """Of cases as a record has them."""
-    view = Table(title="predicted and measured seconds per step")
-    for heading in ("case", "predicted", "measured", "ratio", "range", "bound by", "bytes"):
-        view.add_column(heading, justify="left" if heading == "case" else "right")
-    for case in cases:
-        ratios = ratios_of(case)
-        ratio = statistics.median(ratios)
-        slowest = max(case["links"], key=lambda link: link["seconds"])
-        view.add_row(
-            case["name"], f"{statistics.median(case['predicted_s']):.2f}",
-            f"{statistics.median(case['measured_s']):.2f}",
-            f"{'' if abs(ratio - 1) <= BAR else '[yellow]'}{ratio:.2f}",
-            f"{min(ratios):.2f} .. {max(ratios):.2f}", slowest["name"], _bytes_ratio(case),
-        )  # fmt: skip
-    return view
+RATIO = "predicted_per_measured"
+COLUMNS = (
+    Column("predicted", number("predicted_s")), Column("measured", number("seconds")),
+    Column("ratio", number(RATIO)),
+    Column("range", lambda row: span(row.measures[RATIO])),
+    Column("bytes", number("predicted_per_moved_nbytes", digits=3)),
+)  # fmt: skip
 
 
-def ratios_of(case: Mapping[str, Any]) -> list[float]:
-    return [p / m for p, m in zip(case["predicted_s"], case["measured_s"], strict=True)]
+def row_of(run: Run) -> Row:
+    """Ratios round by round; of nvme's bytes, predicted over moved, both directions together."""
+    assert run.estimate is not None, "it had a turn"
+    ratios = [p / m for p, m in zip(run.predicted, run.measured, strict=True)]
+    measures = {"predicted_s": run.predicted, "seconds": run.measured, RATIO: ratios}
+    links = run.estimate.links
+    note = f"bound by {max(links, key=lambda link: link.seconds).name}"
+    row = Row(run.case.name, Kind.OURS, measures, note=note)
+    moved = statistics.median(sum(each) for each in run.moved)
+    if moved:
+        said = sum(link.nbytes for link in links if link.name.startswith("nvme"))
+        row.facts["predicted_per_moved_nbytes"] = said / moved
+    return row
 
 
-def _bytes_ratio(case: Mapping[str, Any]) -> str:
-    """Predicted bytes of nvme over those moved, both directions together."""
-    moved = statistics.median(sum(each) for each in case["moved_nbytes"])
-    said = sum(link["nbytes"] for link in case["links"] if link["name"].startswith("nvme"))
-    return f"{said / moved:.3f}" if moved else "-"
-
-
-def show(cases: Sequence[Mapping[str, Any]]) -> None:
-    Console(width=120).print(table(cases))
-    near = [case for case in cases if abs(statistics.median(ratios_of(case)) - 1) <= BAR]
-    print(f"{len(near)} of {len(cases)} cases within {BAR:.0%}")
-
-
-def record(runs: Sequence[Run], speeds: Sequence[Speeds]) -> Mapping[str, Any]:
-    return {
-        "cpu": machine.cpu_model(), "cores": machine.cpu_count(), "rounds": len(speeds),
-        "speeds": [asdict(each) for each in speeds],
-        "cases": [
-            {
-                "name": run.case.name, "overrides": run.case.overrides,
-                "workload": asdict(run.workload), "facts": asdict(run.facts),
-                "predicted_s": run.predicted, "measured_s": run.measured,
-                "moved_nbytes": run.moved,
-                "links": [asdict(link) for link in run.estimate.links] if run.estimate else [],
-            }
-            for run in runs
-        ],
+def record_of(runs: Sequence[Run], speeds: Sequence[Speeds]) -> Record:
+    record = Record("step prediction", {"rounds": len(speeds)}, [row_of(run) for run in runs])
+    near = [row for row in record.rows if abs(row.median(RATIO) - 1) <= BAR]
+    record.notes.append(f"{len(near)} of {len(runs)} cases within {BAR:.0%}")
+    record.details["speeds"] = [asdict(each) for each in speeds]
+    record.details["cases"] = {
+        run.case.name: {
+            "overrides": run.case.overrides, "workload": asdict(run.workload),
+            "facts": asdict(run.facts), "moved_nbytes": run.moved,
+            "links": [asdict(link) for link in run.estimate.links] if run.estimate else [],
+        }
+        for run in runs
     }  # fmt: skip
+    return record
 
 
 def main() -> None:
@@ -247,22 +228,17 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="names, separated by ;")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--show", type=Path, nargs="+", help="records: print their table alone")
     options = parser.parse_args()
-    if options.show:
-        show([case for file in options.show for case in json.loads(file.read_text())["cases"]])
-        return
     wanted = [part.strip() for part in options.cases.split(";") if part.strip()]
     cases = [case for case in CASES if not wanted or case.name in wanted]
     if not cases or options.rounds < 1:
         parser.error("nothing to measure: name at least one case and one round")
-    found: Mapping[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         for runs, speeds in measure(cases, Path(folder), options.rounds):
-            found = record(runs, speeds)
+            found = record_of(runs, speeds)
             if options.json is not None:  # anew after every round: one may be the last
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
-    show(found["cases"])
+                found.write(options.json)
+    print_record(found, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,17 @@ def test_no_folder_is_imported_bare(layer: str) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_nothing_that_is_installed_imports_a_benchmark(layer: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources(layer)
+        for module in imported_modules(path)
+        if module.split(".")[0] == "benchmarks"
+    ]
+    assert wrong == []
+
+
 def test_only_the_package_has_init_files() -> None:
     assert [name for name in LINKED if (ROOT / name / "__init__.py").exists()] == []
 

@@ -1,15 +1,14 @@
-"""The benches: what the hardware can do, what we do, what others do, interleaved in one run.
+"""The benches: what the hardware can do and what we do, interleaved in one run.
 
     record      what a bench found: rows of measurements per round, and ratios within rounds
     rounds      who is measured when
-    table       a record on a terminal
+    table       a record on a terminal, or as Markdown
     stream      the memory bus: a loop with given traffic and no arithmetic
-    adam        optimizer steps on flat arrays           adam_ours, adam_peers
-    io          files                                    io_raw, io_store, io_fio
+    adam        optimizer steps on flat arrays           adam_ours, arrays
+    io          files                                    io_raw, io_store
     copy        host and device memory
-    step        whole training steps                     step_child, step_systems, step_deepspeed
-    gpu_check   everything on a GPU, one record          gpu_*
+    step        whole training steps, of one rank        contenders, systems, child, limits
+    ranks       ... and of several
 
-Peers are reached through their public interfaces only, are imported only by the modules named for
-them, and are optional: a row says what to install.
+Others are measured in the same run by `benchmarks/` of a checkout, over the same harness.
 """

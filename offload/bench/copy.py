@@ -16,10 +16,9 @@ import torch
 
 from offload import machine
 from offload.bench.arrays import STAGGER_NBYTES
-from offload.bench.record import Kind, Record, timed_row
-from offload.bench.rounds import Say, interleaved, seconds_of
+from offload.bench.record import Kind, Record
+from offload.bench.rounds import Say, Timed, measure, sharing, timed
 from offload.bench.table import Column, number
-from offload.bench.threads import sharing
 from offload.swap.streams import CopyMark, CopyStream
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import BudgetError, ConfigError
@@ -45,13 +44,10 @@ class CopyOptions:
     threads: int | None = None
 
 
-@dataclass(frozen=True)
-class _System:
-    name: str
-    kind: Kind
-    nbytes: int
-    run: Callable[[], object]
-    note: str = ""
+def _moving(
+    name: str, kind: Kind, nbytes: int, work: Callable[[], object], note: str = ""
+) -> Timed:
+    return Timed(name, kind, timed(work), {"bytes_per_s": float(nbytes)}, note)
 
 
 def run_copy(options: CopyOptions, say: Say) -> Record:
@@ -71,13 +67,7 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
             if gpu
             else _host_systems(nbytes, options.piece_nbytes, runner)
         )
-        runs = {s.name: lambda s=s: seconds_of(s.run) for s in systems}
-        seconds = interleaved(runs, options.rounds, say)
-    for system in systems:
-        rates = {"bytes_per_s": float(system.nbytes)}
-        record.rows.append(
-            timed_row(system.name, system.kind, seconds[system.name], rates, note=system.note)
-        )
+        measure(record, systems, options.rounds, say)
     _compare(record, gpu)
     record.notes.append(
         f"{format_bytes(nbytes)} per copy and direction; ours in pieces of "
@@ -128,7 +118,7 @@ _MEMMOVE = "memmove of the C library"
 _OURS_HOST = "ours, CopyStream"
 
 
-def _host_systems(nbytes: int, piece_nbytes: int, runner: ParallelRunner) -> list[_System]:
+def _host_systems(nbytes: int, piece_nbytes: int, runner: ParallelRunner) -> list[Timed]:
     memory = HostMemory(2 * nbytes + STAGGER_NBYTES)
     source = memory.tensor(0, nbytes)
     destination = memory.tensor(nbytes + STAGGER_NBYTES, nbytes)
@@ -143,8 +133,8 @@ def _host_systems(nbytes: int, piece_nbytes: int, runner: ParallelRunner) -> lis
         _wait(_start(stream, destination, source, piece_nbytes))
 
     return [
-        _System(_MEMMOVE, Kind.LIMIT, nbytes, raw),
-        _System(_OURS_HOST, Kind.OURS, nbytes, ours),
+        _moving(_MEMMOVE, Kind.LIMIT, nbytes, raw),
+        _moving(_OURS_HOST, Kind.OURS, nbytes, ours),
     ]
 
 
@@ -156,7 +146,7 @@ def _memmove(destination: torch.Tensor, source: torch.Tensor, lo: int, hi: int) 
 _WAYS = ("host to device", "device to host", "both at once")
 
 
-def _device_systems(nbytes: int, piece_nbytes: int) -> list[_System]:
+def _device_systems(nbytes: int, piece_nbytes: int) -> list[Timed]:
     device = torch.device("cuda", torch.cuda.current_device())
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
@@ -168,12 +158,12 @@ def _device_systems(nbytes: int, piece_nbytes: int) -> list[_System]:
     for way in _WAYS:
         moved = nbytes * (2 if way == _WAYS[2] else 1)
         systems += [
-            _System(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there)),
-            _System(
+            _moving(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there)),
+            _moving(
                 f"ours pinned, {way}", Kind.OURS, moved,
                 _our_copy(way, pinned, there, piece_nbytes, device), note,
             ),
-            _System(
+            _moving(
                 f"ours pageable, {way}", Kind.OURS, moved,
                 _our_copy(way, pageable, there, piece_nbytes, device),
             ),

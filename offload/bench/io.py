@@ -10,19 +10,17 @@ import mmap
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from offload import machine
-from offload.bench.io_fio import NAME as FIO
-from offload.bench.io_fio import Fio, has_fio
 from offload.bench.io_raw import Loop, Shape, Tried, cut, open_loop, try_grid
 from offload.bench.io_store import StoreLoop
-from offload.bench.record import Kind, Record, Row, Target, timed_row
-from offload.bench.rounds import Say, interleaved, seconds_of
+from offload.bench.record import Kind, Record, Row, Target
+from offload.bench.rounds import Say, Timed, measure, seconds_of
 from offload.bench.table import Column, number
 from offload.swap.swap_file import SwapFile, file_system_of, free_space
 from offload.tiers.errors import BudgetError, ConfigError, PathError
@@ -32,7 +30,7 @@ from offload.tiers.units import format_bytes
 DEFAULT_NBYTES = 1 << 30
 _BUFFER_NBYTES = 128 << 20  # the largest shape of the grid
 _RAW = "raw"
-_OURS = "ours"
+OURS = "ours"
 _UNCHECKED = "ours, no checksum"
 
 COLUMNS = (
@@ -54,24 +52,11 @@ class IoOptions:
     rounds: int = 7
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One pass over a file."""
-
-    seconds: float
-    cpu_s: float
+# Systems over a file of their own in a folder, of so many bytes, and rows of those that cannot run.
+Peers = Callable[[Path, int, ExitStack, Say], tuple[list[Timed], list[Row]]]
 
 
-@dataclass(frozen=True)
-class _System:
-    name: str
-    kind: Kind
-    nbytes: int
-    run: Callable[[], Pass]
-    note: str = ""
-
-
-def run_io(options: IoOptions, say: Say) -> Record:
+def run_io(options: IoOptions, say: Say, peers: Peers | None = None) -> Record:
     """Measure. PathError where no file can be, BudgetError if the buffer does not fit in memory,
     StorageError if the device fails."""
     folder = options.folder or Path(tempfile.gettempdir())
@@ -80,22 +65,24 @@ def run_io(options: IoOptions, say: Say) -> Record:
     record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
-        raw = stack.enter_context(_file(folder, nbytes))
+        raw = stack.enter_context(SwapFile(folder))
+        raw.reserve(nbytes)
         buffer = noise(buffer_nbytes)
         fill(raw, buffer, nbytes, say)
         tried = try_grid(raw, buffer, nbytes, say)
         record.details["grid"] = [_tried_dict(one) for one in tried]
         systems = _raw_systems(raw, buffer, nbytes, tried, stack)
         systems += _our_systems(options, folder, buffer, nbytes, stack, say)
-        missing = [Row(f"{FIO} {d}", Kind.PEER, note="not installed") for d in ("read", "write")]
-        if has_fio():
-            systems += _fio_systems(folder, nbytes, stack, say)
-            missing = []
-        passes = interleaved({s.name: s.run for s in systems}, options.rounds, say)
-        record.notes.append(_where(folder, nbytes, options, raw))
-    systems.sort(key=lambda system: not system.name.endswith("read"))
-    record.rows = [_row(system, passes[system.name]) for system in systems] + missing
-    _compare(record)
+        others, missing = ([], []) if peers is None else peers(folder, nbytes, stack, say)
+        systems += others
+        systems.sort(key=lambda system: not system.name.endswith("read"))
+        measure(record, systems, options.rounds, say)
+        record.notes.append(_where(folder, nbytes, raw))
+    record.rows += missing
+    for direction in ("read", "write"):
+        for name in (OURS, _UNCHECKED):
+            ours, raw_loop = f"{name} {direction}", f"{_RAW} {direction}"
+            record.compare(ours, raw_loop, "bytes_per_s", Target(0.95))
     return record
 
 
@@ -135,13 +122,6 @@ def _buffer_nbytes(options: IoOptions) -> int:
     return nbytes
 
 
-@contextmanager
-def _file(folder: Path, nbytes: int) -> Iterator[SwapFile]:
-    with SwapFile(folder) as file:
-        file.reserve(nbytes)
-        yield file
-
-
 def noise(nbytes: int) -> memoryview:
     """Page-aligned memory full of bytes that no device compresses."""
     buffer = memoryview(mmap.mmap(-1, nbytes))
@@ -160,16 +140,21 @@ def fill(file: SwapFile, buffer: memoryview, nbytes: int, say: Say) -> None:
         os.pwritev(file.fd, [part], offset)
 
 
+def moving(name: str, kind: Kind, nbytes: int, work: Callable[[], object], note: str = "") -> Timed:
+    """A system of this process, all threads' user and system time beside the seconds."""
+
+    def run() -> dict[str, float]:
+        before = cpu_seconds()
+        seconds = seconds_of(work)
+        return {"seconds": seconds, "cpu_s_per_gb": (cpu_seconds() - before) / nbytes * 1e9}
+
+    return Timed(name, kind, run, {"bytes_per_s": float(nbytes)}, note)
+
+
 def cpu_seconds() -> float:
     """User and system time of this process, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
-
-
-def _timed(work: Callable[[], object]) -> Pass:
-    before = cpu_seconds()
-    seconds = seconds_of(work)
-    return Pass(seconds, cpu_seconds() - before)
 
 
 def best(tried: list[Tried], *, write: bool) -> Shape:
@@ -179,7 +164,7 @@ def best(tried: list[Tried], *, write: bool) -> Shape:
 
 def _raw_systems(
     file: SwapFile, buffer: memoryview, nbytes: int, tried: list[Tried], stack: ExitStack
-) -> list[_System]:
+) -> list[Timed]:
     if not tried:  # smaller than any shape of the grid
         tried = [Tried(Shape("threads", 1, nbytes), 0.0, 0.0)]
     systems = []
@@ -188,23 +173,19 @@ def _raw_systems(
         loop: Loop = open_loop(shape, file, buffer, nbytes)
         stack.callback(loop.close)
         moved = nbytes // shape.block_nbytes * shape.block_nbytes
-        run = _raw_run(loop, write=direction == "write")
-        systems.append(_System(f"{_RAW} {direction}", Kind.LIMIT, moved, run, str(shape)))
+        work = partial(loop.run, write=direction == "write")
+        systems.append(moving(f"{_RAW} {direction}", Kind.LIMIT, moved, work, str(shape)))
     return systems
-
-
-def _raw_run(loop: Loop, *, write: bool) -> Callable[[], Pass]:
-    return lambda: _timed(lambda: loop.run(write=write))
 
 
 def _our_systems(
     options: IoOptions, folder: Path, buffer: memoryview, nbytes: int, stack: ExitStack, say: Say
-) -> list[_System]:
+) -> list[Timed]:
     size = options.block_nbytes
     count = max(1, min(options.in_flight_nbytes, nbytes) // size)
     parts = cut(buffer, count, size)
     systems = []
-    for name, checksum in ((_OURS, True), (_UNCHECKED, False)):
+    for name, checksum in ((OURS, True), (_UNCHECKED, False)):
         file = SwapFile(folder)
         stack.callback(file.close)
         file.reserve(nbytes + count * size)
@@ -214,51 +195,17 @@ def _our_systems(
         loop.write()
         note = f"{loop.backend}, {count} x {format_bytes(size)}"
         systems += [
-            _System(f"{name} read", Kind.OURS, loop.nbytes, partial(_timed, loop.read), note),
-            _System(f"{name} write", Kind.OURS, loop.nbytes, partial(_timed, loop.write), note),
+            moving(f"{name} read", Kind.OURS, loop.nbytes, loop.read, note),
+            moving(f"{name} write", Kind.OURS, loop.nbytes, loop.write, note),
         ]
     return systems
-
-
-def _fio_systems(folder: Path, nbytes: int, stack: ExitStack, say: Say) -> list[_System]:
-    say("fio lays out its file")
-    private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-    fio = Fio(private, nbytes)
-    stack.callback(fio.close)
-
-    def run(*, write: bool) -> Pass:
-        done = fio.run(write=write)
-        return Pass(done.seconds, done.cpu_s)
-
-    return [
-        _System(f"{FIO} read", Kind.PEER, nbytes, lambda: run(write=False), fio.note),
-        _System(f"{FIO} write", Kind.PEER, nbytes, lambda: run(write=True), fio.note),
-    ]
-
-
-def _row(system: _System, passes: list[Pass]) -> Row:
-    seconds = [one.seconds for one in passes]
-    row = timed_row(
-        system.name, system.kind, seconds, {"bytes_per_s": float(system.nbytes)}, note=system.note
-    )
-    row.measures["cpu_s_per_gb"] = [one.cpu_s / system.nbytes * 1e9 for one in passes]
-    return row
-
-
-def _compare(record: Record) -> None:
-    for direction in ("read", "write"):
-        for name in (_OURS, _UNCHECKED):
-            ours, raw = f"{name} {direction}", f"{_RAW} {direction}"
-            record.compare(ours, raw, "bytes_per_s", Target(0.95))
-        if record.rows[-1].measured:
-            record.compare(f"{_OURS} {direction}", f"{FIO} {direction}", "bytes_per_s")
 
 
 def _tried_dict(tried: Tried) -> dict[str, float | str]:
     return {**asdict(tried), "shape": str(tried.shape)}
 
 
-def _where(folder: Path, nbytes: int, options: IoOptions, file: SwapFile) -> str:
+def _where(folder: Path, nbytes: int, file: SwapFile) -> str:
     how = "O_DIRECT" if file.o_direct else "through the page cache: this is RAM, not the disk"
     return (
         f"{format_bytes(nbytes)} per pass on {file_system_of(folder.resolve())}, {how}; "

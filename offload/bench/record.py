@@ -11,7 +11,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,17 +102,14 @@ class Record:
     details: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=lambda: this_machine())
 
-    def row(self, name: str) -> Row:
-        """KeyError if there is none of this name."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(name)
+    def measured(self, name: str) -> Row | None:
+        """The row of this name, if there is one and it was measured."""
+        return next((row for row in self.rows if row.name == name and row.measured), None)
 
     def compare(self, of: str, to: str, measure: str, target: Target | None = None) -> None:
         """Add the ratio of two rows, if both were measured."""
-        above, below = self.row(of), self.row(to)
-        if above.measured and below.measured:
+        above, below = self.measured(of), self.measured(to)
+        if above is not None and below is not None:
             pairs = zip(above.values(measure), below.values(measure), strict=True)
             rounds = tuple(a / b for a, b in pairs)
             self.ratios.append(Ratio(of, to, measure, rounds, target))
@@ -138,14 +135,26 @@ class Record:
             "details": self.details,
         }
 
-    def write(self, path: Path) -> None:
-        """Write JSON; what is not finite becomes null, since JSON has no NaN. PathError if `path`
-        cannot be written."""
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Record:
+        """What `to_dict` gave, but for the targets."""
+        rows = [Row(row["name"], Kind(row["kind"]), row["measures"], row["facts"], row["note"])
+                for row in found["rows"]]  # fmt: skip
+        ratios = [Ratio(ratio["of"], ratio["to"], ratio["measure"], tuple(ratio["rounds"]))
+                  for ratio in found["ratios"]]  # fmt: skip
+        return cls(
+            found["bench"], found["options"], rows, ratios, found["notes"], found["details"],
+            found["machine"],
+        )  # fmt: skip
+
+    def write(self, path: Path, option: str = "--json") -> None:
+        """Write JSON; what is not finite becomes null, since JSON has no NaN. PathError, naming
+        `option`, if `path` cannot be written."""
         text = json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n"
         try:
             path.write_text(text)
         except OSError as error:
-            raise _cannot_be_written(path, error) from error
+            raise _cannot_be_written(path, error, option) from error
 
 
 def _row_dict(row: Row) -> dict[str, Any]:
@@ -190,8 +199,8 @@ def _try_to_open(path: Path) -> None:
         path.resolve().unlink()  # the file, if `path` is a link to where none was
 
 
-def _cannot_be_written(path: Path, error: OSError) -> PathError:
-    return PathError(f"--json: {path} cannot be written: {error.strerror}; name another file")
+def _cannot_be_written(path: Path, error: OSError, option: str = "--json") -> PathError:
+    return PathError(f"{option}: {path} cannot be written: {error.strerror}; name another file")
 
 
 def this_machine() -> dict[str, Any]:
@@ -209,18 +218,3 @@ def this_machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         described["gpu"] = torch.cuda.get_device_name()
     return described
-
-
-def speeds(work: float, seconds: Sequence[float]) -> list[float]:
-    """`work` per second of each round."""
-    return [work / second for second in seconds]
-
-
-def timed_row(
-    name: str, kind: Kind, seconds: Sequence[float], rates: Mapping[str, float],
-    facts: Mapping[str, float] | None = None, note: str = "",
-) -> Row:  # fmt: skip
-    """A row of `seconds`, with a rate for each amount of `rates` (name of the rate -> amount)."""
-    measures = {"seconds": list(seconds)}
-    measures |= {rate: speeds(amount, seconds) for rate, amount in rates.items()}
-    return Row(name, kind, measures, dict(facts or {}), note)

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
+
+import torch
+
+from offload.bench.record import Kind, Record, Row
+from offload.swap.worker import ParallelRunner
 
 T = TypeVar("T")
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A system of one process. `run` makes a pass and gives its measures, `seconds` among them;
+    `amounts` is what a pass does, by the rate that follows: {"bytes_per_s": ...}."""
+
+    name: str
+    kind: Kind
+    run: Callable[[], Mapping[str, float]]
+    amounts: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+    def row(self, passes: Sequence[Mapping[str, float]]) -> Row:
+        measures = {name: [each[name] for each in passes] for name in passes[0]}
+        for rate, amount in self.amounts.items():
+            measures[rate] = [amount / seconds for seconds in measures["seconds"]]
+        return Row(self.name, self.kind, measures, dict(self.facts), self.note)
+
+
+def measure(record: Record, systems: Sequence[Timed], rounds: int, say: Say) -> None:
+    """Add a row per system."""
+    passes = interleaved({system.name: system.run for system in systems}, rounds, say)
+    record.rows += [system.row(passes[system.name]) for system in systems]
 
 
 def interleaved(
@@ -36,3 +68,21 @@ def seconds_of(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def timed(work: Callable[[], object]) -> Callable[[], dict[str, float]]:
+    """A pass that is one call of `work`."""
+    return lambda: {"seconds": seconds_of(work)}
+
+
+@contextmanager
+def sharing(threads: int) -> Iterator[ParallelRunner]:
+    """A runner of `threads` threads for ours, and as many for PyTorch while inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    runner = ParallelRunner(threads, min_share=1)
+    try:
+        yield runner
+    finally:
+        torch.set_num_threads(before)
+        runner.close()

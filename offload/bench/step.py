@@ -1,60 +1,65 @@
 """`offload bench step`: whole training steps of one model, each system in a process of its own.
 
 Systems step in turn, so that a machine whose speed drifts treats all alike. What bounds a step here
-is measured in the same rounds: see `step_limits`. How a turn is timed: see `step_child`.
+is measured in the same rounds: see `limits`. How a turn is timed: see `systems.Turns`.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from offload import machine
-from offload.bench.adam_peers import INSTALL_DEEPSPEED, has_deepspeed
-from offload.bench.record import Kind, Record, Row
-from offload.bench.rounds import Say, interleaved
-from offload.bench.step_limits import BusLimit, DiskLimit, DiskSpeed
-from offload.bench.step_process import SystemFailed, SystemProcess, SystemSpec
-from offload.bench.step_rows import (
-    EXTRA_SYSTEMS,
-    SYSTEMS,
+from offload.bench.contenders import (
+    OURS,
+    PLAIN,
     Contender,
-    Results,
-    add_roofline,
-    add_rows,
-    compare,
-    last_line,
-    notes_on,
+    SystemSpec,
+    Turn,
+    all_on,
+    base_config,
+    count_parameters,
+    start,
+    wanted,
 )
-from offload.bench.step_systems import DTYPES
+from offload.bench.limits import BusLimit, DiskLimit, DiskSpeed, roofline
+from offload.bench.record import Kind, Record, Row, Target
+from offload.bench.rounds import Say, interleaved
+from offload.bench.table import Column, number
 from offload.config import OffloadConfig
-from offload.tiers.errors import ConfigError, IntegrityError, PathError
-from offload.tiers.units import format_bytes
+from offload.tiers.errors import IntegrityError, PathError
 
-# The 151 M Llama shape of examples/llama-151m.yaml, at hand wherever the package is installed.
-LLAMA_151M: Mapping[str, Any] = {
-    "precision": "fp32",
-    "budget": {"host": "512MiB", "nvme": "8GiB"},
-    "placement": {"activations": {"tier": "device", "checkpoint": True}},
-    "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
-    "clip_grad_norm": 1.0,
-    "train": {
-        "model": {
-            "shape": "llama", "layers": 8, "hidden": 1024, "heads": 16, "mlp": 4096,
-            "vocab": 8192, "max_sequence": 256, "tied": False,
-        },
-        "text": "python", "batch": 2, "sequence": 256,
-    },
-}  # fmt: skip
+_ON_HOST = (*all_on("host"), "budget.host=auto")
+HOST = SystemSpec("host", "ours, all on host", Kind.OURS, OURS, _ON_HOST, 22)
+NVME = SystemSpec("nvme", "ours, all on nvme", Kind.OURS, OURS, all_on("nvme"), 4)
+SYSTEMS = (PLAIN, HOST, NVME)
+# Four times the tokens per step: as gradient accumulation, and block by block.
+ACCUMULATED = SystemSpec(
+    "accumulated", "ours on nvme, 4 passes", Kind.OURS, OURS,
+    (*NVME.overrides, "gradient_accumulation_steps=4"), 4, batches=4,
+)  # fmt: skip
+PIECES = SystemSpec(
+    "micro-batches", "ours on nvme, 4 micro-batches", Kind.OURS, OURS,
+    (*NVME.overrides, "micro_batches=4"), 4, batches=4, in_one_piece=True,
+)  # fmt: skip
+EXTRA_SYSTEMS = (ACCUMULATED, PIECES)
 
-
-_PROCESS_NBYTES = 400 << 20  # interpreter, libraries, activations of a small batch
-_EQUAL = ("host", "nvme")  # the systems of ours that train on the very same batches
+COLUMNS = (
+    Column("s/step", number("seconds")),
+    Column("fwd+bwd", number("forward_backward_s")),
+    Column("peak GiB", number("peak_rss_nbytes", 2**30)),
+    Column("GB read", number("read_nbytes", 1e9)),
+    Column("written", number("written_nbytes", 1e9)),
+    Column("loss diff", number("loss_difference", digits=6)),
+)
+_MEASURES = ("seconds", "forward_backward_s", "read_nbytes", "written_nbytes")
+_ROOFLINE = "roofline"
 _DISK, _BUS = "disk", "bus"  # turns of the limits
 DISK_NBYTES = 512 << 20  # per pass of the raw loops
 BUS_NUMEL = 1 << 24  # parameters the bus is timed with: beyond any cache
@@ -62,7 +67,7 @@ BUS_NUMEL = 1 << 24  # parameters the bus is timed with: beyond any cache
 
 @dataclass(frozen=True)
 class StepOptions:
-    """`config` None trains the 151 M shape; `systems` empty takes all."""
+    """`config` None trains the 151 M shape; `systems` empty takes all of the usual ones."""
 
     config: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -71,128 +76,61 @@ class StepOptions:
     rounds: int = 7
 
 
-def run_step(options: StepOptions, say: Say) -> Record:
-    """Measure. IntegrityError if ours do not have the same losses everywhere; SystemFailed if one
+def run_step(
+    options: StepOptions, say: Say, peers: Sequence[SystemSpec] = (),
+    extra_peers: Sequence[SystemSpec] = (),
+) -> Record:  # fmt: skip
+    """Measure. IntegrityError if ours do not have the same losses everywhere; ChildFailed if one
     of ours ends early; ConfigError and PathError before anything is started."""
-    base = OffloadConfig.load(options.config or LLAMA_151M, options.overrides)
-    check_supported(base)
-    folder = options.folder or Path(tempfile.gettempdir())
-    if not folder.is_dir():
-        raise PathError(f"--path: {folder} is not a folder; name one on the disk to be used")
-    record = Record("step", {**asdict(options), **_texts(options, folder)})
+    base = base_config(options.config, options.overrides)
+    folder = folder_of(options.folder)
+    usual, extra = (*SYSTEMS, *peers), (*EXTRA_SYSTEMS, *extra_peers)
+    specs = wanted(options.systems, usual, extra)
+    texts = {"config": str(options.config or "151 M Llama shape"), "folder": str(folder)}
+    record = Record("step", {**asdict(options), **texts})
     record.note_rounds(options.rounds)
     numel = count_parameters(base)
-    specs, left_out = _choose(options, numel)
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         # before the limits, which take a while: what is wrong with a system shows at once
-        systems, failed = _start(specs, base, private, stack, say)
-        disk = DiskLimit(private, DISK_NBYTES, say)
-        stack.callback(disk.close)
-        bus = BusLimit(base.precision, BUS_NUMEL, machine.cpu_count())
-        stack.callback(bus.close)
+        systems, missing = start(specs, base, private, stack, say)
+        disk = DiskLimit(private, DISK_NBYTES, say, stack)
+        bus = BusLimit(base.precision, BUS_NUMEL, machine.cpu_count(), stack)
         results = _run(systems, disk, bus, options.rounds, say)
         say("closing")
         for system in systems:
-            _close(system)
+            system.close()
     _check_losses(systems)
-    add_rows(record, systems, results, [*left_out, *failed])
-    add_roofline(record, results, bus.traffic * numel)
-    compare(record)
-    record.details["losses"] = {s.spec.name: s.losses() for s in systems}
+    _add_rows(record, systems, results)
+    record.rows += missing
+    _add_roofline(record, results, bus.traffic * numel)
+    _compare(record)
+    record.details["losses"] = {s.spec.name: losses_of(s) for s in systems}
     record.details["parameters"] = numel
-    record.notes += notes_on(base, numel, disk, bus)
+    record.notes += _notes(base, numel, disk, bus)
     return record
 
 
-def check_supported(base: OffloadConfig) -> None:
-    """ConfigError for what the other systems cannot train alike."""
-    if base.optimizer.type != "adamw":
-        raise ConfigError(
-            f"optimizer.type: {base.optimizer.type} has no peers here; set optimizer.type: adamw"
-        )
-    if base.precision not in DTYPES:
-        raise ConfigError(
-            f"precision: {base.precision} is not measured here, where nobody scales the loss; "
-            f"set precision: {' or '.join(DTYPES)}"
-        )
+def folder_of(folder: Path | None) -> Path:
+    folder = folder or Path(tempfile.gettempdir())
+    if not folder.is_dir():
+        raise PathError(f"--path: {folder} is not a folder; name one on the disk to be used")
+    return folder
 
 
-def count_parameters(config: OffloadConfig) -> int:
-    """Of the configured model; builds it without memory."""
-    from offload.train.model import build_meta_model
+@dataclass
+class _Results:
+    """Per round. A system's turns hold None from where it failed."""
 
-    return sum(param.numel() for param in build_meta_model(config).parameters())
-
-
-# ---------------------------------------------------------------- which systems
-def _choose(options: StepOptions, numel: int) -> tuple[list[SystemSpec], list[Row]]:
-    known = {spec.name: spec for spec in (*SYSTEMS, *EXTRA_SYSTEMS)}
-    unknown = [name for name in options.systems if name not in known]
-    if unknown:
-        raise ConfigError(f"--systems: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
-    names = options.systems or tuple(spec.name for spec in SYSTEMS)
-    wanted = [known[name] for name in dict.fromkeys(names)]  # each once: it has one row
-    chosen, left_out = [], []
-    room = machine.available_memory_nbytes()
-    for spec in wanted:
-        needed = spec.memory_per_parameter * numel + _PROCESS_NBYTES
-        reason = ""
-        if spec.program.startswith("deepspeed") and not has_deepspeed():
-            reason = INSTALL_DEEPSPEED
-        elif needed > room and spec.kind is Kind.PEER:
-            reason = (
-                f"left out: needs about {format_bytes(needed)} and the others leave "
-                f"{format_bytes(max(0, room))}; run it with fewer: --systems nvme,{spec.name}"
-            )
-        if reason:
-            left_out.append(Row(spec.label, spec.kind, note=reason))
-        else:
-            chosen.append(spec)
-            room -= needed
-    return chosen, left_out
+    turns: dict[str, list[Turn | None]]
+    disk: list[DiskSpeed]
+    bus: list[float]
 
 
-def _start(
-    specs: Sequence[SystemSpec], base: OffloadConfig, folder: Path, stack: ExitStack, say: Say
-) -> tuple[list[Contender], list[Row]]:
-    systems, failed = [], []
-    for spec, file in [_configured(spec, base, folder) for spec in specs]:
-        say(f"starting {spec.label}")
-        try:
-            process = SystemProcess(spec, file, folder)
-        except SystemFailed as error:
-            if spec.kind is not Kind.PEER:
-                raise
-            failed.append(Row(spec.label, spec.kind, note=last_line(error)))
-            continue
-        stack.callback(process.kill)
-        systems.append(Contender(process))
-    return systems, failed
-
-
-def _configured(spec: SystemSpec, base: OffloadConfig, folder: Path) -> tuple[SystemSpec, Path]:
-    """The system with the batches of its steps, and the file of its configuration."""
-    config = OffloadConfig.load(base, (*spec.overrides, f"nvme.paths=[{folder}]"))
-    file = folder / f"{spec.name}.yaml"
-    file.write_text(config.to_yaml())
-    return replace(spec, batches=max(spec.batches, config.gradient_accumulation_steps)), file
-
-
-def _close(system: Contender) -> None:
-    try:
-        system.process.close()
-    except SystemFailed:
-        if system.spec.kind is not Kind.PEER:
-            raise
-        system.reason = system.reason or "measured, but failed when it was closed"
-
-
-# ---------------------------------------------------------------- rounds
 def _run(
     systems: Sequence[Contender], disk: DiskLimit, bus: BusLimit, rounds: int, say: Say
-) -> Results:
-    nvme = next((system for system in systems if system.spec.name == "nvme"), None)
+) -> _Results:
+    nvme = next((system for system in systems if system.spec.name == NVME.name), None)
 
     def measure_disk() -> DiskSpeed:
         last = nvme.turns[-1] if nvme is not None and nvme.turns else None
@@ -202,13 +140,20 @@ def _run(
     runs: dict[str, Callable[[], Any]] = {s.spec.label: s.turn for s in systems}
     runs |= {_DISK: measure_disk, _BUS: bus.measure}
     results = interleaved(runs, rounds, say)
-    return Results(results, results.pop(_DISK), results.pop(_BUS))
+    return _Results(results, results.pop(_DISK), results.pop(_BUS))
+
+
+# ---------------------------------------------------------------- losses
+def losses_of(system: Contender) -> list[float]:
+    """By step, the warm-up's too."""
+    return [loss for loss, *_ in system.losses]
 
 
 def _check_losses(systems: Sequence[Contender]) -> None:
-    ours = [s for s in systems if s.spec.kind is Kind.OURS and s.spec.name in _EQUAL]
+    """Ours that train on the very same batches."""
+    ours = [s for s in systems if s.spec in (HOST, NVME)]
     for other in ours[1:]:
-        pairs = zip(ours[0].losses(), other.losses(), strict=True)
+        pairs = zip(losses_of(ours[0]), losses_of(other), strict=True)
         for step, (a, b) in enumerate(pairs):
             if struct.pack("<d", a) != struct.pack("<d", b):  # bits: NaN is equal to NaN
                 raise IntegrityError(
@@ -217,5 +162,64 @@ def _check_losses(systems: Sequence[Contender]) -> None:
                 )
 
 
-def _texts(options: StepOptions, folder: Path) -> dict[str, Any]:
-    return {"config": str(options.config or "151 M Llama shape"), "folder": str(folder)}
+def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:
+    """The largest; NaN if one of the losses is, which `max` would pass over."""
+    each = [abs(a - b) for a, b in zip(reference, losses, strict=False)]
+    return math.nan if any(map(math.isnan, each)) else max(each)
+
+
+# ---------------------------------------------------------------- rows
+def _add_rows(record: Record, systems: Sequence[Contender], results: _Results) -> None:
+    plain = next((losses_of(s) for s in systems if s.spec.name == PLAIN.name), None)
+    for system in systems:
+        row = system.row(results.turns[system.spec.label], _MEASURES)
+        record.rows.append(row)
+        if not row.measured:
+            continue
+        moved = zip(row.measures["read_nbytes"], row.measures["written_nbytes"], strict=True)
+        row.measures["moved_nbytes"] = [read + written for read, written in moved]
+        # others have other batches
+        if plain and system.spec.name != PLAIN.name and system.spec.batches == 1:
+            row.facts["loss_difference"] = _difference(plain, losses_of(system))
+
+
+def _add_roofline(record: Record, results: _Results, adam_nbytes: float) -> None:
+    """One row per bound, and their maximum round by round, for what runs on nvme and on host."""
+    bounds = {"bus": [adam_nbytes / speed for speed in results.bus]}
+    if (plain := record.measured(PLAIN.label)) is not None:
+        bounds["compute"] = plain.measures["forward_backward_s"]
+    if (nvme := record.measured(NVME.label)) is not None:
+        moved = zip(nvme.measures["read_nbytes"], nvme.measures["written_nbytes"], strict=True)
+        bounds["disk"] = [
+            speed.seconds(int(read), int(written))
+            for speed, (read, written) in zip(results.disk, moved, strict=True)
+        ]
+    for name in sorted(bounds):
+        record.rows.append(Row(f"bound by {name}", Kind.LIMIT, {"seconds": bounds[name]}))
+    if len(bounds) == 3:
+        record.rows.append(Row(_ROOFLINE, Kind.LIMIT, {"seconds": roofline(bounds)}))
+    record.details["disk"] = [asdict(speed) for speed in results.disk]
+    record.details["bus_bytes_per_s"] = results.bus
+
+
+def _compare(record: Record) -> None:
+    record.compare(_ROOFLINE, NVME.label, "seconds", Target(0.90))
+    record.compare(HOST.label, PLAIN.label, "seconds", Target(1.08, at_most=True))
+    record.compare(NVME.label, PLAIN.label, "seconds")
+    record.compare(NVME.label, PLAIN.label, "peak_rss_nbytes")
+    record.compare(PIECES.label, ACCUMULATED.label, "moved_nbytes", Target(0.35, at_most=True))
+    record.compare(PIECES.label, ACCUMULATED.label, "seconds")
+
+
+def _notes(base: OffloadConfig, numel: int, disk: DiskLimit, bus: BusLimit) -> list[str]:
+    notes = [
+        f"{numel / 1e6:.4g} M parameters, {base.precision}, batch {base.train.batch} x "
+        f"{base.train.sequence} tokens, accumulation {base.gradient_accumulation_steps}",
+        f"bounds: compute is plain PyTorch's forward and backward; disk is our nvme bytes in a raw "
+        f"loop ({disk.note}); bus is {bus.traffic:g} B per parameter in a loop in {bus.language}; "
+        f"{_ROOFLINE} is the largest of each round",
+        "loss diff: the largest from plain PyTorch at equal steps; ours are equal to the last bit",
+    ]
+    if base.precision != "fp32" and base.precision in machine.slow_matmul_precisions():
+        notes.append(f"{base.precision} products are slow on this CPU: all systems wait for them")
+    return notes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +13,12 @@ from rich.text import Text
 
 from offload.bench.record import Kind, Ratio, Record, Row
 
+_LEAST_WIDTH = 16  # of a name
 _STYLES = {Kind.LIMIT: "cyan", Kind.OURS: "bold", Kind.PEER: ""}
 _MEASURES = {
     "seconds": "time",
     "parameters_per_s": "speed",
+    "tokens_per_s": "tokens/s",
     "bytes_per_s": "bytes/s",
     "cpu_s_per_gb": "CPU time",
     "peak_rss_nbytes": "peak RSS",
@@ -40,53 +43,79 @@ def number(measure: str, scale: float = 1.0, digits: int = 2) -> Callable[[Row],
     return text
 
 
+@dataclass(frozen=True)
+class Grid:
+    """A table's cells. The first columns that are text are to the left, numbers to the right."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: int = 1  # columns of text
+    folds: int = 0  # the column that gives way where the terminal is narrow
+
+
+def rows_of(record: Record, columns: Sequence[Column]) -> Grid:
+    """A row per system, its kind first."""
+    rows = []
+    for row in record.rows:
+        name = f"{row.name} ({row.note})" if row.note and row.measured else row.name
+        rows.append((str(row.kind), name, *(column.text(row) for column in columns)))
+    return Grid(("", "", *(column.heading for column in columns)), rows, 2, folds=1)
+
+
+def ratios_of(record: Record) -> Grid:
+    headings = ("ratio, within rounds", "of", "median", "range", "target")
+    return Grid(headings, [_ratio(ratio) for ratio in record.ratios], 2)
+
+
+def _ratio(ratio: Ratio) -> tuple[str, ...]:
+    return (
+        f"{ratio.of} / {ratio.to}", _MEASURES.get(ratio.measure, ratio.measure),
+        f"{ratio.median:.3f}", span(ratio.rounds),
+        "" if ratio.target is None else str(ratio.target),
+    )  # fmt: skip
+
+
+def span(values: Sequence[float]) -> str:
+    """Lowest and highest; nothing where there is but one."""
+    return f"{min(values):.2f} .. {max(values):.2f}" if len(values) > 1 else ""
+
+
 def print_record(record: Record, columns: Sequence[Column], console: Console | None = None) -> None:
     """Print two tables and the notes."""
     screen = console or Console(highlight=False)
     machine = record.machine
     where = machine.get("gpu") or f"{machine['cores']} x {machine['cpu']}"
     screen.print(Text(f"offload bench {record.bench}: {where}", style="bold"))
-    screen.print(_rows(record, columns))
+    screen.print(_drawn(rows_of(record, columns), [_STYLES[row.kind] for row in record.rows]))
     if record.ratios:
+        met = [ratio.target is None or ratio.target.met(ratio.median) for ratio in record.ratios]
         screen.print()
-        screen.print(_ratios(record.ratios))
+        screen.print(_drawn(ratios_of(record), ["" if each else "yellow" for each in met]))
     absent = [f"{row.name}: {row.note}" for row in record.rows if not row.measured]
     for note in [*absent, *record.notes]:
         screen.print(Text(f"- {note}", style="dim"))
 
 
-def _plain_table() -> Table:
-    return Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
-
-
-def _rows(record: Record, columns: Sequence[Column]) -> Table:
-    table = _plain_table()
-    table.add_column("", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for column in columns:
-        table.add_column(column.heading, justify="right", no_wrap=True)
-    for row in record.rows:
-        name = Text(row.name)
-        if row.note and row.measured:
-            name.append(f" ({row.note})", style="dim")
-        cells = [column.text(row) for column in columns]
-        table.add_row(str(row.kind), name, *cells, style=_STYLES[row.kind])
+def _drawn(grid: Grid, styles: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
+    for column, heading in enumerate(grid.headings):
+        justify: Literal["left", "right"] = "left" if column < grid.texts else "right"
+        if column == grid.folds:
+            table.add_column(heading, justify=justify, overflow="fold", min_width=_LEAST_WIDTH)
+        else:
+            table.add_column(heading, justify=justify, no_wrap=True)
+    for row, style in zip(grid.rows, styles, strict=True):
+        table.add_row(*(Text(cell) for cell in row), style=style)
     return table
 
 
-def _ratios(ratios: Sequence[Ratio]) -> Table:
-    table = _plain_table()
-    table.add_column("ratio, within rounds", overflow="fold")
-    table.add_column("of", no_wrap=True)
-    for heading in ("median", "range", "target"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for ratio in ratios:
-        low, high = min(ratio.rounds), max(ratio.rounds)
-        met = ratio.target is None or ratio.target.met(ratio.median)
-        table.add_row(
-            f"{ratio.of} / {ratio.to}", _MEASURES.get(ratio.measure, ratio.measure),
-            Text(f"{ratio.median:.3f}", style="" if met else "yellow"),
-            f"{low:.2f} .. {high:.2f}" if len(ratio.rounds) > 1 else "",
-            "" if ratio.target is None else str(ratio.target),
-        )  # fmt: skip
-    return table
+def markdown(grid: Grid) -> str:
+    """The same in Markdown; a `|` in a cell is escaped."""
+    marks = ["---" if at < grid.texts else "---:" for at in range(len(grid.headings))]
+    lines = [grid.headings, marks, *([plain(cell) for cell in row] for row in grid.rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plain(text: str) -> str:
+    """In one line of Markdown."""
+    return " ".join(text.split()).replace("|", "\\|")

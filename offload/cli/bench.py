@@ -1,11 +1,14 @@
-"""`offload bench`: what the hardware can do, what we do and what others do, in one run."""
+"""`offload bench`: what the hardware can do and what we do, in one run.
+
+`benchmarks/peers.py` has the same commands, with others in that run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,9 +21,16 @@ if TYPE_CHECKING:
     from offload.bench.rounds import Say
     from offload.bench.table import Column
 
+
+class BenchGroup(GuardedGroup):
+    """The commands, and where the functions are that they run."""
+
+    functions = "offload.bench.{0}:run_{0}"
+
+
 bench_app = typer.Typer(
-    cls=GuardedGroup,
-    help="Measure the hardware's limit, offload and its peers, interleaved; print ratios.",
+    cls=BenchGroup,
+    help="Measure the hardware's limit and offload, interleaved; print ratios.",
     no_args_is_help=True,
 )
 
@@ -63,6 +73,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 @bench_app.command()
 def adam(
+    context: typer.Context,
     numel: Annotated[
         int | None,
         typer.Option("--numel", min=1, metavar="N", help="Parameters. Default: 100 M if they fit."),
@@ -71,18 +82,15 @@ def adam(
     threads: Threads = None,
     json: Json = None,
 ) -> None:
-    """The optimizer's step: ours, torch's and DeepSpeed's against a loop with the same bytes."""
-    from offload.bench.adam import COLUMNS, AdamOptions, run_adam
-    from offload.bench.record import check_json
+    """The optimizer's step against a loop with the same bytes."""
+    from offload.bench.adam import COLUMNS, AdamOptions
 
-    check_json(json)
-    with _saying() as say:
-        record = run_adam(AdamOptions(numel, rounds, threads), say)
-    _finish(record, COLUMNS, json)
+    _run(context, AdamOptions(numel, rounds, threads), COLUMNS, json)
 
 
 @bench_app.command()
 def io(
+    context: typer.Context,
     path: Folder = None,
     size: Annotated[
         str | None,
@@ -101,22 +109,19 @@ def io(
     json: Json = None,
 ) -> None:
     """Swap files: our block store against the best raw O_DIRECT loop found."""
-    from offload.bench.io import COLUMNS, IoOptions, run_io
-    from offload.bench.record import check_json
+    from offload.bench.io import COLUMNS, IoOptions
     from offload.swap.backends import resolve_backend
 
-    check_json(json)
     options = IoOptions(
         path, None if size is None else _size("--size", size), _size("--block", block),
         _size("--in-flight", in_flight), resolve_backend(backend), rounds,
     )  # fmt: skip
-    with _saying() as say:
-        record = run_io(options, say)
-    _finish(record, COLUMNS, json)
+    _run(context, options, COLUMNS, json)
 
 
 @bench_app.command()
 def copy(
+    context: typer.Context,
     size: Annotated[
         str | None,
         typer.Option("--size", metavar="SIZE", help="Bytes per copy. Default: 1GiB if it fits."),
@@ -129,18 +134,16 @@ def copy(
     json: Json = None,
 ) -> None:
     """Host and device memory: our copy streams against a raw copy; without a GPU, memory alone."""
-    from offload.bench.copy import COLUMNS, CopyOptions, run_copy
-    from offload.bench.record import check_json
+    from offload.bench.copy import COLUMNS, CopyOptions
 
-    check_json(json)
     nbytes = None if size is None else _size("--size", size)
-    with _saying() as say:
-        record = run_copy(CopyOptions(nbytes, _size("--piece", piece), rounds, threads), say)
-    _finish(record, COLUMNS, json)
+    options = CopyOptions(nbytes, _size("--piece", piece), rounds, threads)
+    _run(context, options, COLUMNS, json)
 
 
 @bench_app.command()
 def step(
+    context: typer.Context,
     config: Config = None,
     option: Override = None,
     systems: Annotated[
@@ -148,8 +151,8 @@ def step(
         typer.Option(
             "--systems",
             metavar="NAMES",
-            help="Of plain, host, nvme, deepspeed-cpu, deepspeed-nvme; or deepspeed-nvme-kept, "
-            "accumulated, micro-batches. Default: those of the first five that fit.",
+            help="Of plain, host, nvme; or accumulated, micro-batches. Default: those of the "
+            "first three that fit.",
         ),
     ] = "",
     precision: Annotated[
@@ -159,21 +162,17 @@ def step(
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Training steps: plain PyTorch, ours on host and nvme, DeepSpeed ZeRO-3; and the roofline."""
-    from offload.bench.record import check_json
-    from offload.bench.step import StepOptions, run_step
-    from offload.bench.step_rows import COLUMNS
+    """Training steps: plain PyTorch, ours on host and on nvme; and the roofline."""
+    from offload.bench.step import COLUMNS, StepOptions
 
-    check_json(json)
     overrides = [*(option or []), *([f"precision={precision}"] if precision else [])]
     options = StepOptions(config, tuple(overrides), path, _names(systems), rounds)
-    with _saying() as say:
-        record = run_step(options, say)
-    _finish(record, COLUMNS, json)
+    _run(context, options, COLUMNS, json)
 
 
 @bench_app.command()
 def ranks(
+    context: typer.Context,
     count: Annotated[
         int, typer.Option("--ranks", metavar="N", help="Processes that train together.")
     ] = 2,
@@ -184,24 +183,18 @@ def ranks(
         typer.Option(
             "--systems",
             metavar="NAMES",
-            help="Of stage3, stage2, stage3-nvme, ddp, fsdp2, fsdp2-offload, deepspeed. Default: "
-            "all.",
+            help="Of stage3, stage2, stage3-nvme. Default: those that fit.",
         ),
     ] = "",
     path: Folder = None,
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Training steps of several ranks: ours sharded, DDP, FSDP2 and DeepSpeed ZeRO-3."""
-    from offload.bench.ranks import COLUMNS, RanksOptions, run_ranks
-    from offload.bench.record import check_json
+    """Training steps of several ranks, sharded."""
+    from offload.bench.ranks import COLUMNS, RanksOptions
 
-    check_json(json)
-    overrides = tuple(option or [])
-    options = RanksOptions(count, config, overrides, path, _names(systems), rounds)
-    with _saying() as say:
-        record = run_ranks(options, say)
-    _finish(record, COLUMNS, json)
+    options = RanksOptions(config, tuple(option or []), path, _names(systems), rounds, count)
+    _run(context, options, COLUMNS, json)
 
 
 @contextmanager
@@ -213,9 +206,19 @@ def _saying() -> Iterator[Say]:
         yield status.update
 
 
-def _finish(record: Record, columns: Sequence[Column], json: Path | None) -> None:
+def _run(
+    context: typer.Context, options: object, columns: Sequence[Column], json: Path | None
+) -> None:
+    """Measure, print, and write where that was asked for."""
+    from offload.bench.child import named
+    from offload.bench.record import check_json
     from offload.bench.table import print_record
 
+    check_json(json)
+    group: Any = context.parent and context.parent.command
+    run = named(group.functions.format(context.command.name))
+    with _saying() as say:
+        record: Record = run(options, say)
     print_record(record, columns)  # first: a full disk must not take it along
     if json is not None:
         record.write(json)

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.bench import adam_peers, io, io_raw, ranks, step_limits, step_process
+from offload.bench import child, contenders, io, io_raw, limits
 from offload.bench.adam_ours import VARIANTS, Variant, filled, stepper
 from offload.bench.arrays import STAGGER_NBYTES, Arrays, Stream
+from offload.bench.child import Child, ChildFailed
+from offload.bench.contenders import LLAMA_151M, Contender, SystemSpec, start, wanted
 from offload.bench.io_raw import GRID, LibaioLoop, ThreadsLoop, cut, open_loop
-from offload.bench.quiet import quietly
+from offload.bench.ranks import SYSTEMS as RANKS
 from offload.bench.record import Kind, Record, Row, Target, check_json
 from offload.bench.rounds import interleaved
-from offload.bench.step import LLAMA_151M, StepOptions, _check_losses, _choose
-from offload.bench.step_process import SystemFailed, SystemProcess, Turn
-from offload.bench.step_rows import EXTRA_SYSTEMS, SYSTEMS, Contender, _difference
+from offload.bench.step import EXTRA_SYSTEMS, SYSTEMS, _check_losses, _difference
 from offload.bench.stream import GROUP, BusLoop
 from offload.cli.app import main
 from offload.config import OffloadConfig
@@ -196,7 +196,7 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["ranks", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["ranks", "-o", "precision=fp16"], "set precision: fp32 or bf16"),
         (["ranks", "--ranks", "1"], "--ranks: 1 is not several"),
-        (["ranks", "--systems", "ddp,fancy"], "--systems: 'fancy' is unknown"),
+        (["ranks", "--systems", "stage2,fancy"], "--systems: 'fancy' is unknown"),
         (["nonsense"], "No such command"),
     ],
 )
@@ -213,17 +213,17 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
 def test_ranks_without_a_system_that_can_run_say_why(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.bench.ranks.machine.available_memory_nbytes", lambda: 1 << 20)
-    assert run("ranks", "--systems", "stage3,stage3,ddp", *TINY_MODEL) == 2
+    monkeypatch.setattr("offload.bench.contenders.machine.available_memory_nbytes", lambda: 1 << 20)
+    assert run("ranks", "--systems", "stage3,stage3,stage2", *TINY_MODEL) == 2
     said = capsys.readouterr().err
     assert said.count("ours, stage 3, host: left out: needs about 1.4 GiB, and 1.0 MiB") == 1
-    assert "DDP: left out" in said
+    assert "ours, stage 2, host: left out" in said
     assert "fewer --ranks" in said
     assert "--systems stage3" not in said
     assert "Traceback" not in said
 
 
-def test_a_system_of_several_ranks_starts_once_and_advice_names_two_at_most(
+def test_a_system_named_twice_starts_once_and_advice_names_two_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
@@ -235,16 +235,17 @@ def test_a_system_of_several_ranks_starts_once_and_advice_names_two_at_most(
 
         def kill(self) -> None: ...
 
-    monkeypatch.setattr(ranks, "RankedSystem", Fake)
-    monkeypatch.setattr(ranks.machine, "available_memory_nbytes", lambda: 5 << 30)
+    monkeypatch.setattr(contenders, "Contender", Fake)
+    monkeypatch.setattr(contenders.machine, "available_memory_nbytes", lambda: 5 << 30)
+    others = tuple(SystemSpec(name, name.upper(), Kind.PEER, "-:-") for name in ("ddp", "fsdp2"))
     names = ("stage2", "ddp", "stage2", "ddp", "stage3", "fsdp2", "stage3")
-    options = ranks.RanksOptions(systems=names)
+    specs = wanted(names, (*RANKS, *others))
     base = OffloadConfig.load(LLAMA_151M, TINY_MODEL[1::2])
     with ExitStack() as stack:
-        _, missing = ranks._start(options, base, tmp_path, stack, silent)
+        _, missing = start(specs, base, tmp_path, stack, silent, ranks=2)
     assert started == ["stage2", "ddp", "stage3"]
     assert [row.name for row in missing] == ["FSDP2"]
-    assert missing[0].note.endswith("run it with fewer: --systems stage3,fsdp2")
+    assert missing[0].note.endswith("run it with fewer: --systems stage2,fsdp2")
 
 
 def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
@@ -286,10 +287,8 @@ def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
 def test_a_peer_that_fails_is_a_note(recorded: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("offload.bench.step.BUS_NUMEL", 1 << 16)
     monkeypatch.setattr("offload.bench.step.DISK_NBYTES", 32 << 20)
-    broken = dataclasses.replace(SYSTEMS[0], program="deepspeed-nothing")
+    broken = dataclasses.replace(SYSTEMS[0], program="offload.bench.systems:Nothing")
     monkeypatch.setattr("offload.bench.step.SYSTEMS", (broken, *SYSTEMS[1:]))
-    monkeypatch.setattr("offload.bench.step.EXTRA_SYSTEMS", ())
-    monkeypatch.setattr("offload.bench.step.has_deepspeed", lambda: True)
     arguments = [*STEP, "--systems", "plain,nvme", "--path", str(tmp_path)]
     record, printed = recorded(*arguments)
     rows = {row["name"]: row for row in record["rows"]}
@@ -298,33 +297,14 @@ def test_a_peer_that_fails_is_a_note(recorded: Any, tmp_path: Path, monkeypatch:
     assert rows["ours, all on nvme"]["measures"]
 
 
-def test_a_missing_peer_says_what_to_install(recorded: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(adam_peers, "has_deepspeed", lambda: False)
-    record, printed = recorded(*ADAM)
-    rows = {row["name"]: row for row in record["rows"]}
-    note = rows["DeepSpeedCPUAdam, fp32"]["note"]
-    assert note == "not installed: pip install 'offload[bench]'"
-    assert f"DeepSpeedCPUAdam, fp32: {note}" in printed
-
-
-def test_what_a_failing_library_prints_is_kept_and_its_last_line_shown(capfd: Any) -> None:
-    def fail() -> None:
-        print("compiling ...")
-        raise RuntimeError("first line\nno compiler")
-
-    assert quietly(fail, "cannot be used") == (None, "cannot be used: RuntimeError: no compiler")
-    assert quietly(lambda: 3, "") == (3, "")
-    assert capfd.readouterr().out == ""
-
-
 # ---------------------------------------------------------------- step's processes and limits
-def started(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> SystemProcess:
-    """A system whose process runs `script` in a shell."""
+def started(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
+    """A child that runs `script` in a shell."""
     program = folder / "program"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o700)
-    monkeypatch.setattr(step_process.sys, "executable", str(program))
-    return SystemProcess(SYSTEMS[0], folder / "none.yaml", folder)
+    monkeypatch.setattr(child.sys, "executable", str(program))
+    return Child("somebody", "none:none", {}, folder)
 
 
 _READY = """echo '{"ready": true}'"""
@@ -334,27 +314,38 @@ def test_a_system_that_died_between_turns_is_one_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = started(f"{_READY}; echo out of memory >&2; exit 3", tmp_path, monkeypatch)
+    assert process.answer() == {"ready": True}
     process._process.wait()
-    with pytest.raises(SystemFailed, match=r"ended early(.|\n)*out of memory"):
-        process.turn()
-    with pytest.raises(SystemFailed, match="ended with status 3"):
+    with pytest.raises(ChildFailed, match=r"ended early(.|\n)*out of memory"):
+        process.send("turn")
+    with pytest.raises(ChildFailed, match="ended with status 3"):
         process.close()
     process.kill()
+    process.kill()
+
+
+def test_half_an_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = started("printf '{'; exec sleep 60", tmp_path, monkeypatch)
+    with pytest.raises(ChildFailed, match="gave no answer in 0 s"):
+        process.answer(0.3)
     process.kill()
 
 
 def test_a_system_that_hangs_at_its_end_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_process, "_CLOSE_TIMEOUT_S", 0.05)
-    with pytest.raises(SystemFailed, match="closed its output and did not end"):
-        started("exec 1>&-; exec sleep 60", tmp_path, monkeypatch)
+    monkeypatch.setattr(child, "_CLOSE_TIMEOUT_S", 0.05)
+    process = started("exec 1>&-; exec sleep 60", tmp_path, monkeypatch)
+    with pytest.raises(ChildFailed, match="closed its output and did not end"):
+        process.answer()
+    process.kill()
 
 
 def test_killing_a_system_ends_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = started(f"sleep 60 & echo $! > {tmp_path}/pid; {_READY}; wait", tmp_path, monkeypatch)
+    process.answer()
     # Ctrl-C goes to the terminal's foreground group: the bench, not its children
     assert os.getpgid(process._process.pid) != os.getpgrp()
     process.kill()
@@ -381,7 +372,7 @@ def test_an_interrupted_disk_limit_leaves_nothing_open(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = (dataclasses.replace(GRID[0], block_nbytes=8192),)
-    monkeypatch.setattr(step_limits, "_THREADS_GRID", grid)
+    monkeypatch.setattr(limits, "_THREADS_GRID", grid)
     opened: list[ThreadsLoop] = []
 
     def open_and_keep(*arguments: Any) -> Any:
@@ -391,10 +382,10 @@ def test_an_interrupted_disk_limit_leaves_nothing_open(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(step_limits, "open_loop", open_and_keep)
-    monkeypatch.setattr(step_limits, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        step_limits.DiskLimit(tmp_path, 1 << 20, silent)
+    monkeypatch.setattr(limits, "open_loop", open_and_keep)
+    monkeypatch.setattr(limits, where, interrupted)
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+        limits.DiskLimit(tmp_path, 1 << 20, silent, stack)
     assert open_files(tmp_path) == []
     assert len(opened) == (2 if where == "ThreadsLoop" else 0)
     for loop in opened:
@@ -409,9 +400,9 @@ def test_an_interrupted_bus_limit_closes_its_threads(monkeypatch: pytest.MonkeyP
         runners.append(runner)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(step_limits, "BusLoop", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        step_limits.BusLimit("fp32", GROUP * 64, 2)
+    monkeypatch.setattr(limits, "BusLoop", interrupted)
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+        limits.BusLimit("fp32", GROUP * 64, 2, stack)
     with pytest.raises(RuntimeError, match="after shutdown"):
         runners[0](lambda lo, hi: None, 100)
 
@@ -444,7 +435,7 @@ def test_a_raw_loop_that_fails_begins_no_other_block(
 def contender(name: str, losses: tuple[float, ...]) -> Contender:
     made = Contender.__new__(Contender)
     made.spec = next(spec for spec in SYSTEMS if spec.name == name)
-    made.turns = [Turn(losses, 1.0, 1.0, 0, 0, 0)]
+    made.losses = [(loss,) for loss in losses]
     return made
 
 
@@ -473,16 +464,12 @@ def test_a_loss_that_is_nan_makes_the_difference_nan() -> None:
     assert math.isnan(_difference([1.0, math.nan, 3.0], [2.0, 2.0, 3.0]))
 
 
-def test_a_system_named_twice_runs_once() -> None:
-    chosen, left_out = _choose(StepOptions(systems=("nvme", "host", "nvme")), 1000)
-    assert ([spec.name for spec in chosen], left_out) == (["nvme", "host"], [])
-
-
 def test_the_help_of_step_names_every_system(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert run("step", "--help") == 0
-    words = set(re.findall(r"[a-z-]+", re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)))
-    assert {spec.name for spec in (*SYSTEMS, *EXTRA_SYSTEMS)} <= words
+    for bench, specs in (("step", (*SYSTEMS, *EXTRA_SYSTEMS)), ("ranks", RANKS)):
+        assert run(bench, "--help") == 0
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+        assert {spec.name for spec in specs} <= set(re.findall(r"[a-z0-9-]+", shown))
 
 
 # ---------------------------------------------------------------- the parts
@@ -695,5 +682,5 @@ def test_the_built_in_model_is_that_of_the_example() -> None:
 
 
 def test_the_child_runs_this_very_package() -> None:
-    paths = step_process._environment()["PYTHONPATH"].split(":")
-    assert (Path(paths[0]) / "offload" / "bench" / "step_child.py").is_file()
+    paths = child.child_environment()["PYTHONPATH"].split(":")
+    assert (Path(paths[0]) / "offload" / "bench" / "child.py").is_file()

@@ -1,23 +1,29 @@
-"""The tests that need a GPU, in several processes at once, and what became of them."""
+"""The tests that need a GPU, in several processes at once, and what became of them.
+
+GPU tests wait for compilers most of the time, so several processes go through them side by side,
+each with its share; neighbours in a file, which compile alike, are spread over all of them. This
+module is also their pytest plugin:
+
+    OFFLOAD_TEST_SHARE=2/8 python -m pytest -p benchmarks.gpu_tests ...
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload import machine
-from offload.bench.gpu_process import environment, repository
-from offload.bench.gpu_test_share import VARIABLE
+from offload.bench.child import Parent, child_environment, repository
 from offload.tiers.errors import PathError
 
+VARIABLE = "OFFLOAD_TEST_SHARE"
 _MOST_SHARES = 8
 _DEVICE_NBYTES = 3 << 30  # per process: a context, and tests that take a gigabyte
 _SHOWN_CHARACTERS = 400
@@ -77,14 +83,17 @@ def shares_of(cores: int, device_nbytes: int) -> int:
     return max(1, min(_MOST_SHARES, cores // 2, device_nbytes // _DEVICE_NBYTES))
 
 
-def run_tests(limit_s: float, folder: Path) -> dict[str, Any]:
-    """Run them, at most `limit_s`. PathError where there are no tests beside the package."""
+def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
+    """A child's program. PathError where there are no tests beside the package."""
+    import torch
+
     root = repository()
     files = gpu_test_files(root)
     if not files:
         raise PathError(f"{root} has no GPU tests; run this in a checkout of the project")
     shares = shares_of(machine.cpu_count(), torch.cuda.mem_get_info()[0])
-    return run_shares(root, files, shares, limit_s, folder).to_dict() | {"processes": shares}
+    tests = run_shares(root, files, shares, options["limit_s"], Path(options["folder"]))
+    parent.answer(tests.to_dict() | {"processes": shares})
 
 
 def run_shares(
@@ -117,14 +126,14 @@ def _start(
     number = share.split("/")[0]
     command = [
         sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider",
-        "-p", "offload.bench.gpu_test_share", f"--junitxml={folder / f'tests-{number}.xml'}",
+        "-p", "benchmarks.gpu_tests", f"--junitxml={folder / f'tests-{number}.xml'}",
         "-o", f"faulthandler_timeout={_HANG_S}", "-o", "faulthandler_exit_on_timeout=true",
         # libraries are those that are there, not those that were pinned: what they announce for
         # later versions is no failure here
         "-W", "default::DeprecationWarning", "-W", "default::PendingDeprecationWarning",
         "-W", "default::FutureWarning", *map(str, files),
     ]  # fmt: skip
-    environ: dict[str, str] = {**environment(), VARIABLE: share, "OMP_NUM_THREADS": "1"}
+    environ: dict[str, str] = {**child_environment(), VARIABLE: share, "OMP_NUM_THREADS": "1"}
     environ.pop("TRITON_INTERPRET", None)  # on the device
     with (folder / f"tests-{number}.log").open("w") as output:
         return subprocess.Popen(
@@ -145,3 +154,13 @@ def _last_test(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if "::" in line]
     return [*lines[-1:], *named][-1].strip()[:_SHOWN_CHARACTERS] if lines else "(no output)"
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Keep every n-th test. Runs before `-m` is looked at or after it: a share of the share is the
+    same either way."""
+    number, count = (int(word) for word in os.environ[VARIABLE].split("/"))
+    left = [item for place, item in enumerate(items) if place % count != number]
+    if left:
+        config.hook.pytest_deselected(items=left)
+    items[:] = items[number::count]

@@ -7,15 +7,18 @@ Kernels that read more than they write may beat a copy by a little: reads are ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from offload.bench.gpu_machine import timed_on_device
-from offload.bench.record import Kind, Record, timed_row
-from offload.bench.rounds import Say, interleaved
+from benchmarks.gpu_machine import timed_on_device
+from benchmarks.gpu_parts import say
+from offload.bench.child import Parent
+from offload.bench.record import Kind, Record
+from offload.bench.rounds import Timed, measure
 from offload.kernels import triton_convert, triton_gradients, triton_optimizer
 from offload.kernels.gradients import norm_blocks
 from offload.kernels.int8 import BLOCK
@@ -27,7 +30,7 @@ from offload.tiers.units import format_bytes
 NUMEL = 1 << 27
 _SHARE_OF_MEMORY = 8  # a kernel's arrays take at most this part of what is free
 _MOST_PER_ELEMENT = 16  # bytes of arrays
-_REPEATS = 5
+_REPEATS, _ROUNDS = 5, 7
 
 _ADAM = AdamScalars(1e-4, 0.9, 0.95, 1e-8, 0.1, step=2, grad_scale=0.5)
 _LION = LionScalars(1e-4, 0.9, 0.99, 0.1, grad_scale=0.5)
@@ -52,37 +55,39 @@ class KernelCase:
         return sum(tensor.nbytes for tensor in (*self.read, *self.written))
 
 
-def run_kernels(say: Say, rounds: int = 7) -> Record:
+def run_kernels(_: Mapping[str, Any], parent: Parent) -> None:
     """Measure every case on the current CUDA device. TritonUnavailableError if none can run."""
     device = torch.device("cuda", torch.cuda.current_device())
     free = torch.cuda.mem_get_info(device)[0]
     room = free // _SHARE_OF_MEMORY // _MOST_PER_ELEMENT // BLOCK * BLOCK
     numel = min(NUMEL, max(BLOCK, room))
-    record = Record("gpu kernels", {"numel": numel, "rounds": rounds, "repeats": _REPEATS})
-    record.note_rounds(rounds)
+    record = Record("gpu kernels", {"numel": numel, "rounds": _ROUNDS, "repeats": _REPEATS})
     for make in MAKERS:
         for case in make(numel, device):
             say(case.name)
-            _measure(case, record, rounds)
+            _measure(case, record)
     record.notes.append(f"{numel} elements; times are the device's own, {_REPEATS} calls per round")
-    return record
+    parent.answer(record.to_dict())
 
 
-def _measure(case: KernelCase, record: Record, rounds: int) -> None:
-    half = case.nbytes // 2
+def _measure(case: KernelCase, record: Record) -> None:
     device = (*case.read, *case.written)[0].device
-    source = torch.empty(half, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy = f"copy of {format_bytes(case.nbytes)}, beside {case.name}"
-    runs = {
-        case.name: lambda: timed_on_device(case.run, _REPEATS),
-        copy: lambda: timed_on_device(partial(target.copy_, source), _REPEATS),
-    }
-    seconds = interleaved(runs, rounds, lambda _: None)
-    for name, kind in ((copy, Kind.LIMIT), (case.name, Kind.OURS)):
-        rates = {"bytes_per_s": float(case.nbytes)}
-        record.rows.append(timed_row(name, kind, seconds[name], rates))
-    record.compare(case.name, copy, "bytes_per_s")
+    source = torch.empty(case.nbytes // 2, dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    name = f"copy of {format_bytes(case.nbytes)}, beside {case.name}"
+    systems = [
+        _timed(case.name, Kind.OURS, case.nbytes, case.run),
+        _timed(name, Kind.LIMIT, case.nbytes, copy),
+    ]
+    measure(record, systems, _ROUNDS, lambda _: None)
+    record.compare(case.name, name, "bytes_per_s")
+
+
+def _timed(name: str, kind: Kind, nbytes: int, work: Callable[[], object]) -> Timed:
+    def run() -> dict[str, float]:
+        return {"seconds": timed_on_device(work, _REPEATS)}
+
+    return Timed(name, kind, run, {"bytes_per_s": float(nbytes)})
 
 
 # ---------------------------------------------------------------- the cases

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from dataclasses import dataclass
+import tempfile
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from offload.bench.io import OURS
+from offload.bench.record import Kind, Record, Row
+from offload.bench.rounds import Say, Timed
 from offload.tiers.errors import StorageError
 from offload.tiers.units import format_bytes
 
@@ -18,20 +23,29 @@ _DEPTH = 4
 _TIMEOUT_S = 300.0
 
 
-def has_fio() -> bool:
-    return shutil.which("fio") is not None
+def systems(
+    folder: Path, nbytes: int, stack: ExitStack, say: Say
+) -> tuple[list[Timed], list[Row]]:  # fmt: skip
+    """Both directions over one file; closed with `stack`."""
+    names = [f"{NAME} {direction}" for direction in ("read", "write")]
+    if shutil.which("fio") is None:
+        return [], [Row(name, Kind.PEER, note="not installed") for name in names]
+    say("fio lays out its file")
+    private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+    fio = Fio(private, nbytes)
+    runs = [partial(fio.run, write=write) for write in (False, True)]
+    amounts = {"bytes_per_s": float(nbytes)}
+    pairs = zip(names, runs, strict=True)
+    return [Timed(name, Kind.PEER, run, amounts, fio.note) for name, run in pairs], []
 
 
-@dataclass(frozen=True)
-class FioRun:
-    """What fio says of one pass."""
-
-    seconds: float
-    cpu_s: float
+def compare(record: Record) -> None:
+    for direction in ("read", "write"):
+        record.compare(f"{OURS} {direction}", f"{NAME} {direction}", "bytes_per_s")
 
 
 class Fio:
-    """Passes of `nbytes` over a file of its own in `folder`, which is removed by `close`."""
+    """Passes of `nbytes` over a file of its own in `folder`."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self._file = folder / "fio"
@@ -40,7 +54,7 @@ class Fio:
         self.note = f"libaio, {_DEPTH} x {format_bytes(self._block)}"
         self.run(write=True)  # lays the file out: first writes to fresh blocks are slower
 
-    def run(self, *, write: bool) -> FioRun:
+    def run(self, *, write: bool) -> dict[str, float]:
         """One pass, of fio's own timing. StorageError with what fio wrote if it fails."""
         direction = "write" if write else "read"
         command = [
@@ -58,7 +72,5 @@ class Fio:
         answer: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
         job = answer["jobs"][0]
         seconds = self._nbytes / float(job[direction]["bw_bytes"])
-        return FioRun(seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
-
-    def close(self) -> None:
-        self._file.unlink(missing_ok=True)
+        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
+        return {"seconds": seconds, "cpu_s_per_gb": cpu_s / self._nbytes * 1e9}

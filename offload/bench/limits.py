@@ -1,16 +1,17 @@
-"""The three things that bound a training step on this machine, measured in the same rounds.
+"""What bounds a training step, measured in the same rounds.
 
     compute     forward and backward of the plain model, everything in RAM, no optimizer
     disk        the step's bytes through a raw loop: reads and writes one after the other or mixed,
                 whichever is faster here
     bus         the optimizer's bytes through a loop without arithmetic
 
-A step that overlaps all three perfectly takes as long as the longest of them: the roofline
-(Williams, Waterman, Patterson, 2009).
+A step that overlaps all of them perfectly takes as long as the longest: the roofline (Williams,
+Waterman, Patterson, 2009).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +42,16 @@ class DiskSpeed:
         return min(apart, (read_nbytes + written_nbytes) / self.mixed)
 
 
+def roofline(bounds: Mapping[str, Sequence[float]]) -> list[float]:
+    """The longest of the bounds, round by round."""
+    return [max(values) for values in zip(*bounds.values(), strict=True)]
+
+
 class DiskLimit:
-    """Raw loops over a file of `nbytes` in `folder`."""
+    """Raw loops over a file of `nbytes` in `folder`, closed with `opened`."""
 
-    def __init__(self, folder: Path, nbytes: int, say: Say) -> None:
-        """Blocks for seconds. Closes what it opened if it fails or is interrupted."""
-        with ExitStack() as opened:
-            self._open(folder, nbytes, say, opened)
-            self._opened = opened.pop_all()
-
-    def _open(self, folder: Path, nbytes: int, say: Say, opened: ExitStack) -> None:
+    def __init__(self, folder: Path, nbytes: int, say: Say, opened: ExitStack) -> None:
+        """Blocks for seconds."""
         self._file = opened.enter_context(SwapFile(folder))
         self._file.reserve(nbytes)
         buffer = noise(max(shape.depth * shape.block_nbytes for shape in _THREADS_GRID))
@@ -78,29 +79,21 @@ class DiskLimit:
         mixed_s = seconds_of(lambda: self._mixed.mixed(*mix))
         return DiskSpeed(self._sizes[0] / read_s, self._sizes[1] / write_s, sum(mix) / mixed_s)
 
-    def close(self) -> None:
-        self._opened.close()
-
 
 class BusLimit:
-    """The traffic of the optimizer that a precision calls for, over `numel` parameters."""
+    """The traffic of the optimizer that a precision calls for, over `numel` parameters; its threads
+    are closed with `opened`."""
 
-    def __init__(self, precision: str, numel: int, threads: int) -> None:
-        """Blocks for a second. Closes its threads if it fails or is interrupted."""
+    def __init__(self, precision: str, numel: int, threads: int, opened: ExitStack) -> None:
+        """Blocks for a second."""
         streams = (PLAIN if precision == "fp32" else SPLIT).streams
         arrays = Arrays(numel, streams)
-        with ExitStack() as opened:
-            self._runner = ParallelRunner(threads, min_share=1)
-            opened.callback(self._runner.close)
-            held = [filled(arrays, stream) for stream in streams]
-            self._loop = BusLoop(streams, held, self._runner)
-            self._opened = opened.pop_all()
+        runner = ParallelRunner(threads, min_share=1)
+        opened.callback(runner.close)
+        self._loop = BusLoop(streams, [filled(arrays, stream) for stream in streams], runner)
         self.traffic = self._loop.traffic
         self.language = self._loop.language
 
     def measure(self) -> float:
         """Bytes per second of one pass."""
         return self._loop.nbytes / seconds_of(self._loop)
-
-    def close(self) -> None:
-        self._opened.close()

@@ -18,14 +18,16 @@ from typing import Any
 
 import pytest
 
-from offload.bench import gpu_check, gpu_run
-from offload.bench.gpu_bounds import judge
-from offload.bench.gpu_markdown import render, table
-from offload.bench.gpu_process import Outcome, Status
-from offload.bench.gpu_run import Check, Wanted, run_all, succeeded
-from offload.bench.gpu_sizes import GIB, STEPS
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Check, Wanted, run_all, succeeded
+from benchmarks.gpu_page import render
+from benchmarks.gpu_parts import Outcome, Status
+from benchmarks.gpu_sizes import GIB, STEPS
+from benchmarks.gpu_step import row_of
+from offload.bench.record import Kind, Record
+from offload.bench.table import Grid, markdown
 from offload.config import OffloadConfig
-from tests.offload.gpu_check_cases import H200, chosen
+from tests.benchmarks.gpu_check_cases import H200, chosen
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -50,7 +52,7 @@ def test_make_uses_a_named_interpreter_as_it_is() -> None:
         check=True,
     )  # fmt: skip
     (only,) = shown.stdout.splitlines()
-    assert only.startswith(f"{sys.executable} -m offload.bench.gpu_check")
+    assert only.startswith(f"{sys.executable} -m benchmarks.gpu_check")
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
     )
@@ -89,17 +91,22 @@ TESTS = {
 def row(name: str, kind: str, speeds: list[float]) -> dict[str, Any]:
     measures = {"seconds": [1e9 / speed for speed in speeds], "bytes_per_s": speeds}
     medians = {measure: sorted(values)[1] for measure, values in measures.items()}
-    return {"name": name, "kind": kind, "measures": measures, "medians": medians, "note": ""}
+    common = {"name": name, "kind": kind, "note": "", "facts": {}}
+    return {**common, "measures": measures, "medians": medians}
 
 
+COMMON: dict[str, Any] = {"bench": "-", "options": {}, "details": {}, "machine": {}}
 KERNELS = {
+    **COMMON,
     "rows": [row("adamw | split", "ours", [3e12, 4e12, 5e12]), row("copy", "limit", [4e12] * 3)],
     "ratios": [
-        {"of": "adamw | split", "to": "copy", "rounds": [0.75, 1.0, 1.25], "median": 1.0},
+        {"of": "adamw | split", "to": "copy", "measure": "bytes_per_s",
+         "rounds": [0.75, 1.0, 1.25], "median": 1.0},
     ],
     "notes": ["134217728 elements"],
 }  # fmt: skip
 COPIES = {
+    **COMMON,
     "rows": [
         row("raw, host to device", "limit", [50e9, 51e9, 52e9]),
         row("raw, device to host", "limit", [49e9, 50e9, 51e9]),
@@ -112,7 +119,7 @@ STEP = {
     "peak_rss_nbytes": 110 * GIB, "peak_device_nbytes": 90 * GIB,
 }  # fmt: skip
 GOOD = {
-    "probe": {"machine": H200.to_dict(), "hardware": HARDWARE}, "tests": TESTS,
+    "probe": {"machine": dataclasses.asdict(H200), "hardware": HARDWARE}, "tests": TESTS,
     "kernels": KERNELS, "copies": COPIES, "step": STEP, "deepspeed": {"compiled_s": 60.0},
 }  # fmt: skip
 
@@ -135,10 +142,10 @@ def run(
                 ended, result=result
             )  # fmt: skip
 
-        monkeypatch.setattr(gpu_run, "run_part", part)
-        found = gpu_run.importlib.util.find_spec
+        monkeypatch.setattr(gpu_check, "run_part", part)
+        found = gpu_check.importlib.util.find_spec
         monkeypatch.setattr(
-            gpu_run.importlib.util, "find_spec",
+            gpu_check.importlib.util, "find_spec",
             lambda name: (object() if peer else None) if name == "deepspeed" else found(name),
         )  # fmt: skip
         check = gpu_check.begin(tmp_path / "record.json", tmp_path)
@@ -151,15 +158,17 @@ def run(
 
 def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
     check, record, page = run()
-    assert [part["name"] for part in record["parts"]] == [
+    assert [part["name"] for part in record["details"]["parts"]] == [
         "probe", "tests", "kernels", "copies", "step", "step:deepspeed",
     ]  # fmt: skip
     assert succeeded(check.outcomes.values())
-    assert record["hardware"]["gpu"] == "NVIDIA H200"
-    (step,) = record["steps"]
-    assert step["case"]["shape"]["name"] == "8 B"
-    given = next(part for part in record["parts"] if part["name"] == "step")["result"]["given"]
-    assert (given["system"], given["steps"]) == ("ours", STEPS)
+    assert record["machine"]["gpu"] == "NVIDIA H200"
+    assert record["details"]["cases"]["step"]["shape"]["name"] == "8 B"
+    assert [row["name"] for row in record["rows"]] == ["ours, 8 B"]
+    given = next(part for part in record["details"]["parts"] if part["name"] == "step")["result"][
+        "given"
+    ]
+    assert (given["program"], given["steps"]) == ("benchmarks.gpu_step:QuickOurs", STEPS)
     assert OffloadConfig.load(given["config"]).precision == "bf16"
     assert "NVIDIA H200" in page
     assert "pip install 'offload[bench]'" in page
@@ -171,7 +180,7 @@ def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, stat
     broken = Outcome(name, status, 3.0, 60.0, "the end of its output: CUDA error 999")
     check, record, page = run(**{name: broken})
     assert not succeeded(check.outcomes.values())
-    ended = {part["name"]: part["status"] for part in record["parts"]}
+    ended = {part["name"]: part["status"] for part in record["details"]["parts"]}
     assert ended.pop(name) == status
     assert set(ended.values()) <= {"done", "left out"}
     assert {"tests", "kernels", "copies"} <= {*ended, name}
@@ -191,11 +200,15 @@ def test_failed_tests_fail_the_check(run: Any) -> None:
 
 def test_a_peer_runs_the_case_that_both_can_hold_beside_ours(run: Any) -> None:
     check, record, page = run(peer=True)
-    names = {step["name"]: step["case"]["shape"]["name"] for step in record["steps"]}
+    names = {name: case["shape"]["name"] for name, case in record["details"]["cases"].items()}
     assert names["step"] == "8 B"
     assert names["step:beside"] == names["step:deepspeed"] != "8 B"
-    assert record["ratios"] == ["tokens/s, ours / DeepSpeed ZeRO-3: 1.00"]
-    assert record["ratios"][0] in page
+    (ratio,) = record["ratios"]
+    assert (ratio["measure"], ratio["median"]) == ("tokens_per_s", 1.0)
+    assert (ratio["of"], ratio["to"]) == (
+        "ours, as large as DeepSpeed, 3.6 B", "DeepSpeed ZeRO-3, all on cpu, 3.6 B",
+    )  # fmt: skip
+    assert f"| {ratio['of']} / {ratio['to']} | tokens/s | 1.000 |" in page
     assert succeeded(check.outcomes.values())
 
 
@@ -211,14 +224,18 @@ def test_a_peer_that_cannot_compile_is_not_run(run: Any) -> None:
     broken = Outcome("deepspeed", Status.FAILED, 3.0, 60.0, "no nvcc")
     check, record, _ = run(peer=True, deepspeed=broken)
     assert succeeded(check.outcomes.values())
-    assert [step["name"] for step in record["steps"]] == ["step"]
+    assert list(record["details"]["cases"]) == ["step"]
     assert check.outcomes["step:deepspeed"].note == "no nvcc"
 
 
 def test_only_the_parts_and_the_model_that_were_asked_for(run: Any) -> None:
     _, record, _ = run(Wanted(parts=("step",), model="1.5 B"))
-    assert [part["name"] for part in record["parts"]] == ["probe", "step", "step:deepspeed"]
-    assert record["steps"][0]["case"]["shape"]["name"] == "1.5 B"
+    assert [part["name"] for part in record["details"]["parts"]] == [
+        "probe",
+        "step",
+        "step:deepspeed",
+    ]
+    assert record["details"]["cases"]["step"]["shape"]["name"] == "1.5 B"
 
 
 def test_a_part_for_which_no_time_is_left_is_left_out(run: Any, tmp_path: Path) -> None:
@@ -229,8 +246,8 @@ def test_a_part_for_which_no_time_is_left_is_left_out(run: Any, tmp_path: Path) 
 
 
 def test_limits_leave_room_for_everything() -> None:
-    assert gpu_run.TOTAL_S < 480
-    assert sum(gpu_run.LIMITS_S.values()) - gpu_run.LIMITS_S["step"] < gpu_run.TOTAL_S / 1.5
+    assert gpu_check.TOTAL_S < 480
+    assert sum(gpu_check.LIMITS_S.values()) - gpu_check.LIMITS_S["step"] < gpu_check.TOTAL_S / 1.5
 
 
 @pytest.mark.parametrize("out", ["folder", "record.md", "a.name", None])
@@ -252,27 +269,36 @@ def test_where_the_record_goes(out: str | None, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the page
 def test_a_record_as_markdown() -> None:
     case = dataclasses.replace(chosen(H200), batch=16)
-    speeds = {"host to device": 50e9, "device to host": 50e9}
-    step = {"name": "step", "label": "ours", "system": "ours", "case": case.to_dict()}
-    record = {
-        "date": "2026-01-02 03:04 UTC", "offload": "0.1", "hardware": HARDWARE,
-        "machine": H200.to_dict(), "ratios": ["tokens/s, ours / theirs: 2.00"],
-        "notes": ["step: a | b"], "steps": [{**step, "judged": judge(case, STEP, H200, speeds)}],
-        "parts": [
-            {"name": name, "status": "done", "seconds": 1.4, "note": "", "result": GOOD[name]}
-            for name in ("tests", "kernels", "copies", "step")
-        ],
+    parts = [
+        {"name": name, "status": "done", "seconds": 1.4, "note": "", "result": GOOD[name]}
+        for name in ("tests", "kernels", "copies", "step")
+    ]
+    details = {
+        "date": "2026-01-02 03:04 UTC", "machine": dataclasses.asdict(H200), "parts": parts,
+        "cases": {"step": {**dataclasses.asdict(case), "label": "ours, 8 B"}},
     }  # fmt: skip
-    page = render(record)
-    lines = page.splitlines()
+    rows = [
+        row_of("ours, 8 B", Kind.OURS, case, STEP, H200),
+        row_of("theirs, 8 B", Kind.PEER, case, {**STEP, "seconds": [9.0, 9.0]}, H200),
+    ]
+    record = Record(
+        "gpu", {}, rows, notes=["step: a | b"], details=details, machine=HARDWARE
+    )  # fmt: skip
+    record.compare("ours, 8 B", "theirs, 8 B", "tokens_per_s")
+    lines = render(record).splitlines()
     assert lines[0] == "# GPU check: NVIDIA H200, 139.0 GiB"
     assert "- software: python 3.12.3, torch 2.11.0, cuda 13.0, triton 3.6.0, kernel 6.1" in lines
     assert "40 passed, 0 failed, 2 skipped, in 8 processes." in lines
-    assert "| adamw \\| split | 0.250 | 4000 | 4000 | 1.000 | 0.75 .. 1.25 |" in lines
-    assert "| raw, host to device | 51.0 | 50.00 .. 52.00 |" in lines
-    (line,) = [line for line in lines if line.startswith("| ours | 8 B |")]
-    assert line.split(" | ")[2:5] == ["4.50", "4.00 .. 5.00", f"{16 * 1024 / 4.5:,.0f}"]
-    assert "- tokens/s, ours / theirs: 2.00" in lines
+    assert "| ours | adamw \\| split | 0.250 | 4000 |" in lines
+    assert "| adamw \\| split / copy | bytes/s | 1.000 | 0.75 .. 1.25 |  |" in lines
+    assert any(line.startswith("| limit | raw, host to device |") for line in lines)
+    (line,) = [line for line in lines if line.startswith("| ours | ours, 8 B |")]
+    assert line.split(" | ")[2:5] == ["4.50", "4.00 .. 5.00", f"{16 * 1024 / 4.5:.0f}"]
+    assert "| ours, 8 B / theirs, 8 B | tokens/s | 2.000 |  |  |" in lines
+    (said,) = [line for line in lines if line.startswith("- step: 8.03 G parameters")]
+    for name in ("compute", "link", "bus"):
+        assert f"bound by {name}, s: " in said
+    assert "bytes moved per least possible: host to device 0.00" in said
     assert "- step: a \\| b" in lines
     for previous, line in pairwise(lines):
         if line.startswith("|") and previous.startswith("|"):
@@ -280,4 +306,5 @@ def test_a_record_as_markdown() -> None:
 
 
 def test_a_table_keeps_its_columns() -> None:
-    assert table(("a", "b"), [("x|y", "1\n2")]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 2 |"
+    drawn = markdown(Grid(("a", "b"), [("x|y", "1\n2")]))
+    assert drawn == "| a | b |\n| --- | ---: |\n| x\\|y | 1 2 |"

@@ -3,52 +3,63 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from offload.bench import gpu_tests
-from offload.bench.gpu_process import Status, run_command, run_part
-from offload.bench.gpu_sizes import GIB
-from offload.bench.gpu_tests import gpu_test_files, run_shares, shares_of
+from benchmarks import gpu_tests
+from benchmarks.gpu_parts import Outcome, Status, run_part, run_program
+from benchmarks.gpu_sizes import GIB
+from benchmarks.gpu_tests import gpu_test_files, run_shares, shares_of
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 # ---------------------------------------------------------------- parts
-def command(program: str) -> list[str]:
-    return [sys.executable, "-c", program]
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """How a part ends that runs these lines, with `parent` to be answered."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(lines: str, limit_s: float = 60) -> Outcome:
+        body = lines.replace("\n", "\n    ")
+        (tmp_path / "a_part.py").write_text(f"def run(options, parent):\n    {body}\n")
+        return run_program("part", "a_part:run", {}, limit_s, tmp_path)
+
+    return run
 
 
-def test_a_part_that_answers_is_done(tmp_path: Path) -> None:
-    answer = tmp_path / "answer"
-    program = f"open({str(answer)!r}, 'w').write('{{\"found\": 3}}')"
-    outcome = run_command("part", command(program), answer, 30, tmp_path)
+def test_a_part_that_answers_is_done(ended: Any) -> None:
+    outcome = ended("print('compiling')\nparent.answer({'found': 3})")
     assert (outcome.status, outcome.result) == (Status.DONE, {"found": 3})
+
+
+def test_an_answer_larger_than_a_pipe_arrives_whole(ended: Any) -> None:
+    outcome = ended("parent.answer({'found': 'x' * 300_000})")
+    assert (outcome.status, outcome.result) == (Status.DONE, {"found": "x" * 300_000})
 
 
 @pytest.mark.parametrize(
     ("program", "fragment"),
     [
         ("raise RuntimeError('no such kernel')", "RuntimeError: no such kernel"),
-        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
         ("print('nothing to say')", "ended without an answer"),
-        ("open('{answer}', 'w').write('[1]')", "its answer is a list"),
-        ("open('{answer}', 'w').write('broken')", "its answer is no JSON"),
+        ("parent._answers.write('[1]\\n'); parent._answers.flush()", "an answer that is a list"),
+        ("parent._answers.write('broken\\n'); parent._answers.flush()", "that is no JSON"),
     ],
 )
-def test_a_part_that_fails_is_a_line(program: str, fragment: str, tmp_path: Path) -> None:
-    answer = tmp_path / "answer"
-    program = program.replace("{answer}", str(answer))
-    outcome = run_command("part", command(program), answer, 30, tmp_path)
+def test_a_part_that_fails_is_a_line(program: str, fragment: str, ended: Any) -> None:
+    outcome = ended(program)
     assert outcome.status is Status.FAILED
-    assert fragment in outcome.note
+    assert fragment in outcome.note.splitlines()[0]
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(ended: Any, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     program = (
         "import subprocess, sys, time\n"
@@ -57,9 +68,9 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
         "print('waiting for a device', flush=True)\n"
         "time.sleep(600)\n"
     )
-    outcome = run_command("part", command(program), tmp_path / "answer", 2.0, tmp_path)
+    outcome = ended(program, 5.0)
     assert outcome.status is Status.TIMED_OUT
-    assert "did not end in 2 s" in outcome.note
+    assert "did not end in 5 s" in outcome.note
     assert "waiting for a device" in outcome.note
     assert _is_gone(int(pid.read_text()))
 
@@ -77,15 +88,8 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
-def test_what_was_measured_before_it_hung_is_kept(tmp_path: Path) -> None:
-    answer = tmp_path / "answer"
-    program = (
-        "import pathlib, time\n"
-        "from offload.bench.gpu_process import leave_answer\n"
-        f"leave_answer(pathlib.Path({str(answer)!r}), {{'found': 3}})\n"
-        "time.sleep(600)\n"
-    )
-    outcome = run_command("part", command(program), answer, 5.0, tmp_path)
+def test_what_was_measured_before_it_hung_is_kept(ended: Any) -> None:
+    outcome = ended("import time\nparent.answer({'found': 3})\ntime.sleep(600)", 5.0)
     assert (outcome.status, outcome.result) == (Status.TIMED_OUT, {"found": 3})
 
 

@@ -4,67 +4,69 @@ from __future__ import annotations
 
 import mmap
 import platform
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from offload import machine
+from offload.bench.child import Parent
+from offload.bench.limits import BusLimit
 from offload.bench.record import this_machine
-from offload.bench.step_limits import BusLimit
-from offload.swap.measure import measure_bandwidth
+from offload.planning.calibration import measure_speeds
+from offload.planning.speeds import Speeds
+from offload.swap.swap_file import free_space
 from offload.tiers.memory import HostMemory
 
-_DISK_NBYTES = 256 << 20
 _TOUCH_NBYTES = 8 << 30
 _TOUCH_PIECE_NBYTES = 64 << 20
 _TOUCH_S = 2.0
 _BUS_NUMEL = 1 << 26  # 1.2 GB of states: beyond any cache
-_PRODUCT = 8192
+_ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """Bytes that may still be taken, and speeds in bytes or operations per second."""
+    """Bytes that may still be taken, and speeds in bytes per second."""
 
     device_nbytes: int
     host_nbytes: int
     disk_nbytes: int
-    cores: int
-    matmul_flops_per_s: float  # bf16, of one large product
     touch_bytes_per_s: float  # memory that nobody had before: a virtual machine may have to get it
     bus_bytes_per_s: float  # of the optimizer's traffic on all cores, without arithmetic
-    disk_read_bytes_per_s: float
-    disk_write_bytes_per_s: float
+    speeds: Speeds  # as the planner measures them
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def matmul_flops_per_s(self) -> float:
+        """Of a large layer's products."""
+        return self.speeds.matmul_flops_per_s["bf16"]
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> GpuMachine:
+        return cls(**{**found, "speeds": Speeds(**found["speeds"])})
 
 
-def probe(folder: Path, memory_nbytes: int | None, rounds: int = 7) -> dict[str, Any]:
-    """Measure this machine: `machine` for `GpuMachine`, `hardware` to be named in the record.
+def probe(options: Mapping[str, Any], parent: Parent) -> None:
+    """A child's program: `machine` for `GpuMachine`, `hardware` to be named in the record.
 
-    `memory_nbytes` stands in for what the system says is available. Blocks for about 15 seconds.
+    `memory_nbytes` stands in for what the system says is available. Takes about 20 seconds.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    touched = _touch_speed()  # first: what others have touched and left is quick to get
-    disk = measure_bandwidth(folder, _DISK_NBYTES)
+    folder = Path(options["folder"])
     found = GpuMachine(
         device_nbytes=torch.cuda.mem_get_info(device)[0],
-        host_nbytes=memory_nbytes or machine.available_memory_nbytes(),
-        disk_nbytes=_free_nbytes(folder),
-        cores=machine.cpu_count(),
-        matmul_flops_per_s=matmul_speed(device, rounds),
-        touch_bytes_per_s=touched,
-        bus_bytes_per_s=_bus_speed(rounds),
-        disk_read_bytes_per_s=disk.read_bytes_per_s,
-        disk_write_bytes_per_s=disk.write_bytes_per_s,
+        host_nbytes=options["memory_nbytes"] or machine.available_memory_nbytes(),
+        disk_nbytes=free_space(folder),
+        touch_bytes_per_s=_touch_speed(),  # first: what others touched and left is quick to get
+        bus_bytes_per_s=_bus_speed(),
+        speeds=measure_speeds([folder]),
     )
-    return {"machine": found.to_dict(), "hardware": describe(device)}
+    parent.answer({"machine": asdict(found), "hardware": describe(device)})
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -83,12 +85,6 @@ def describe(device: torch.device) -> dict[str, Any]:
     except ImportError:
         return described
     return described | {"triton": triton.__version__}
-
-
-def _free_nbytes(folder: Path) -> int:
-    import psutil
-
-    return int(psutil.disk_usage(str(folder)).free)
 
 
 def _touch_speed() -> float:
@@ -110,34 +106,11 @@ def _touch_speed() -> float:
     return speed
 
 
-def _bus_speed(rounds: int) -> float:
-    loop = BusLimit("bf16", _BUS_NUMEL, machine.cpu_count())
-    try:
+def _bus_speed() -> float:
+    with ExitStack() as stack:
+        loop = BusLimit("bf16", _BUS_NUMEL, machine.cpu_count(), stack)
         loop.measure()
-        return float(np.median([loop.measure() for _ in range(rounds)]))
-    finally:
-        loop.close()
-
-
-def matmul_speed(device: torch.device, rounds: int) -> float:
-    """Operations per second of a bf16 product of two random square matrices: the median.
-
-    Random ones: zeros cost less power, so clocks stay higher than any training sees.
-    """
-    size = _PRODUCT
-    while 3 * size * size * 2 * 4 > torch.cuda.mem_get_info(device)[0] and size > 1024:
-        size //= 2
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    out = torch.empty_like(a)
-    seconds = device_seconds(lambda: torch.mm(a, b, out=out), rounds=rounds, repeats=10)
-    return float(2 * size**3 / np.median(seconds))
-
-
-def device_seconds(work: Callable[[], object], *, rounds: int, repeats: int) -> list[float]:
-    """Time on the device of one call of `work`, per round of `repeats` calls, after a warm-up."""
-    work()
-    torch.cuda.synchronize()
-    return [timed_on_device(work, repeats) for _ in range(rounds)]
+        return statistics.median(loop.measure() for _ in range(_ROUNDS))
 
 
 def timed_on_device(work: Callable[[], object], repeats: int) -> float:

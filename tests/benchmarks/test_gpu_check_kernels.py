@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.bench.gpu_kernels import MAKERS, KernelCase
+from benchmarks.gpu_kernels import MAKERS, KernelCase
 from tests.kernels import triton_device
 from tests.kernels.triton_device import DEVICE, launches
 

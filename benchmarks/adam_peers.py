@@ -10,31 +10,77 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.bench.adam_ours import GRAD16, GRAD32, WEIGHT16, WEIGHT32, filled
+from benchmarks.quiet import quietly
+from benchmarks.zero3 import prepare
+from offload.bench.adam import passing
+from offload.bench.adam_ours import (
+    GRAD16,
+    GRAD32,
+    PLAIN,
+    SPLIT,
+    WEIGHT16,
+    WEIGHT32,
+    filled,
+)
 from offload.bench.arrays import Arrays, Stream, tensor_of
+from offload.bench.contenders import INSTALL_BENCH
+from offload.bench.record import Kind, Record, Row, Target
+from offload.bench.rounds import Say, Timed
 
-INSTALL_DEEPSPEED = "not installed: pip install 'offload[bench]'"
+TORCH, TORCH_WHOLE = "torch fused, fp32", "torch fused, whole path"
+DEEPSPEED, DEEPSPEED_WHOLE = "DeepSpeedCPUAdam, fp32", "DeepSpeedCPUAdam, whole path"
 EXP_AVG, EXP_AVG_SQ = Stream("exp_avg fp32", "float32"), Stream("exp_avg_sq fp32", "float32")
-STREAMS = (GRAD32, WEIGHT32, EXP_AVG, EXP_AVG_SQ)
-WHOLE_STREAMS = (*STREAMS, GRAD16, WEIGHT16)
 ALONE_TRAFFIC = 28.0
 # gradient up 2 + 4, a multiplication in place 4 + 4, Adam 28, weight down 4 + 2
-WHOLE_TRAFFIC = {"one multiplication": 48.0, "two multiplications": 56.0}
+WHOLE_TRAFFIC = {1: 48.0, 2: 56.0}  # by multiplications
+
+Step = Callable[[], None]
 
 _HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def has_deepspeed() -> bool:
-    """Whether it could be imported; does not."""
-    return importlib.util.find_spec("deepspeed") is not None
+def systems(arrays: Arrays, say: Say) -> tuple[list[Timed], list[Row]]:
+    """Both, each alone and with the passes around it; rows for what is not here."""
+    torch_alone = alone(torch_optimizer, arrays, torch.tensor(0.0))
+    found = [
+        _alone(TORCH, arrays, torch_alone),
+        _whole(TORCH_WHOLE, arrays, torch_alone, multiplications=2),
+    ]
+    reason = INSTALL_BENCH
+    if importlib.util.find_spec("deepspeed") is not None:
+        say("loading DeepSpeed's CPU Adam; compiling it takes a minute the first time")
+        theirs, reason = quietly(lambda: alone(deepspeed_optimizer, arrays, 0), "cannot be used")
+        if theirs is not None:
+            both = _whole(DEEPSPEED_WHOLE, arrays, theirs, multiplications=1)
+            return [*found, _alone(DEEPSPEED, arrays, theirs), both], []
+    return found, [Row(name, Kind.PEER, note=reason) for name in (DEEPSPEED, DEEPSPEED_WHOLE)]
+
+
+def compare(record: Record) -> None:
+    """The ratios, and what `whole path` means."""
+    speed = "parameters_per_s"
+    record.compare(SPLIT.name, DEEPSPEED_WHOLE, speed, Target(2.0))
+    record.compare(SPLIT.name, TORCH_WHOLE, speed, Target(1.8))
+    record.compare(PLAIN.name, DEEPSPEED, speed, Target(0.98))
+    record.compare(PLAIN.name, TORCH, speed)
+    record.notes.append(
+        "whole path: bf16 gradient to fp32, unscale and clip (torch: two passes, DeepSpeed: one), "
+        "Adam, fp32 master to bf16; ours does all of it in its one pass"
+    )
+
+
+def _alone(name: str, arrays: Arrays, step: Step) -> Timed:
+    return passing(name, Kind.PEER, ALONE_TRAFFIC, arrays, step)
+
+
+def _whole(name: str, arrays: Arrays, step: Step, *, multiplications: int) -> Timed:
+    around = whole(step, arrays, multiplications=multiplications)
+    return passing(name, Kind.PEER, WHOLE_TRAFFIC[multiplications], arrays, around)
 
 
 def torch_optimizer(param: torch.nn.Parameter) -> torch.optim.Optimizer:
@@ -44,24 +90,15 @@ def torch_optimizer(param: torch.nn.Parameter) -> torch.optim.Optimizer:
 
 def deepspeed_optimizer(param: torch.nn.Parameter) -> torch.optim.Optimizer:
     """DeepSpeedCPUAdam; compiles it when called for the first time on a machine (a minute)."""
-    prepare_deepspeed()
+    prepare("cpu")
     adam: Any = importlib.import_module("deepspeed.ops.adam")
     optimizer: torch.optim.Optimizer = adam.DeepSpeedCPUAdam([param], adamw_mode=True, **_HYPER)
     return optimizer
 
 
-def prepare_deepspeed() -> None:
-    """What it reads from the environment when it is imported: the device, where ninja is."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    folder = str(Path(sys.executable).parent)
-    if folder not in os.environ["PATH"].split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join((folder, os.environ["PATH"]))
-
-
 def alone(
     make: Callable[[torch.nn.Parameter], torch.optim.Optimizer], arrays: Arrays, first_step: Any
-) -> Callable[[], None]:
+) -> Step:
     """The optimizer's step, fp32 in and out, over the arrays that all systems share.
 
     `first_step` is 0 as this optimizer keeps its step count: a tensor, or a number.
@@ -74,13 +111,11 @@ def alone(
         "exp_avg": tensor_of(filled(arrays, EXP_AVG), torch.float32),
         "exp_avg_sq": tensor_of(filled(arrays, EXP_AVG_SQ), torch.float32),
     }
-    step: Callable[[], None] = optimizer.step
+    step: Step = optimizer.step
     return step
 
 
-def whole(
-    update: Callable[[], None], arrays: Arrays, *, multiplications: int
-) -> Callable[[], None]:
+def whole(update: Step, arrays: Arrays, *, multiplications: int) -> Step:
     """`update` with the passes around it: up, unscale, clip, ..., down.
 
     Two multiplications where unscaling and clipping are two calls, as with torch's GradScaler and

@@ -1,0 +1,100 @@
+"""The parts of a GPU check, each in a process of its own: what became of it, whatever becomes of
+it. A crash, a hang, a signal or a missing library is a line in the record, and the parts after it
+run all the same."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.bench.child import Child, ChildFailed, ChildTimedOut, Parent
+
+COPY_NBYTES = 512 << 20
+_PAGE_NBYTES = 4096
+PROGRAMS = {
+    "probe": "benchmarks.gpu_machine:probe", "tests": "benchmarks.gpu_tests:run_tests",
+    "kernels": "benchmarks.gpu_kernels:run_kernels", "copies": "benchmarks.gpu_parts:run_copies",
+    "deepspeed": "benchmarks.zero3:compile_adam", "step": "benchmarks.gpu_step:train",
+}  # fmt: skip
+
+
+class Status(enum.StrEnum):
+    """How a part ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    TIMED_OUT = "timed out"
+    LEFT_OUT = "left out"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One part. `result` is its answer, empty without one; `note` says why there is none."""
+
+    name: str
+    status: Status
+    seconds: float = 0.0
+    limit_s: float = 0.0
+    note: str = ""
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.status is Status.DONE
+
+
+def run_part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path) -> Outcome:
+    """At most for `limit_s`. `name` up to a colon is the part; its output stays in `folder`."""
+    return run_program(name, PROGRAMS[name.split(":")[0]], options, limit_s, folder)
+
+
+def run_program(
+    name: str, program: str, options: Mapping[str, Any], limit_s: float, folder: Path
+) -> Outcome:
+    """The last answer counts, also of a program that did not come to its end afterwards. All that
+    it started, and left in its session, is ended with it."""
+    started = time.perf_counter()
+    here = folder / name
+    here.mkdir()
+    child = Child(name, program, options, here)
+    result: dict[str, Any] = {}
+    status, note = Status.DONE, ""
+    try:
+        while (found := child.next_answer(_left(started, limit_s))) is not None:
+            result = found
+        child.close(_left(started, limit_s))
+        if not result:
+            status, note = Status.FAILED, "ended without an answer"
+    except ChildFailed as error:
+        timed_out = isinstance(error, ChildTimedOut)
+        status = Status.TIMED_OUT if timed_out else Status.FAILED
+        how = f"did not end in {limit_s:.0f} s" if timed_out else error.brief
+        note = f"{how}\n{error}"
+    finally:
+        child.kill()
+    return Outcome(name, status, time.perf_counter() - started, limit_s, note, result)
+
+
+def _left(started: float, limit_s: float) -> float:
+    return max(0.1, started + limit_s - time.perf_counter())
+
+
+def say(text: str) -> None:
+    """For a part: to its log."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_copies(_: Mapping[str, Any], parent: Parent) -> None:
+    import torch
+
+    from offload import machine
+    from offload.bench.copy import CopyOptions, run_copy
+
+    free = min(torch.cuda.mem_get_info()[0], machine.available_memory_nbytes())
+    nbytes = min(COPY_NBYTES, free // 16 // _PAGE_NBYTES * _PAGE_NBYTES)
+    parent.answer(run_copy(CopyOptions(nbytes), say).to_dict())

@@ -1,0 +1,157 @@
+"""Training steps on a GPU, one system per process: what a step takes once it goes round, and what
+bounds it.
+
+A system that defers an update to the next forward has no step that begins and ends by itself. So
+time is taken where the loss of a step has arrived in host memory, and a step is what lies between
+two such moments: everything that any step does is in one of the intervals.
+
+    forward, backward 0 │ step 0, forward, backward 1 │ step 1, forward, backward 2 │ ...
+                     loss 0                        loss 1                        loss 2
+
+Its bounds, with all states on the host:
+
+    link      the bytes that no step can do without, each direction at the speed of a raw pinned
+              copy, both directions at the same time
+    compute   the operations of forward and backward, blocks' second forward included, at the rate
+              of a large layer's products
+    bus       the optimizer's bytes over the host's memory bus, in a loop without arithmetic
+    disk      records that spilled: read and written, at what a short pass over a file reached
+
+The roofline is the larger of link and compute: what the device's side could do. Bus and disk are
+said beside it, for they may be what a step waits for.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu_machine import GpuMachine
+from benchmarks.gpu_sizes import Case
+from offload.bench.child import Parent
+from offload.bench.limits import roofline
+from offload.bench.record import Kind, Row
+from offload.bench.systems import Ours, batch_of, between, made
+from offload.config import OffloadConfig
+from offload.machine import peak_rss_nbytes
+from offload.tiers.errors import IntegrityError
+from offload.train.model import build_meta_model
+
+TO_DEVICE, TO_HOST = "host to device", "device to host"
+_PATTERN_NUMEL = (1 << 22) - 3  # odd: neighbouring rows never get the same values
+_SEED = 1
+
+
+class QuickOurs(Ours):
+    """Ours, with first values that are there at once."""
+
+    def built(self, config: OffloadConfig) -> nn.Module:
+        model = build_meta_model(config)
+        give_quick_values(model, config.train.model.init_std)
+        return model
+
+
+def give_quick_values(model: nn.Module, std: float) -> None:
+    """Let `model`, on the meta device, be initialised from one block of normal values, repeated.
+
+    Billions of fresh normal values take a CPU minutes, and no speed depends on them: products of
+    random numbers draw the power of random numbers, whether or not they repeat. Norms start at 1.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    pattern = torch.randn(_PATTERN_NUMEL, generator=generator) * std
+
+    def fill(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            if param.ndim == 1:
+                param.fill_(1.0)
+            else:
+                _repeat(pattern, param.view(-1))
+
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters = partial(fill, module)  # type: ignore[assignment]
+
+
+def _repeat(pattern: torch.Tensor, flat: torch.Tensor) -> None:
+    for start in range(0, flat.numel(), pattern.numel()):
+        part = flat[start : start + pattern.numel()]
+        part.copy_(pattern[: part.numel()])
+
+
+def train(options: Mapping[str, Any], parent: Parent) -> None:
+    """A child's program: build, take `steps` steps, the first one to warm up, answer, and close.
+
+    IntegrityError for a loss that is not finite.
+    """
+    started = time.perf_counter()
+    system, config = made(options)
+    device = torch.device("cuda" if config.device == "cuda" else "cpu")
+    built_s = time.perf_counter() - started
+    losses, ends, moved = [], [], []
+    for number in range(options["steps"]):
+        times = system.step([batch_of(config, number, device)])
+        losses.append(times.loss)
+        ends.append(times.known_at)
+        moved.append(system.moved())
+    if not all(math.isfinite(loss) for loss in losses):
+        raise IntegrityError(f"losses are not finite: {losses}; no such step is worth its time")
+    gpu = device.type == "cuda"
+    parent.answer(
+        {
+            "losses": losses,
+            "seconds": [b - a for a, b in pairwise(ends)],
+            "moved_nbytes": [between(a, b) for a, b in pairwise(moved)],
+            "built_s": built_s,
+            "first_step_s": ends[0] - started - built_s,
+            "peak_rss_nbytes": peak_rss_nbytes(),
+            "peak_device_nbytes": torch.cuda.max_memory_allocated(device) if gpu else 0,
+        }
+    )  # before it closes: a hundred gigabytes of pinned memory take their time to be given back
+    system.close()
+
+
+def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
+    """Seconds per step."""
+    found = {
+        "compute": case.flops / machine.matmul_flops_per_s,
+        "bus": case.adam_nbytes / machine.bus_bytes_per_s,
+        "link": max(
+            case.least_to_device_nbytes / machine.speeds.host_to_device_bytes_per_s,
+            case.weights_nbytes / machine.speeds.device_to_host_bytes_per_s,
+        ),
+    }
+    if case.record_nbytes_on_nvme:
+        reads = case.record_nbytes_on_nvme / machine.speeds.nvme_read_bytes_per_s
+        found["disk"] = reads + case.record_nbytes_on_nvme / machine.speeds.nvme_write_bytes_per_s
+    return found
+
+
+def row_of(
+    label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine: GpuMachine
+) -> Row:  # fmt: skip
+    """A measured step against its bounds."""
+    seconds = statistics.median(step["seconds"])
+    limits = bounds(case, machine)
+    device_side = {name: [limits[name]] for name in ("link", "compute")}
+    facts = {
+        "tokens_per_s": case.tokens / seconds,
+        "model_flops_per_s": case.model_flops / seconds,
+        "share_of_roofline": roofline(device_side)[0] / seconds,
+        "share_of_all_bounds": max(limits.values()) / seconds,
+        "peak_rss_nbytes": float(step["peak_rss_nbytes"]),
+        "peak_device_nbytes": float(step["peak_device_nbytes"]),
+        **{f"bound by {name}, s": value for name, value in sorted(limits.items())},
+    }
+    for link, least in ((TO_DEVICE, case.least_to_device_nbytes), (TO_HOST, case.weights_nbytes)):
+        moved = [each[link] for each in step["moved_nbytes"] if link in each]
+        if moved:
+            facts[f"{link}, moved per least"] = statistics.median(moved) / least
+    return Row(label, kind, {"seconds": list(step["seconds"])}, facts)

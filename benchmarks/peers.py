@@ -1,0 +1,117 @@
+"""The commands of `offload bench` with others in the same run: the optimizers of PyTorch and
+DeepSpeed, fio, DeepSpeed ZeRO-3, DDP and FSDP2.
+
+    python -m benchmarks.peers {adam,io,step,ranks} [options as of `offload bench`]
+
+Peers are reached through their public interfaces only, are imported only by the modules named for
+them, and are optional: a row says what to install. --systems of `step` also has deepspeed-cpu,
+deepspeed-nvme and deepspeed-nvme-kept; that of `ranks` ddp, fsdp2, fsdp2-offload and deepspeed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from benchmarks import adam_peers, fio
+from offload.bench.adam import AdamOptions
+from offload.bench.adam import run_adam as run_our_adam
+from offload.bench.contenders import SystemSpec
+from offload.bench.io import IoOptions
+from offload.bench.io import run_io as run_our_io
+from offload.bench.ranks import SYSTEMS as OUR_RANKS
+from offload.bench.ranks import RanksOptions
+from offload.bench.ranks import run_ranks as run_our_ranks
+from offload.bench.record import Kind, Record, Target
+from offload.bench.rounds import Say
+from offload.bench.step import HOST, NVME, StepOptions
+from offload.bench.step import run_step as run_our_step
+from offload.cli.bench import BenchGroup, bench_app
+from offload.cli.errors import failing_io
+
+
+def _zero3(
+    name: str, label: str, nbytes: int, device: str, **settings: Any
+) -> SystemSpec:  # fmt: skip
+    return SystemSpec(
+        name, f"DeepSpeed ZeRO-3, {label}", Kind.PEER, "benchmarks.zero3:DeepSpeedZero3",
+        memory_per_parameter=nbytes, settings={"device": device, **settings}, requires="deepspeed",
+    )  # fmt: skip
+
+
+def _torch(name: str, label: str, nbytes: int, program: str, **settings: Any) -> SystemSpec:
+    return SystemSpec(
+        name, label, Kind.PEER, f"benchmarks.torch_ranks:{program}",
+        memory_per_parameter=nbytes, settings=settings,
+    )  # fmt: skip
+
+
+ZERO3_CPU = _zero3("deepspeed-cpu", "cpu", 42, "cpu")
+ZERO3_NVME = _zero3("deepspeed-nvme", "nvme", 55, "nvme")
+# It keeps the parameters it has read until the step is over: faster, and more memory.
+ZERO3_KEPT = _zero3("deepspeed-nvme-kept", "nvme, kept", 67, "nvme", kept=True)
+DDP = _torch("ddp", "DDP", 48, "Replicated")
+FSDP2 = _torch("fsdp2", "FSDP2", 24, "FullySharded")
+FSDP2_OFFLOAD = _torch("fsdp2-offload", "FSDP2, CPUOffloadPolicy", 24, "FullySharded", offload=True)
+ZERO3_RANKS = _zero3("deepspeed", "cpu", 60, "cpu")
+
+
+def run_adam(options: AdamOptions, say: Say) -> Record:
+    record = run_our_adam(options, say, adam_peers.systems)
+    adam_peers.compare(record)
+    return record
+
+
+def run_io(options: IoOptions, say: Say) -> Record:
+    record = run_our_io(options, say, fio.systems)
+    fio.compare(record)
+    return record
+
+
+def run_step(options: StepOptions, say: Say) -> Record:
+    record = run_our_step(options, say, (ZERO3_CPU, ZERO3_NVME), (ZERO3_KEPT,))
+    for theirs in (ZERO3_NVME, ZERO3_KEPT):
+        record.compare(theirs.label, NVME.label, "seconds", Target(1.7))
+        at_most = Target(0.25, at_most=True)
+        record.compare(NVME.label, theirs.label, "peak_rss_nbytes", at_most)
+    record.compare(ZERO3_CPU.label, HOST.label, "seconds", Target(1.4))
+    record.compare(HOST.label, ZERO3_CPU.label, "peak_rss_nbytes")
+    return record
+
+
+def run_ranks(options: RanksOptions, say: Say) -> Record:
+    record = run_our_ranks(options, say, (DDP, FSDP2, FSDP2_OFFLOAD, ZERO3_RANKS))
+    full, partly, *_ = (spec.label for spec in OUR_RANKS)
+    at_most = Target(1.0, at_most=True)
+    for of, to, target in (
+        (full, FSDP2, at_most), (full, FSDP2_OFFLOAD, at_most), (full, ZERO3_RANKS, at_most),
+        (partly, DDP, None),
+    ):  # fmt: skip
+        record.compare(of, to.label, "seconds", target)
+        record.compare(of, to.label, "peak_rss_nbytes")
+    return record
+
+
+class PeersGroup(BenchGroup):
+    functions = "benchmarks.peers:run_{0}"
+
+
+app = typer.Typer(
+    cls=PeersGroup, help=__doc__, no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+app.registered_commands = [
+    command
+    for command in bench_app.registered_commands
+    if command.callback is not None and command.callback.__name__ != "copy"
+]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    with failing_io(debug=False):
+        app(args=arguments)
+
+
+if __name__ == "__main__":
+    main()

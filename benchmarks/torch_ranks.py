@@ -1,0 +1,47 @@
+"""Several ranks as plain PyTorch trains them: DDP, and FSDP2 with and without its CPU offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from offload.bench.systems import LossOnly, Plain
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+
+class Replicated(Plain):
+    """DistributedDataParallel: every rank has everything."""
+
+    keeps_masters = False
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        dist.init_process_group("gloo")
+        return nn.parallel.DistributedDataParallel(model)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class FullySharded(Replicated):
+    """`fully_shard` of every block and of the root, as its documentation has it."""
+
+    def __init__(self, config: OffloadConfig, folder: Path, *, offload: bool = False) -> None:
+        self._offload = offload
+        super().__init__(config, folder)
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        dist.init_process_group("gloo")
+        settings: dict[str, Any] = {}
+        if self._offload:  # there is no GPU that memory could be pinned for
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        for block in model.model.layers:
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
+        return model

@@ -1,0 +1,270 @@
+"""Systems that train in turn, each in processes of its own, one per rank: who, and their turns."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload import machine
+from offload.bench.child import Child, ChildFailed
+from offload.bench.record import Kind, Row
+from offload.bench.rounds import Say
+from offload.bench.systems import DTYPES
+from offload.config import OffloadConfig
+from offload.tiers.errors import ConfigError
+from offload.tiers.units import format_bytes
+
+INSTALL_BENCH = "not installed: pip install 'offload[bench]'"
+LLAMA_151M: Mapping[str, Any] = {  # examples/llama-151m.yaml, wherever the package is installed
+    "precision": "fp32",
+    "budget": {"host": "512MiB", "nvme": "8GiB"},
+    "placement": {"activations": {"tier": "device", "checkpoint": True}},
+    "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    "clip_grad_norm": 1.0,
+    "train": {
+        "model": {
+            "shape": "llama", "layers": 8, "hidden": 1024, "heads": 16, "mlp": 4096,
+            "vocab": 8192, "max_sequence": 256, "tied": False,
+        },
+        "text": "python", "batch": 2, "sequence": 256,
+    },
+}  # fmt: skip
+# interpreter, libraries, activations of a small batch; and what ranks exchange
+_PROCESS_NBYTES, _RANK_NBYTES = 400 << 20, 700 << 20
+
+
+@dataclass(frozen=True)
+class SystemSpec:
+    """A system and what its configuration changes. An entry in a list of them is all it takes."""
+
+    name: str  # as --systems takes it
+    label: str
+    kind: Kind
+    program: str  # MODULE:CLASS, a `systems.System`
+    overrides: tuple[str, ...] = ()
+    memory_per_parameter: int = 0  # bytes at most, roughly, of all ranks in fp32: what fits
+    batches: int = 1  # of the configuration's size per step
+    in_one_piece: bool = False  # the model gets them as one batch, and splits it itself
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what else the class is made with
+    requires: str = ""  # a module that may not be installed
+
+
+OURS = "offload.bench.systems:Ours"
+PLAIN = SystemSpec(
+    "plain", "plain PyTorch", Kind.PEER, "offload.bench.systems:Plain", memory_per_parameter=22
+)
+
+
+def all_on(tier: str) -> tuple[str, ...]:
+    """Overrides that put all states there."""
+    return tuple(f"placement.{name}={tier}" for name in ("parameters", "gradients", "optimizer"))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn measured; see `systems.Turns`."""
+
+    losses: tuple[float, ...]
+    seconds: float
+    forward_backward_s: float
+    read_nbytes: int
+    written_nbytes: int
+    peak_rss_nbytes: int
+
+
+_TIMES = ("seconds", "forward_backward_s")
+_BYTES = ("read_nbytes", "written_nbytes", "peak_rss_nbytes")
+
+
+class Contender:
+    """The processes of one system. A failure of a peer does not end the bench."""
+
+    def __init__(self, spec: SystemSpec, base: OffloadConfig, folder: Path, ranks: int = 1) -> None:
+        """Blocks until the model is built on every rank. ChildFailed."""
+        self.spec = spec
+        self.reason = ""  # why it failed
+        self.turns: list[Turn] = []  # the warm-up's, too
+        self.losses: list[tuple[float, ...]] = []  # by step, of each rank
+        config = OffloadConfig.load(base, (*spec.overrides, f"nvme.paths=[{folder}]"))
+        options = {
+            "program": spec.program, "settings": dict(spec.settings), "config": config.to_dict(),
+            "batches": max(spec.batches, config.gradient_accumulation_steps),
+            "in_one_piece": spec.in_one_piece,
+        }  # fmt: skip
+        self._children: list[Child] = []
+        try:
+            for rank, environment in enumerate(_environments(ranks)):
+                here = folder / f"{spec.name}-{rank}"
+                here.mkdir()
+                given = {**options, "folder": str(here)}
+                serve = "offload.bench.systems:serve"
+                self._children.append(Child(spec.label, serve, given, here, environment))
+            for child in self._children:
+                child.answer()
+        except BaseException:
+            self.kill()
+            raise
+
+    def turn(self) -> Turn | None:
+        """The slowest rank's times, all ranks' bytes. None once it has failed."""
+        if self.reason:
+            return None
+        try:
+            turns = self._turns()
+        except ChildFailed as error:
+            self.kill()
+            self._failed(error, "")
+            return None
+        self.losses += zip(*(turn.losses for turn in turns), strict=True)
+        slowest = {name: max(getattr(turn, name) for turn in turns) for name in _TIMES}
+        together = {name: sum(getattr(turn, name) for turn in turns) for name in _BYTES}
+        self.turns.append(Turn(turns[0].losses, **slowest, **together))
+        return self.turns[-1]
+
+    def _turns(self) -> list[Turn]:
+        for child in self._children:
+            child.send("turn")
+        answers = [child.answer() for child in self._children]
+        return [Turn(**{**answer, "losses": tuple(answer["losses"])}) for answer in answers]
+
+    def _failed(self, error: ChildFailed, but: str) -> None:
+        """What failed of ours ends the bench."""
+        if self.spec.kind is not Kind.PEER:
+            raise error
+        self.reason = but or brief(error)
+
+    def close(self) -> None:
+        """Let it end by itself, with its own checks."""
+        if self.reason:
+            return
+        try:
+            for child in self._children:  # ranks end together
+                child.hang_up()
+            for child in self._children:
+                child.close()
+        except ChildFailed as error:
+            self._failed(error, "measured, but failed when it was closed")
+
+    def kill(self) -> None:
+        for child in self._children:
+            child.kill()
+
+    def row(self, turns: Sequence[Turn | None], names: Sequence[str]) -> Row:
+        """Measures `names` of the turns of all rounds, the peak of all turns; or why not."""
+        done = [turn for turn in turns if turn is not None]
+        if len(done) < len(turns):
+            return Row(self.spec.label, self.spec.kind, note=self.reason)
+        measures = {name: [float(getattr(turn, name)) for turn in done] for name in names}
+        facts = {"peak_rss_nbytes": float(max(turn.peak_rss_nbytes for turn in done))}
+        return Row(self.spec.label, self.spec.kind, measures, facts, self.reason)
+
+
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """What a launcher would say to each rank; nothing to one that is alone."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = max(1, machine.cpu_count() // ranks)
+    return [
+        {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def brief(error: ChildFailed) -> str:
+    return f"failed: {error.brief}"[:160]
+
+
+# ---------------------------------------------------------------- which, and of what model
+def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
+    """ConfigError for what the systems cannot train alike."""
+    base = OffloadConfig.load(config or LLAMA_151M, overrides)
+    if base.optimizer.type != "adamw":
+        raise ConfigError(
+            f"optimizer.type: {base.optimizer.type} has no peers here; set optimizer.type: adamw"
+        )
+    if base.precision not in DTYPES:
+        raise ConfigError(
+            f"precision: {base.precision} is not measured here, where nobody scales the loss; "
+            f"set precision: {' or '.join(DTYPES)}"
+        )
+    return base
+
+
+def count_parameters(config: OffloadConfig) -> int:
+    """Of the configured model; builds it without memory."""
+    from offload.train.model import build_meta_model
+
+    return sum(param.numel() for param in build_meta_model(config).parameters())
+
+
+def wanted(
+    names: Sequence[str], usual: Sequence[SystemSpec], extra: Sequence[SystemSpec] = ()
+) -> list[SystemSpec]:
+    """Those of `names`, each once; without names the usual ones."""
+    known = {spec.name: spec for spec in (*usual, *extra)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"--systems: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names or [spec.name for spec in usual])]
+
+
+def start(
+    specs: Sequence[SystemSpec], base: OffloadConfig, folder: Path, stack: ExitStack, say: Say,
+    ranks: int = 1,
+) -> tuple[list[Contender], list[Row]]:  # fmt: skip
+    """Those that fit beside each other, and rows of those that cannot be. ChildFailed if one of
+    ours ends early; ConfigError where none is left."""
+    systems: list[Contender] = []
+    missing: list[Row] = []
+    numel, room = count_parameters(base), machine.available_memory_nbytes()
+    each = _PROCESS_NBYTES if ranks == 1 else ranks * _RANK_NBYTES
+    for spec in specs:
+        needed = spec.memory_per_parameter * numel + each
+        reason = ""
+        if needed > room:
+            left = _left(spec, specs[0], [system.spec for system in systems], room)
+            reason = f"left out: needs about {format_bytes(needed)}, and {left}"
+        elif spec.requires and importlib.util.find_spec(spec.requires) is None:
+            reason = INSTALL_BENCH
+        else:
+            say(f"starting {spec.label}")
+            try:
+                systems.append(Contender(spec, base, folder, ranks))
+            except ChildFailed as error:
+                if spec.kind is not Kind.PEER:
+                    raise
+                reason = brief(error)
+        if reason:
+            missing.append(Row(spec.label, spec.kind, note=reason))
+            continue
+        room -= needed
+        stack.callback(systems[-1].kill)
+    if not systems:
+        reasons = "".join(f"\n  {row.name}: {row.note}" for row in missing)
+        raise ConfigError(f"--systems: none of them can be measured:{reasons}")
+    return systems, missing
+
+
+def _left(
+    spec: SystemSpec, first: SystemSpec, started: Sequence[SystemSpec], room_nbytes: int
+) -> str:
+    """What there is for one that does not fit, and how there would be more."""
+    room = format_bytes(max(0, room_nbytes))
+    if not started:
+        return f"{room} of RAM are free; take fewer --ranks, or a smaller model"
+    # ours beside it, to compare with, unless that alone has taken the room
+    beside = next((s for s in started if s.kind is Kind.OURS), first)
+    names = f"{beside.name},{spec.name}" if len(started) > 1 and spec is not beside else spec.name
+    return f"the others leave {room}; run it with fewer: --systems {names}"

@@ -1,0 +1,275 @@
+"""What trains in a child process: plain PyTorch and ours; and the turns it trains in."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.bench.child import Parent, named
+from offload.machine import peak_rss_nbytes
+from offload.materialise import MetaInitialiser
+from offload.train.model import LanguageModel, build_meta_model
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, both BS
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One optimizer step. `forward_backward_s` is a part of `seconds`; `known_at`, on
+    `time.perf_counter`, is when the loss was known."""
+
+    loss: float
+    seconds: float
+    forward_backward_s: float
+    known_at: float
+
+
+class System(Protocol):
+    """Trains one step at a time. Made with a configuration, a folder for files, and settings."""
+
+    defers: bool  # whether a part of the step's work is done during the next one
+
+    def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
+        """One optimizer step over all of `micro_batches`; its loss is their mean."""
+        ...
+
+    def settle(self) -> None:
+        """Block until nothing of earlier steps is left to do."""
+        ...
+
+    def moved(self) -> Mapping[str, int]:
+        """Bytes over each link since the start; at least `nvme read` and `nvme write`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LossOnly(nn.Module):
+    """The hooks of others find tensors in tensors, tuples and dicts, not in a dataclass."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor | None = self.model(inputs, targets).loss
+        assert loss is not None, "targets were given"
+        return loss
+
+
+def batch_of(config: OffloadConfig, number: int, device: torch.device | None = None) -> Batch:
+    """Random tokens, the same for every system and machine."""
+    generator = torch.Generator().manual_seed(number)
+    shape = (config.train.batch, config.train.sequence + 1)
+    tokens = torch.randint(0, config.train.model.vocab, shape, generator=generator).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def build_model(config: OffloadConfig) -> LanguageModel:
+    """The whole model in memory, with the very weights that ours begins with."""
+    meta = build_meta_model(config)
+    values = MetaInitialiser(meta, config.seed).values(dict(meta.named_parameters()))
+    checkpoint = config.placement.activations.checkpoint is not False
+    model = LanguageModel(config.train.model, checkpoint_activations=checkpoint)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(values.pop(name))
+    return model.to(DTYPES[config.precision])
+
+
+def adamw_arguments(config: OffloadConfig) -> dict[str, Any]:
+    """What torch and DeepSpeed call the numbers of an AdamW."""
+    adam = config.optimizer
+    assert adam.betas is not None, "an adamw configuration has them filled in"
+    return {
+        "lr": adam.lr, "betas": tuple(adam.betas), "eps": adam.eps,
+        "weight_decay": adam.weight_decay,
+    }  # fmt: skip
+
+
+def moved_by_the_kernel() -> dict[str, int]:
+    """As /proc counts bytes between memory and disk for this process, whoever asked for them."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counts = dict(line.split(": ") for line in lines)
+    return {"nvme read": int(counts["read_bytes"]), "nvme write": int(counts["write_bytes"])}
+
+
+class Plain:
+    """PyTorch as one writes it without offload: fused AdamW; with bf16 weights, fp32 masters."""
+
+    defers = False
+    keeps_masters = True
+
+    def __init__(self, config: OffloadConfig, folder: Path) -> None:
+        self.model = self.wrapped(LossOnly(build_model(config)))
+        self._clip = config.clip_grad_norm
+        params = list(self.model.parameters())
+        self._params = self._masters = params
+        self._mixed = self.keeps_masters and config.precision != "fp32"
+        if self._mixed:
+            self._masters = [p.detach().float().requires_grad_() for p in params]  # type: ignore[misc]
+        arguments = adamw_arguments(config)
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **arguments)
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        """As it is trained."""
+        return model
+
+    def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
+        started = time.perf_counter()
+        losses = []
+        for inputs, targets in micro_batches:
+            loss = self.model(inputs, targets) / len(micro_batches)
+            loss.backward()
+            losses.append(loss.item())
+        computed = time.perf_counter()
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self._params, self._clip)
+        self._update()
+        ended = time.perf_counter()
+        return StepTimes(sum(losses), ended - started, computed - started, computed)
+
+    def _update(self) -> None:
+        if self._mixed:
+            for master, param in zip(self._masters, self._params, strict=True):
+                assert param.grad is not None, "every parameter takes part"
+                master.grad, param.grad = param.grad.float(), None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._mixed:
+            with torch.no_grad():
+                for master, param in zip(self._masters, self._params, strict=True):
+                    param.copy_(master)
+
+    def settle(self) -> None:
+        """Nothing is ever left to do."""
+
+    def moved(self) -> dict[str, int]:
+        return moved_by_the_kernel()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Ours:
+    """The same model through `offload.initialize`."""
+
+    defers = True
+
+    def __init__(self, config: OffloadConfig, folder: Path) -> None:
+        import offload
+
+        self._model = self.built(config)
+        self._engine = offload.initialize(self._model, config)
+
+    def built(self, config: OffloadConfig) -> nn.Module:
+        return build_meta_model(config)
+
+    def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
+        started = time.perf_counter()
+        losses = []
+        for inputs, targets in micro_batches:
+            loss = self._model(inputs, targets).loss / len(micro_batches)
+            loss.backward()
+            losses.append(loss.item())
+        computed = time.perf_counter()
+        self._engine.optimizer.step()
+        self._engine.optimizer.zero_grad()
+        ended = time.perf_counter()
+        return StepTimes(sum(losses), ended - started, computed - started, computed)
+
+    def settle(self) -> None:
+        self._engine.settle()
+
+    def moved(self) -> dict[str, int]:
+        return self._engine.report().bytes_moved
+
+    def close(self) -> None:
+        self._engine.settle()
+        self._engine.check_integrity()
+        self._engine.close()
+
+
+# ---------------------------------------------------------------- turns
+class Turns:
+    """Trains a turn: one timed step, found as a long run would find it.
+
+    A system that defers work leaves some of each step to the next. Stepping in turn with others, it
+    would do that while nobody looks at the clock, and in the others' time. So such a system makes a
+    step that is not timed first, then the timed one, which has the former's work to do, and then
+    settles before it is somebody else's turn:
+
+        not timed          timed                    not timed
+        step k       |     step k + 1         |     settle
+                     |  deferred work of k    |  deferred work of k + 1
+    """
+
+    def __init__(
+        self, system: System, config: OffloadConfig, batches: int, *, in_one_piece: bool
+    ) -> None:
+        """A step takes `batches` of the configuration's, `in_one_piece` or one after the other."""
+        self._system = system
+        self._count = batches
+        self._in_one_piece = in_one_piece
+        # each of several ranks has every so-manieth batch
+        rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        self._batches = (batch_of(config, number) for number in count(rank, ranks))
+
+    def turn(self) -> dict[str, Any]:
+        """What was measured, with the losses of all steps of the turn."""
+        system = self._system
+        losses = [self._step()[0]] if system.defers else []
+        before = system.moved()
+        loss, times = self._step()
+        moved = between(before, system.moved())
+        system.settle()
+        return {
+            "losses": [*losses, loss], **times,
+            "read_nbytes": moved["nvme read"], "written_nbytes": moved["nvme write"],
+            "peak_rss_nbytes": peak_rss_nbytes(),
+        }  # fmt: skip
+
+    def _step(self) -> tuple[float, dict[str, float]]:
+        micro_batches = [next(self._batches) for _ in range(self._count)]
+        if self._in_one_piece:
+            inputs, targets = zip(*micro_batches, strict=True)
+            micro_batches = [(torch.cat(inputs), torch.cat(targets))]
+        times = self._system.step(micro_batches)
+        parts = {"seconds": times.seconds, "forward_backward_s": times.forward_backward_s}
+        return times.loss, parts
+
+
+def between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {link: nbytes - before[link] for link, nbytes in after.items()}
+
+
+def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
+    """The system that a child's options name, with its configuration."""
+    from offload.config import OffloadConfig
+
+    config = OffloadConfig.load(options["config"])
+    make = named(options["program"])
+    return make(config, Path(options["folder"]), **options["settings"]), config
+
+
+def serve(options: Mapping[str, Any], parent: Parent) -> None:
+    """Say that it is ready, then train a turn per command."""
+    system, config = made(options)
+    turns = Turns(system, config, options["batches"], in_one_piece=options["in_one_piece"])
+    parent.answer({"ready": True})
+    for _ in parent.commands():
+        parent.answer(turns.turn())
+    system.close()

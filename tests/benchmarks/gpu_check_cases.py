@@ -1,0 +1,40 @@
+"""Machines that are not here, and what would be trained on them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks.gpu_machine import GpuMachine
+from benchmarks.gpu_sizes import GIB, Case, Peer, choose
+from offload.planning.speeds import Speeds
+
+
+def speeds(matmul: float, bus: float, disk: tuple[float, float], link: float) -> Speeds:
+    return Speeds(
+        "not here", gpu=True, matmul_flops_per_s={"bf16": matmul}, compute_bytes_per_s=4e12,
+        operation_s=5e-6, host_bytes_per_s=bus, nvme_read_bytes_per_s=disk[0],
+        nvme_write_bytes_per_s=disk[1], host_to_device_bytes_per_s=link,
+        device_to_host_bytes_per_s=0.8 * link,
+    )  # fmt: skip
+
+
+H200 = GpuMachine(
+    device_nbytes=138 * GIB, host_nbytes=122 * GIB, disk_nbytes=58 * GIB, touch_bytes_per_s=4e9,
+    bus_bytes_per_s=150e9, speeds=speeds(780e12, 150e9, (2e9, 2e9), 50e9),
+)  # fmt: skip
+MACHINES = {
+    "one H200": H200,
+    "less RAM": dataclasses.replace(H200, host_nbytes=100 * GIB),
+    "a desktop": GpuMachine(
+        23 * GIB, 60 * GIB, 500 * GIB, 4e9, 60e9, speeds(150e12, 60e9, (5e9, 4e9), 25e9)
+    ),
+    "a laptop": GpuMachine(
+        7 * GIB, 14 * GIB, 20 * GIB, 4e9, 30e9, speeds(20e12, 30e9, (2e9, 1e9), 12e9)
+    ),
+}
+
+
+def chosen(machine: GpuMachine, peers: tuple[Peer, ...] = (), time_s: float = 240.0) -> Case:
+    case, refused = choose(machine, time_s, peers)
+    assert case is not None, refused
+    return case

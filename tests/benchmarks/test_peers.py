@@ -1,0 +1,144 @@
+"""`python -m benchmarks.peers`: the benches of `offload bench`, with others in the same run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import adam_peers, peers, zero3
+from benchmarks.quiet import quietly
+from offload.config import OffloadConfig
+
+TINY_MODEL = [
+    "-o", "train.model.layers=2", "-o", "train.model.hidden=64", "-o", "train.model.heads=2",
+    "-o", "train.model.mlp=128", "-o", "train.model.vocab=256", "-o", "train.batch=1",
+    "-o", "train.sequence=16", "-o", "budget.host=80MiB", "-o", "budget.nvme=256MiB",
+]  # fmt: skip
+ADAM = ["adam", "--numel", "70000", "--threads", "2"]
+FIO = """#!{python}
+import json, pathlib, sys
+name = next(word for word in sys.argv if word.startswith("--filename="))
+pathlib.Path(name.split("=", 1)[1]).touch()
+job = dict(usr_cpu=10.0, sys_cpu=20.0, read=dict(bw_bytes=2**20), write=dict(bw_bytes=2**19))
+print("fio: a note")
+print(json.dumps(dict(jobs=[job])))
+"""
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        peers.main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a bench with one round; its rows by name, its ratios, and what it printed."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def record(*arguments: str) -> tuple[dict[str, Any], list[Any], str]:
+        path = tmp_path / "record.json"
+        assert run(*arguments, "--rounds", "1", "--json", str(path)) == 0
+        found = json.loads(path.read_text())
+        rows = {row["name"]: row for row in found["rows"]}
+        assert len(rows) == len(found["rows"])
+        return rows, found["ratios"], capsys.readouterr().out
+
+    return record
+
+
+def test_other_optimizers_pass_over_the_same_arrays(recorded: Any) -> None:
+    rows, ratios, printed = recorded(*ADAM)
+    for name, traffic in ((adam_peers.TORCH, 28), (adam_peers.TORCH_WHOLE, 56)):
+        assert rows[name]["kind"] == "peer"
+        assert rows[name]["facts"]["traffic_nbytes_per_parameter"] == traffic
+    pairs = {(ratio["of"], ratio["to"]) for ratio in ratios}
+    assert {("ours, split", adam_peers.TORCH_WHOLE), ("ours, fp32", adam_peers.TORCH)} <= pairs
+    assert "whole path: " in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_a_missing_peer_says_what_to_install(recorded: Any, monkeypatch: Any) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec",
+        lambda name, *more: None if name == "deepspeed" else found(name, *more),
+    )  # fmt: skip
+    rows, _, printed = recorded(*ADAM)
+    note = rows["DeepSpeedCPUAdam, fp32"]["note"]
+    assert note == "not installed: pip install 'offload[bench]'"
+    assert f"DeepSpeedCPUAdam, fp32: {note}" in printed
+
+
+def test_what_a_failing_library_prints_is_kept_and_its_last_line_shown(capfd: Any) -> None:
+    def fail() -> None:
+        print("compiling ...")
+        raise RuntimeError("first line\nno compiler")
+
+    assert quietly(fail, "cannot be used") == (None, "cannot be used: RuntimeError: no compiler")
+    assert quietly(lambda: 3, "") == (3, "")
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_fio_is_measured_where_it_is(
+    installed: bool, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if installed:
+        program = tmp_path / "fio"
+        program.write_text(FIO.format(python=sys.executable))
+        program.chmod(0o700)
+    sizes = ["--size", "1MiB", "--block", "128KiB", "--in-flight", "256KiB"]
+    rows, ratios, _ = recorded("io", *sizes, "--path", str(tmp_path))
+    if not installed:
+        assert rows["fio read"]["note"] == rows["fio write"]["note"] == "not installed"
+        return
+    assert rows["fio read"]["measures"]["seconds"] == [1.0]
+    assert rows["fio write"]["measures"]["seconds"] == [2.0]
+    assert rows["fio write"]["measures"]["cpu_s_per_gb"] == pytest.approx([0.6 / 2**20 * 1e9])
+    assert ("ours write", "fio write") in {(ratio["of"], ratio["to"]) for ratio in ratios}
+
+
+@pytest.mark.parametrize("bench", ["step", "ranks"])
+def test_a_system_that_is_unknown_is_answered_with_all_there_are(bench: str, capsys: Any) -> None:
+    assert run(bench, "--systems", "fancy") == 2
+    known = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err).split("choose from ")[1]
+    theirs = {
+        "step": {"plain", "nvme", "deepspeed-cpu", "deepspeed-nvme", "deepspeed-nvme-kept"},
+        "ranks": {"stage3", "ddp", "fsdp2", "fsdp2-offload", "deepspeed"},
+    }  # fmt: skip
+    assert theirs[bench] <= set(known.strip().split(", "))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_deepspeed_is_given_our_optimizer_and_pins_memory_for_a_gpu_alone(device: str) -> None:
+    keys = {"precision": "bf16", "clip_grad_norm": 0.5, "optimizer": {"type": "adamw", "lr": 0.25}}
+    settings = zero3.settings_of(OffloadConfig.load({"device": device, **keys}), "cpu")
+    zero = settings["zero_optimization"]
+    assert settings["optimizer"]["params"]["lr"] == 0.25
+    assert (settings["gradient_clipping"], settings["bf16"]) == (0.5, {"enabled": True})
+    for part in ("offload_param", "offload_optimizer"):
+        assert zero[part].get("pin_memory", False) is (device == "cuda")
+
+
+@pytest.mark.slow
+def test_ranks_of_others_train_as_ours_do(recorded: Any, tmp_path: Path) -> None:
+    systems = "stage3,ddp,fsdp2-offload"
+    rows, ratios, printed = recorded("ranks", "--systems", systems, *TINY_MODEL)
+    labels = ("ours, stage 3, host", "DDP", "FSDP2, CPUOffloadPolicy")
+    assert all(rows[label]["measures"]["seconds"] for label in labels)
+    assert "has other losses" not in printed
+    pairs = {(ratio["of"], ratio["to"]) for ratio in ratios}
+    assert pairs == {("ours, stage 3, host", "FSDP2, CPUOffloadPolicy")}
+    for row in rows.values():
+        for measure, values in row["measures"].items():
+            assert row["medians"][measure] == statistics.median(values)
