@@ -18,7 +18,10 @@ import torch
 from benchmarks.quiet import quietly
 from benchmarks.zero3 import prepare
 from offload.bench.adam import passing
-from offload.bench.adam_ours import (
+from offload.bench.contenders import INSTALL_BENCH
+from offload.bench.record import Kind, Record, Row, Target
+from offload.bench.rounds import Say, Timed
+from offload.planning.adam_speed import (
     GRAD16,
     GRAD32,
     PLAIN,
@@ -27,10 +30,7 @@ from offload.bench.adam_ours import (
     WEIGHT32,
     filled,
 )
-from offload.bench.arrays import Arrays, Stream, tensor_of
-from offload.bench.contenders import INSTALL_BENCH
-from offload.bench.record import Kind, Record, Row, Target
-from offload.bench.rounds import Say, Timed
+from offload.planning.speed_arrays import Arrays, Stream, tensor_of
 
 TORCH, TORCH_WHOLE = "torch fused, fp32", "torch fused, whole path"
 DEEPSPEED, DEEPSPEED_WHOLE = "DeepSpeedCPUAdam, fp32", "DeepSpeedCPUAdam, whole path"

@@ -25,8 +25,8 @@ from rich.console import Console
 from offload.bench.record import Kind, Record, Row
 from offload.bench.table import Column, number, print_record, span
 from offload.config import OffloadConfig
+from offload.runs.folder import RunFolder
 from offload.train.loop import run
-from offload.train.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTROL = "control: fp32 states, rate + 1e-4"

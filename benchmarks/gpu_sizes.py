@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.gpu_machine import GpuMachine
 from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations
 from offload.planning.baseline import known_baseline
@@ -24,7 +25,6 @@ from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
-from offload.train.model import build_meta_model
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 

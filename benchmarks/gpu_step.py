@@ -41,9 +41,9 @@ from offload.bench.limits import roofline
 from offload.bench.record import Kind, Row
 from offload.bench.systems import Ours, batch_of, between, made
 from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
 from offload.machine import peak_rss_nbytes
 from offload.tiers.errors import IntegrityError
-from offload.train.model import build_meta_model
 
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 _PATTERN_NUMEL = (1 << 22) - 3  # odd: neighbouring rows never get the same values

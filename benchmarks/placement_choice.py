@@ -75,9 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 def _cases(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """What is run by name, and what the planner chose in words."""
     from offload.config import OffloadConfig
+    from offload.gpt import build_meta_model
     from offload.planning.solver import solve
-    from offload.train.forecast import chosen_config, forecast, workload_of
-    from offload.train.model import build_meta_model
+    from offload.runs.forecast import chosen_config, forecast, workload_of
 
     config = OffloadConfig.load(arguments.file, arguments.option).owning_the_loop()
     classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "auto")
@@ -129,7 +129,7 @@ def train(values: Mapping[str, Any], parent: Parent) -> None:
 
     import offload
     from offload.config import OffloadConfig
-    from offload.train.model import build_meta_model
+    from offload.gpt import build_meta_model
 
     config = OffloadConfig.load(values)
     train = config.train

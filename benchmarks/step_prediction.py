@@ -24,6 +24,7 @@ from offload.bench.contenders import LLAMA_151M, OURS, Contender, SystemSpec, Tu
 from offload.bench.record import Kind, Record, Row
 from offload.bench.table import Column, number, print_record, span
 from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
 from offload.homes import compute_device, this_machine
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations
@@ -34,7 +35,6 @@ from offload.planning.planner import make_plan, resolved_config
 from offload.planning.speeds import Speeds
 from offload.planning.step_time import estimate_step
 from offload.planning.workload import Workload
-from offload.train.model import build_meta_model
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 

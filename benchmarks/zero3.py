@@ -36,8 +36,8 @@ from offload.bench.systems import (
     build_model,
     moved_by_the_kernel,
 )
+from offload.gpt import LanguageModel
 from offload.tiers.units import round_up
-from offload.train.model import LanguageModel
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -87,7 +87,7 @@ def initialize(
     loaded = OffloadConfig.load({} if config is None else config)
     if run_folder is None:
         return Engine(model, loaded, parameters=parameters, weights=weights, mesh=mesh)
-    from offload.train.own_run import OwnRun
+    from offload.runs.own_run import OwnRun
 
     run = OwnRun(Path(run_folder), model, loaded)
     engine = Engine(model, loaded, parameters=parameters, weights=weights, mesh=mesh)

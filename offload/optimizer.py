@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.optimizer_kinds import KINDS
+from offload.config.optimizer_kinds import KINDS
 from offload.optimizer_state_dict import Kept, check_kind, check_sizes, check_state
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -27,7 +27,7 @@ from offload.zero.stepper import StepOutcome
 from offload.zero.values import ParameterValues
 
 if TYPE_CHECKING:
-    from offload.optimizer_config import OptimizerConfig
+    from offload.config.optimizer import OptimizerConfig
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

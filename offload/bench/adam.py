@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from offload import machine
-from offload.bench.adam_ours import SPLIT, SPLIT_BF16, SPLIT_INT8, VARIANTS, filled, stepper
-from offload.bench.arrays import Arrays, Stream
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed, measure, sharing, timed
 from offload.bench.stream import GROUP, BusLoop
 from offload.bench.table import Column, number
+from offload.planning.adam_speed import SPLIT, SPLIT_BF16, SPLIT_INT8, VARIANTS, filled, stepper
+from offload.planning.speed_arrays import Arrays, Stream
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import BudgetError
 from offload.tiers.units import format_bytes, round_up

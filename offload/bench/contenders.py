@@ -204,7 +204,7 @@ def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
 
 def count_parameters(config: OffloadConfig) -> int:
     """Of the configured model; builds it without memory."""
-    from offload.train.model import build_meta_model
+    from offload.gpt import build_meta_model
 
     return sum(param.numel() for param in build_meta_model(config).parameters())
 

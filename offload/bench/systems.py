@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from offload.bench.child import Parent, named
+from offload.gpt import LanguageModel, build_meta_model
 from offload.machine import peak_rss_nbytes
 from offload.materialise import MetaInitialiser
-from offload.train.model import LanguageModel, build_meta_model
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

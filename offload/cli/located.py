@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offload.config import OffloadConfig
-from offload.config_source import load_source
+from offload.config.source import load_source
 from offload.tiers.errors import BudgetError, ConfigError
 
 _KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")

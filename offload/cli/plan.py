@@ -46,7 +46,7 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     from offload.planning.planner import check_plan
     from offload.planning.preflight import preflight
     from offload.planning.solver import solve
-    from offload.train.forecast import forecast_of
+    from offload.runs.forecast import forecast_of
     from offload.zero.sharding import Sharding
 
     config = model.config

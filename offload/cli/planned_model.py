@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
 from offload.homes import compute_device
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.workload import Workload
+from offload.runs.forecast import Facts, FactsOf, workload_of
 from offload.tiers.errors import ConfigError
-from offload.train.forecast import Facts, FactsOf, workload_of
-from offload.train.model import build_meta_model
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from offload.cli.located import located
 from offload.config import OffloadConfig
+from offload.runs.folder import RunFolder, default_path
 from offload.tiers.errors import ConfigError
-from offload.train.run_folder import RunFolder, default_path
 
 
 def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> None:
@@ -21,7 +21,7 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
     if resume and run_dir is None:
         raise ConfigError("--resume: which run? add --run-dir DIR")
     if int(os.environ.get("RANK", "0")):  # of `torchrun`: the first rank has the folder
-        from offload.train.world import FollowersFolder
+        from offload.runs.world import FollowersFolder
 
         folder: RunFolder = FollowersFolder(run_dir or Path())
     elif resume and run_dir is not None:

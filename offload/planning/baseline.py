@@ -109,7 +109,7 @@ def measure_baseline(precision: str) -> Measured:
 
     OffloadError if it fails.
     """
-    command = [sys.executable, "-m", "offload.planning.baseline_probe", precision]
+    command = [sys.executable, "-m", "offload.train.baseline_probe", precision]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True

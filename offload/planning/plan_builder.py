@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.config_fields import Percent, TierSplit
+from offload.config.fields import Percent, TierSplit
 from offload.planning.activation_plan import least_window, share_out
 from offload.planning.device_plan import plan_device, with_device
 from offload.planning.plan import Hardware, Plan, needed_nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from offload.config_fields import TierSplit
+from offload.config.fields import TierSplit
 from offload.planning.plan import Hardware, Plan
 from offload.planning.plan_sizes import (
     ITEMSIZE,

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.config import OffloadConfig
+from offload.gpt import LanguageModel, build_meta_model
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations
 from offload.planning.workload import Workload
-from offload.train.model import LanguageModel, build_meta_model
 
 Sample = tuple[int, int, int, int, int, int]  # layers, hidden, mlp, heads, batch, sequence
 

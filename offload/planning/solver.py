@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.config_fields import AUTO_MICRO_BATCHES
+from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.planning.candidates import AS_FAST, Choice
 from offload.planning.candidates import Candidate as Candidate
 from offload.planning.candidates import Known as Known

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from offload.bench.adam_ours import PLAIN, SPLIT_BF16, SPLIT_INT8, Variant, stepper
-from offload.bench.arrays import Arrays, Stream
+from offload.planning.adam_speed import PLAIN, SPLIT_BF16, SPLIT_INT8, Variant, stepper
 from offload.planning.plan_sizes import STAGING_BUFFERS
 from offload.planning.sample_models import measure_models
+from offload.planning.speed_arrays import Arrays, Stream
 from offload.swap.backends import open_backend
 from offload.swap.block_store import checksum_of
 from offload.swap.io_backend import IOBackend

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from offload.runs.metrics import StepMetrics
 from offload.tiers.units import format_bytes
-from offload.train.metrics import StepMetrics
 
 _REFRESH_S = 0.2
 _PLAIN_LINES = 20

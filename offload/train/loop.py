@@ -17,29 +17,29 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from offload.config import OffloadConfig
-from offload.config_fields import TIERS
+from offload.config.fields import TIERS
+from offload.gpt import LanguageModel, build_meta_model, generate, parameter_count
 from offload.homes import compute_device
 from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.planning.preflight import activations_beyond
-from offload.tiers.units import format_bytes
-from offload.train.display import make_display
-from offload.train.forecast import Forecast, forecast, workload_of
-from offload.train.interrupts import Interrupts, noted_interrupts
-from offload.train.metrics import StepMetrics
-from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
-from offload.train.plot import plot_available, write_plot
-from offload.train.prediction_watch import PredictionWatch
-from offload.train.run_folder import (
+from offload.runs.folder import (
     LoopState,
     RunFolder,
     check_same_run,
     other_numbers,
     with_choices_of,
 )
+from offload.runs.forecast import Forecast, forecast, workload_of
+from offload.runs.metrics import StepMetrics
+from offload.runs.world import FollowersFolder, World
+from offload.tiers.units import format_bytes
+from offload.train.display import make_display
+from offload.train.interrupts import Interrupts, noted_interrupts
+from offload.train.plot import plot_available, write_plot
+from offload.train.prediction_watch import PredictionWatch
 from offload.train.schedule import lr_factor
 from offload.train.summary import MemoryUse, moved_line, plain_state_nbytes, summary_table
 from offload.train.text import Batcher, load_corpus
-from offload.train.world import FollowersFolder, World
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload.train.metrics import StepMetrics
+from offload.runs.metrics import StepMetrics
 
 
 def plot_available() -> bool:

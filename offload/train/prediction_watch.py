@@ -19,12 +19,12 @@ from offload.planning.run_check import (
     compare,
     usual_step_s,
 )
-from offload.train.run_folder import RunFolder
+from offload.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from offload.engine import Engine
     from offload.report import Report, TierReport
-    from offload.train.forecast import Forecast
+    from offload.runs.forecast import Forecast
 
 _STEPS = SETTLING_STEPS + 3  # after which the line is printed
 

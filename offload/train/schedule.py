@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from offload.train.config import ScheduleConfig
+from offload.config.training import ScheduleConfig
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:

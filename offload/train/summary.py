@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from offload.config import OffloadConfig
-from offload.config_fields import TIERS
+from offload.config.fields import TIERS
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:

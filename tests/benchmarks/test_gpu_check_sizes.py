@@ -14,9 +14,9 @@ from benchmarks.gpu_step import bounds, row_of, train
 from offload.bench.record import Kind
 from offload.config import OffloadConfig
 from offload.errors import IntegrityError
+from offload.gpt import build_meta_model, parameter_count
 from offload.planning.plan import Hardware
 from offload.planning.planner import make_plan
-from offload.train.model import build_meta_model, parameter_count
 from offload.zero.discovery import discover
 from tests.benchmarks.gpu_check_cases import H200, MACHINES, chosen
 

@@ -13,7 +13,7 @@ import torch
 import offload
 from offload import machine
 from offload.config import OffloadConfig
-from offload.train.model import build_meta_model
+from offload.gpt import build_meta_model
 
 STEPS, HOST_MIB = 2, 256
 

@@ -14,7 +14,7 @@ import torch
 import offload
 from offload import machine
 from offload.config import OffloadConfig
-from offload.train.model import build_meta_model
+from offload.gpt import build_meta_model
 
 
 def config_of(layers: int, host_mib: int, folder: str) -> OffloadConfig:

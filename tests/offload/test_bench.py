@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 
 from offload.bench import child, contenders, io, io_raw, limits
-from offload.bench.adam_ours import VARIANTS, Variant, filled, stepper
-from offload.bench.arrays import STAGGER_NBYTES, Arrays, Stream
 from offload.bench.child import Child, ChildFailed
 from offload.bench.contenders import LLAMA_151M, Contender, SystemSpec, start, wanted
 from offload.bench.io_raw import GRID, LibaioLoop, ThreadsLoop, cut, open_loop
@@ -32,6 +30,8 @@ from offload.bench.stream import GROUP, BusLoop
 from offload.cli.app import main
 from offload.config import OffloadConfig
 from offload.errors import IntegrityError, PathError, StorageError, UnsupportedError
+from offload.planning.adam_speed import VARIANTS, Variant, filled, stepper
+from offload.planning.speed_arrays import STAGGER_NBYTES, Arrays, Stream
 from offload.swap.swap_file import SwapFile
 from offload.swap.worker import ParallelRunner
 

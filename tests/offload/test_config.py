@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.config import OffloadConfig, Percent, TierSplit
+from offload.config import OffloadConfig
+from offload.config.fields import Percent, TierSplit
+from offload.config.optimizer_kinds import KINDS
 from offload.errors import ConfigError, PathError
-from offload.optimizer_kinds import KINDS
 from offload.tiers.units import parse_percent
 
 
@@ -423,7 +424,7 @@ def test_every_key_of_the_schema_is_described() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused_with_a_config_error(text: str) -> None:
-    from offload.config_file import parse_document
+    from offload.config.file import parse_document
 
     try:
         parse_document(text, "x")

@@ -13,9 +13,9 @@ import torch
 import offload
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
+from offload.gpt import LanguageModel, build_meta_model
 from offload.planning.run_check import check_run
 from offload.tools.memest.cli import main as memest
-from offload.train.model import LanguageModel, build_meta_model
 
 TRAIN = {"model": {"layers": 2, "hidden": 64, "heads": 2, "max_sequence": 32}, "sequence": 32}
 NVME = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import offload
 from offload.config import OffloadConfig
+from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, PathError
-from offload.train.config import ScheduleConfig
+from offload.runs.folder import LoopState, RunFolder, check_same_run, default_path
 from offload.train.loop import RunResult, readable, run
-from offload.train.run_folder import LoopState, RunFolder, check_same_run, default_path
 from offload.train.schedule import lr_factor
 from offload.train.summary import plain_state_nbytes
 

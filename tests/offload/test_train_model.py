@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from offload.config import OffloadConfig
-from offload.train.config import ModelConfig
-from offload.train.model import LanguageModel, build_meta_model, generate, parameter_count
+from offload.config.training import ModelConfig
+from offload.gpt import LanguageModel, build_meta_model, generate, parameter_count
 
 SMALL: dict[str, Any] = {
     "layers": 2, "hidden": 24, "heads": 4, "mlp": 40, "max_sequence": 32,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.activation_trace import trace_activations
 from offload.planning.baseline import Baseline
@@ -22,7 +23,6 @@ from offload.planning.planner import lay_out_plan
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
-from offload.train.model import build_meta_model
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 

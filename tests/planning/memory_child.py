@@ -10,8 +10,8 @@ import torch
 
 import offload
 from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
 from offload.machine import peak_rss_nbytes
-from offload.train.model import build_meta_model
 
 STEPS = 3
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from offload.gpt import Block, LanguageModel, build_meta_model
 from offload.planning.activation_trace import trace_activations
 from offload.planning.workload import Workload
 from offload.tiers.errors import UnsupportedError
-from offload.train.model import Block, LanguageModel, build_meta_model
 from tests.planning.real_pass import DTYPES, config_of, packed_nbytes, real_facts
 
 TINY = {"layers": 6, "hidden": 64, "heads": 4, "vocab": 256}
@@ -281,7 +281,7 @@ import sys
 from offload.config import OffloadConfig
 from offload.planning.activation_trace import trace_activations
 from offload.planning.workload import Workload
-from offload.train.model import build_meta_model
+from offload.gpt import build_meta_model
 for checkpoint, micro_batches in ((False, 1), ("selective", 2)):
     config = OffloadConfig.load({
         "micro_batches": micro_batches, "placement": {"activations": {"checkpoint": checkpoint}}

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import offload
+from offload.gpt import build_meta_model
 from offload.planning.baseline import Baseline, machine_baseline
 from offload.planning.checkpoint_size import checkpoint_nbytes
 from offload.tiers.extent import TierName
-from offload.train.model import build_meta_model
 from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 
 LEDGER, RSS = 0.03, 0.08  # most that a prediction is off

@@ -27,9 +27,9 @@ from offload.planning.run_check import (
     usual_step_s,
 )
 from offload.planning.solver import solve
+from offload.runs.folder import RunFolder, other_numbers, with_choices_of
 from offload.swap.threads_backend import ThreadsBackend
 from offload.train.loop import run
-from offload.train.run_folder import RunFolder, other_numbers, with_choices_of
 from tests.planning.test_solver import GIB, MIB, SPEEDS, facts, hardware, known, model
 
 PREDICTION = Prediction(
@@ -325,7 +325,7 @@ def test_corrected_speeds_predict_what_was_measured():
 
 
 def test_a_new_prediction_is_not_held_against_what_was_measured_before(tmp_path: Path):
-    from offload.train.run_folder import RunFolder
+    from offload.runs.folder import RunFolder
 
     folder = RunFolder(tmp_path)
     folder.write_measured(MEASURED)

@@ -102,7 +102,7 @@ def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
 
 def test_what_was_chosen_still_fits_when_less_memory_is_free_a_moment_later():
     from offload.planning.planner import make_plan
-    from offload.train.forecast import chosen_config
+    from offload.runs.forecast import chosen_config
 
     before, later = (Hardware(0, 64 * GIB, n * MIB, 64 * GIB) for n in (300, 250))
     best = solve(OffloadConfig(), model(), before, known()).best

@@ -16,6 +16,7 @@ import offload
 import offload.homes
 from offload.config import OffloadConfig
 from offload.engine import Engine
+from offload.gpt import build_meta_model
 from offload.planning import step_time
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.estimate import StepEstimate
@@ -30,7 +31,6 @@ from offload.planning.workload import Workload
 from offload.swap.io_request import IORequest
 from offload.swap.threads_backend import ThreadsBackend
 from offload.tiers.errors import ConfigError
-from offload.train.model import build_meta_model
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from offload.config import OffloadConfig
+from offload.config.training import ModelConfig
+from offload.gpt import build_meta_model
 from offload.planning.disk_cache import cache_folder
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
@@ -21,8 +23,6 @@ from offload.tools.memest.builtin_model import builtin_tree
 from offload.tools.memest.model_source import SourceKind, StatedSizes, read_model, read_stated
 from offload.tools.memest.skeleton_cache import load_shape, save_shape
 from offload.tools.memest.stated_sizes import parse_count
-from offload.train.config import ModelConfig
-from offload.train.model import build_meta_model
 from offload.zero.discovery import discover
 from offload.zero.module_tree import shape_of
 from tests.tools.model_files import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offload.config.training import ModelConfig
 from offload.tools.memest.tree_pieces import (
     embedding,
     layer_norm,
@@ -11,12 +12,11 @@ from offload.tools.memest.tree_pieces import (
     scale,
     tie,
 )
-from offload.train.config import ModelConfig
 from offload.zero.module_tree import ModuleTree
 
 
 def builtin_tree(config: ModelConfig) -> ModuleTree:
-    """As `offload.train.model.LanguageModel`."""
+    """As `offload.gpt.LanguageModel`."""
     tokens = embedding(config.vocab, config.hidden)
     head = linear(config.hidden, config.vocab)
     tie(config.tied, head, tokens)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from offload.config.training import MOST_LAYERS, MOST_SIZE
 from offload.tiers.errors import ConfigError
-from offload.train.config import MOST_LAYERS, MOST_SIZE
 
 
 class Keys:

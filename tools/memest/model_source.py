@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
+from offload.config.training import ModelConfig
+from offload.config.written_for import WrittenFor
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.answer_cache import key_of
 from offload.tools.memest.builtin_model import builtin_tree
@@ -40,8 +42,6 @@ from offload.tools.memest.transformers_models import (
 )
 from offload.tools.memest.weight_names import tree_of_names
 from offload.tools.memest.wording import counted
-from offload.train.config import ModelConfig
-from offload.written_for import WrittenFor
 from offload.zero.module_tree import shape_of
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _builtin_fingerprint(model: ModelConfig) -> str:
 def _build_builtin(model: ModelConfig) -> nn.Module:
     import torch
 
-    from offload.train.model import LanguageModel
+    from offload.gpt import LanguageModel
 
     with torch.device("meta"):
         return LanguageModel(model)

@@ -9,7 +9,7 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest import wording
 from offload.tools.memest.html_style import style_sheet
 from offload.tools.memest.run_estimate import Question
-from offload.tools.memest.run_scale import HEADER, LEGEND, cells, statements
+from offload.tools.memest.scale_wording import HEADER, LEGEND, cells, statements
 from offload.tools.memest.scaling import Point, Series, in_order, seconds_of, totals
 
 _SHOWN = 8  # collectives at the beginning of a step, and at its end

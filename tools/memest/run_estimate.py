@@ -9,6 +9,7 @@ from pathlib import Path
 
 from offload import machine
 from offload.config import OffloadConfig
+from offload.config.training import MOST_TOKENS
 from offload.planning.estimate import Estimate
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError
@@ -28,7 +29,6 @@ from offload.tools.memest.output import write_file
 from offload.tools.memest.run_hardware import profile_of, speeds_of
 from offload.tools.memest.source import ModelSource, SourceKind
 from offload.tools.memest.stated_sizes import parse_count
-from offload.train.config import MOST_TOKENS
 
 DOES_NOT_FIT = 1
 _USUAL_SEQUENCE = 2048

@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
+from offload.config.training import ModelConfig
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.workload import Workload
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.facts_cache import cached_facts
-from offload.train.config import ModelConfig
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from offload.config import OffloadConfig
-from offload.config_file import dump_yaml
+from offload.config.file import dump_yaml
+from offload.config.training import TrainConfig
+from offload.config.written_for import WrittenFor
 from offload.planning.estimate import Estimate
 from offload.planning.plan import needed_nbytes
 from offload.tiers.extent import TierName
@@ -15,8 +17,6 @@ from offload.tools.memest import summary, wording
 from offload.tools.memest.picture import bars
 from offload.tools.memest.source import ModelSource
 from offload.tools.memest.subject import Ranks
-from offload.train.config import TrainConfig
-from offload.written_for import WrittenFor
 
 _MIB = 1 << 20
 _DEFAULTS = OffloadConfig()

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from offload.train.run_folder import LoopState, RunFolder
+from offload.runs.folder import LoopState, RunFolder
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.planning.run_check import Measured, Prediction
-    from offload.train.metrics import StepMetrics
+    from offload.runs.metrics import StepMetrics
     from offload.zero.sharding import Sharding
 
 

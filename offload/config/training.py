@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from offload.config_fields import KeyedError, PathText
+from offload.config.fields import KeyedError, PathText
 
 MOST_LAYERS = 4096  # deeper is a mistake, and would take long to count
 MOST_WIDTH = 1 << 24

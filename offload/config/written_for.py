@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from offload.config_fields import Section
+from offload.config.fields import Section
 from offload.tiers.errors import ConfigError
 
 

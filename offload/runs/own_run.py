@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.config_fields import TIERS
+from offload.config.fields import TIERS
 from offload.homes import compute_device, this_machine
 from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.planning.activation_facts import ActivationFacts, PassCost
@@ -28,10 +28,10 @@ from offload.planning.planner import make_plan, resolved_config
 from offload.planning.run_check import Measured, Prediction, usual_step_s
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.train.forecast import forecast_of
-from offload.train.metrics import StepMetrics
-from offload.train.run_folder import RunFolder
-from offload.train.world import FollowersFolder, rank_here
+from offload.runs.forecast import forecast_of
+from offload.runs.metrics import StepMetrics
+from offload.runs.folder import RunFolder
+from offload.runs.world import FollowersFolder, rank_here
 from offload.zero.discovery import discover
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from offload.train.config import ModelConfig
+from offload.config.training import ModelConfig
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

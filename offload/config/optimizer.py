@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from offload.config_fields import AutoBool, AutoChunk, KeyedError, Section, StateFormats, States
+from offload.config.fields import AutoBool, AutoChunk, KeyedError, Section, StateFormats, States
+from offload.config.optimizer_kinds import KINDS
 from offload.kernels.rules import WHY_NOT_MUON
-from offload.optimizer_kinds import KINDS
 
 _NUMBERS = tuple(dict.fromkeys(key for kind in KINDS.values() for key in kind.defaults))
 if TYPE_CHECKING:

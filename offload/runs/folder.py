@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from offload.config import OffloadConfig
-from offload.config_fields import AUTO_MICRO_BATCHES
+from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.swap.line_file import LineFile
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
-from offload.train.metrics import StepMetrics
+from offload.runs.metrics import StepMetrics
 
 _log = logging.getLogger("offload")
 

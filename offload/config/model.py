@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from offload.config_errors import render
-from offload.config_fields import (
+from offload.config.errors import render
+from offload.config.fields import (
     AUTO_MICRO_BATCHES,
     AutoBool,
     AutoDepth,
@@ -22,22 +22,17 @@ from offload.config_fields import (
     KeyedError,
     MicroBatches,
     PathText,
-    Percent,
     Recompute,
     Section,
     Split,
-    Tier,
-    TierSplit,
 )
-from offload.config_file import dump_yaml
-from offload.config_source import ConfigSource, load_source
-from offload.optimizer_config import OptimizerConfig
+from offload.config.file import dump_yaml
+from offload.config.optimizer import OptimizerConfig
+from offload.config.source import ConfigSource, load_source
+from offload.config.training import TrainConfig
+from offload.config.written_for import WrittenFor
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
-from offload.train.config import TrainConfig
-from offload.written_for import WrittenFor
-
-__all__ = ["OffloadConfig", "Percent", "Tier", "TierSplit"]
 
 AUTO_CHUNK_NUMEL = 1 << 20
 

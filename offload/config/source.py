@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.config_file import MAX_DEPTH, Document, KeyPath, parse_document, read_document
+from offload.config.file import MAX_DEPTH, Document, KeyPath, parse_document, read_document
 from offload.tiers.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.config_fields import TierSplit
+from offload.config.fields import TierSplit
 from offload.homes import compute_device, nvme_paths, this_machine
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offload.bench.arrays import Array, Arrays, Stream
 from offload.kernels.floats import Float
 from offload.kernels.int8 import BLOCK
 from offload.kernels.noise import Noise
 from offload.kernels.optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, StateFormat
+from offload.planning.speed_arrays import Array, Arrays, Stream
 from offload.swap.worker import ParallelRunner
 
 GRAD32 = Stream("grad fp32", "float32", updated=False)

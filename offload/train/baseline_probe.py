@@ -1,4 +1,4 @@
-"""`python -m offload.planning.baseline_probe PRECISION`: train next to nothing, print its peak RAM.
+"""`python -m offload.train.baseline_probe PRECISION`: train next to nothing, print its peak RAM.
 
 Everything that a run loads or compiles is loaded here: the model's kernels, the optimizer's, files.
 The few hundred KiB of the model's own states count as part of it.
@@ -12,8 +12,8 @@ import tempfile
 import torch
 
 import offload
+from offload.gpt import build_meta_model
 from offload.machine import peak_rss_nbytes
-from offload.train.model import build_meta_model
 
 
 def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = False) -> int:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from offload.config_fields import KeyedError, UnknownNameError
-from offload.config_file import KeyPath
+from offload.config.fields import KeyedError, UnknownNameError
+from offload.config.file import KeyPath
 from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from offload.config_source import ConfigSource
+    from offload.config.source import ConfigSource
 
 MAX_SHOWN = 8
 

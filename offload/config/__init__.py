@@ -1,0 +1,11 @@
+"""What a YAML file says: the configuration, checked and with every default filled in.
+
+model       OffloadConfig, the whole        fields      sections, types of values, sizes
+optimizer   `optimizer:`                    training    `train:`
+file        reading YAML, keys and lines    source      from files, mappings and overrides
+errors      one line that names the key     written_for which model a file was written for
+"""
+
+from offload.config.model import NvmeConfig as NvmeConfig
+from offload.config.model import OffloadConfig as OffloadConfig
+from offload.config.model import ThreadsConfig as ThreadsConfig
