@@ -49,7 +49,7 @@ class StateDictHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         for name, param in self._own(module).items():
-            if prefix + name in state_dict:
+            if state_dict.get(prefix + name, param) is not param:  # with keep_vars=True it is
                 state_dict[prefix + name] = self._values.full(param)
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:

@@ -638,6 +638,10 @@ def autocast(t: Trial) -> Numbers:
 WEIGHTS = "Reading and changing weights"
 
 
+def frozen_part(t: Trial) -> None:
+    t.model[1].requires_grad_(False)
+
+
 @row(WEIGHTS, "L2 and L1 terms: `loss + 0.01 * sum((p ** 2).sum() for p in model.parameters())`")
 def penalty(t: Trial) -> Numbers:
     def extra() -> Any:
@@ -750,6 +754,67 @@ def rebind(t: Trial) -> Numbers:
             p.data = p.data * 0.5
 
     return t.train(after=halve)
+
+
+@row(WEIGHTS, "EMA with nothing copied: `backup = p.data`; `p.data = shadow`; evaluate; "
+     "`p.data = backup`")  # fmt: skip
+def moving_average_by_rebinding(t: Trial) -> Numbers:
+    shadows = [p.data.clone() for p in t.params]
+    x, y = t.data(1)[0]
+
+    def average() -> float:
+        backups = [p.data for p in t.params]
+        for number, p in enumerate(t.params):
+            shadows[number] = 0.9 * shadows[number] + 0.1 * p.data
+            p.data = shadows[number]
+        with torch.no_grad():
+            loss = t.loss(x, y).item()
+        for p, backup in zip(t.params, backups, strict=True):
+            p.data = backup
+        return loss
+
+    return t.train(after=average)
+
+
+@row(WEIGHTS, "`a.data, b.data = b.data, a.data`")
+def swapped_data(t: Trial) -> Numbers:
+    def swap() -> None:
+        a, b = t.model[0][0].weight, t.model[1][0].weight
+        a.data, b.data = b.data, a.data
+
+    return t.train(after=swap)
+
+
+@row(WEIGHTS, "under `no_grad`: `p.set_(tensor)`")
+def set_to_another(t: Trial) -> Numbers:
+    @torch.no_grad()
+    def halve() -> None:
+        for p in t.params:
+            p.set_(p * 0.5)
+
+    return t.train(after=halve)
+
+
+@row(WEIGHTS, "`p.tolist()`, and a frozen `p.numpy()`", prepare=frozen_part)
+def lists_and_arrays(t: Trial) -> Numbers:
+    def look() -> list[float]:
+        lists = [value for p in t.params if p.ndim == 1 for value in p.tolist()]
+        return [*lists, *(float(p.numpy().sum()) for p in t.model[1].parameters())]
+
+    return t.train(after=look)
+
+
+@row(WEIGHTS, "`functional_call(model, model.state_dict(keep_vars=True), x)`")
+def kept_variables(t: Trial) -> Numbers:
+    logged = []
+    for x, y in t.data():
+        called = torch.func.functional_call(t.model, t.model.state_dict(keep_vars=True), (x,))
+        loss = ((called - y) ** 2).mean()
+        loss.backward()
+        logged.append(loss.item())
+        t.optimizer.step()
+        t.optimizer.zero_grad()
+    return logged
 
 
 @row(WEIGHTS, "`vector_to_parameters(parameters_to_vector(...) * 0.5, ...)`")
@@ -1263,10 +1328,6 @@ def add_param_group(t: Trial) -> Numbers:
     logged = t.train(3)
     t.optimizer.add_param_group({"params": list(t.model[0].parameters()), "lr": 1e-3})
     return [*logged, *t.train(3)]
-
-
-def frozen_part(t: Trial) -> None:
-    t.model[1].requires_grad_(False)
 
 
 @row(OPTIMIZERS, "frozen before `initialize`: `p.requires_grad_(False)`", prepare=frozen_part)
