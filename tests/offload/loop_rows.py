@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -1398,6 +1399,24 @@ def optimizer_state(t: Trial) -> Numbers:
     t.model.load_state_dict(model)
     t.optimizer.load_state_dict(optimizer)
     return [*logged, *t.train(2)]
+
+
+@row(OPTIMIZERS, "moments started over: `optimizer.state = defaultdict(dict)`, "
+     "`optimizer.state.clear()`, `del optimizer.state[p]`, `.pop(p)`")  # fmt: skip
+def states_anew(t: Trial) -> Numbers:
+    logged = t.train(2)
+    t.optimizer.state = defaultdict(dict)
+    logged += t.train(2)
+    t.optimizer.state.clear()
+    logged += t.train(2)
+    del t.optimizer.state[t.params[0]]
+    t.optimizer.state.pop(t.params[1])
+    return [*logged, *t.train(2)]
+
+
+@row(OPTIMIZERS, "`optimizer.state[p]['exp_avg']`")
+def moments(t: Trial) -> Numbers:
+    return [*t.train(2), *(t.optimizer.state[p]["exp_avg"].norm() for p in t.params)]
 
 
 # ------------------------------------------------------------------------------------- copies
