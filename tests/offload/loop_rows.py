@@ -916,6 +916,15 @@ def parametrized(kind: Callable[[nn.Module], nn.Module]) -> Build:
     return build
 
 
+@row(WEIGHTS, "weight tying: `torch.save(model.state_dict())` writes the weight once", build=Tied)
+def tied_state(t: Trial) -> Numbers:
+    file = io.BytesIO()
+    state = t.model.state_dict()
+    torch.save(state, file)
+    shared = len({value.untyped_storage().data_ptr() for value in state.values()})
+    return [shared, len(file.getvalue()) // 1024]
+
+
 @row(WEIGHTS, "`parametrizations.weight_norm(layer)`",
      build=parametrized(nn.utils.parametrizations.weight_norm))  # fmt: skip
 def weight_norm(t: Trial) -> Numbers:
