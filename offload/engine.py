@@ -287,7 +287,7 @@ class Engine:
             yield
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of what was accumulated for `param` (`param.grad` is always None)."""
+        """A copy of what was accumulated for `param` (`param.grad` is a handle of it)."""
         self._open()
         return self.values.gradient(param)
 

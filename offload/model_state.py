@@ -6,8 +6,11 @@ its pending update; a loaded one is written through to the tiers, master include
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +27,11 @@ class StateDictHooks:
         self._runtime = runtime
         self._values = values
         self._contexts: dict[int, Any] = {}
+        # of tied parameters, by id: what the last state dict has, and of which version
+        self._copied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._versions: dict[int, int] = {}
+        owned = [p for module in model.modules() for p in self._own(module).values()]
+        self._names = Counter(map(id, owned))
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             if self._own(module):
@@ -34,7 +42,7 @@ class StateDictHooks:
         raise UnsupportedError(f"the model cannot be deep-copied: {NO_COPIES}")
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        own = module.named_parameters(recurse=False)
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
         return {name: p for name, p in own if self._runtime.group_of(p) is not None}
 
     def _install(self, module: nn.Module) -> None:
@@ -49,8 +57,22 @@ class StateDictHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         for name, param in self._own(module).items():
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = self._values.full(param)
+            if state_dict.get(prefix + name, param) is not param:  # with keep_vars=True it is
+                state_dict[prefix + name] = self._copy(param, state_dict)
+
+    def _copy(self, param: nn.Parameter, state_dict: dict[str, Any]) -> torch.Tensor:
+        """For all names of a tied parameter over one memory, by which what writes files knows
+        it."""
+        found = self._runtime.group_of(param)
+        if self._names[id(param)] == 1 or found is None:
+            return self._values.full(param)
+        known, version = self._copied.get(id(param)), found[0].version
+        is_there = any(value is known for value in state_dict.values())
+        if known is not None and is_there and self._versions[id(param)] == version:
+            return known.detach()
+        self._copied[id(param)] = copied = self._values.full(param)
+        self._versions[id(param)] = version
+        return copied
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         self._after_load(module, None)  # left open if an earlier load raised half-way

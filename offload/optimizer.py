@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from offload.config.optimizer_kinds import KINDS
+from offload.optimizer_entries import OptimizerEntries
 from offload.optimizer_state_dict import Kept, check_kind, check_sizes, check_state
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -33,8 +34,8 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """One of the `optimizer_kinds` over a runtime's groups. `state` stays empty: see
-    `state_dict`."""
+    """One of the `optimizer_kinds` over a runtime's groups. `state` holds
+    what users put there: see `state_dict`."""
 
     def __init__(
         self, runtime: Runtime, values: ParameterValues, params: Params, config: OptimizerConfig
@@ -44,11 +45,37 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._type = config.type
         self._kind = KINDS[config.type]
         self._states = config.state_names
+        self._entries = OptimizerEntries(self._start_over, self._managed)
         self.last_step: StepOutcome | None = None
         self.engine: object = None  # kept alive with this optimizer
         super().__init__(params, config.numbers)
         this = weakref.ref(self)  # the runtime must not keep the engine alive
         runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
+
+    @property
+    def state(self) -> Any:
+        """Entries of the user's own: see `optimizer_entries`."""
+        return self._entries
+
+    @state.setter
+    def state(self, entries: Mapping[Any, Any]) -> None:
+        if entries is self._entries:
+            return
+        if entries:
+            raise UnsupportedError(
+                "optimizer.state was set, and the optimizer's states live in the engine's tiers; "
+                "optimizer.load_state_dict takes states over, and optimizer.state.clear() starts "
+                "them anew"
+            )
+        if hasattr(self, "param_groups"):  # else torch.optim.Optimizer is being made
+            self._entries.clear()
+
+    def _start_over(self, param: Any) -> None:
+        if self._runtime.group_of(param) is not None:
+            self._values.write_state(param, {})
+
+    def _managed(self) -> list[Any]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. ConfigError for numbers that cannot work or parameters not managed here."""

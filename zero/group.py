@@ -40,6 +40,12 @@ def digest(param: torch.Tensor) -> int:
     return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
 
 
+def _uses(tensor: torch.Tensor) -> int:
+    """How many tensors there are over this one's memory (and storages of Python's)."""
+    memory = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(memory._cdata))
+
+
 class GroupState(enum.Enum):
     RELEASED = "released"
     GATHERED = "gathered"
@@ -73,6 +79,7 @@ class ParamGroup:
         self.permanent = False  # True: every state is in memory that it is used in
         self.has_masters = False  # True: written parameters are not all of the truth
         self._addresses: list[int] = []  # of the parameters' values, as they were gathered last
+        self._uses = 0  # tensors over the buffer's memory then
         self.version = 0  # counts updates; a saved handle of an older version is stale
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
@@ -120,6 +127,7 @@ class ParamGroup:
                 hold(param, flat[spec.offset : spec.stop].view(spec.shape))
                 param.__class__ = classes.own if self._stays else classes.gathered
             self._addresses = self._find_addresses()
+            self._uses = _uses(flat)
         self.residing = GroupState.GATHERED
 
     @torch.inference_mode(False)
@@ -217,7 +225,8 @@ class ParamGroup:
     def take_over(self) -> list[int]:
         """Copy what `param.data` was set to while gathered into the buffer; which ones (by index).
 
-        UnsupportedError for values of another shape, format or device.
+        UnsupportedError for values of another shape, format or device, and where somebody keeps
+        what `.data` was before: that is the buffer, whose values would change under it.
         """
         if self.residing is not GroupState.GATHERED:
             return []
@@ -232,6 +241,7 @@ class ParamGroup:
 
     def _copy_rebound(self, rebound: Sequence[int]) -> None:
         flat = self.flat()
+        self._refuse_kept(flat, rebound)
         for index in rebound:
             param, spec = self.params[index], self.layout.params[index]
             given = local_of(param).detach()
@@ -245,6 +255,18 @@ class ParamGroup:
             view = flat[spec.offset : spec.stop].view(spec.shape)
             view.copy_(given)
             hold(param, view)
+
+    def _refuse_kept(self, flat: torch.Tensor, rebound: Sequence[int]) -> None:
+        memory = flat.untyped_storage()._cdata
+        now = [local_of(self.params[index]).untyped_storage()._cdata for index in rebound]
+        left = sum(each != memory for each in now)
+        if _uses(flat) > self._uses - left:
+            names = ", ".join(self.layout.params[index].name for index in rebound)
+            raise UnsupportedError(
+                f"{names}: .data was set to another tensor while something else (backup = p.data) "
+                "refers to the values from before, which are overwritten in the engine's tiers; "
+                "keep copies (backup = p.data.clone()), or write with p.data.copy_(...)"
+            )
 
     def _find_addresses(self) -> list[int]:
         return [local_of(param).data_ptr() for param in self.params]

@@ -18,6 +18,7 @@ autograd does not count what is written through that; one that stays has its own
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -77,6 +78,7 @@ class ReleasedParameters:
         self._find = find
         self._classes: dict[type, Classes] = {}
         self._released: dict[type, type] = {}  # class of released ones -> their own
+        self._sources: weakref.WeakSet[ParameterSource] = weakref.WeakSet()
         self._closed = False
         # set by `connect`; before that nothing is released
         self._handles: HandleTable
@@ -116,7 +118,20 @@ class ReleasedParameters:
                 memo[id(param)] = kind(param.data.clone(), param.requires_grad)
             return memo[id(param)]
 
-        body = {"__torch_function__": classmethod(torch_function), "__deepcopy__": deepcopy}
+        def set_(param: Any, source: Any = None, *rest: Any) -> Any:
+            """The one method that does not come to `__torch_function__`."""
+            if rest or not isinstance(source, torch.Tensor):
+                raise UnsupportedError(
+                    f"{self._name_of(param)}.set_(): its values have no memory of their own, they "
+                    "may be in any tier; use .copy_(tensor)"
+                )
+            self._assign(param, source)
+            return param
+
+        body = {
+            "__torch_function__": classmethod(torch_function), "__deepcopy__": deepcopy,
+            "set_": set_,
+        }  # fmt: skip
         return _subclass(kind, body)
 
     def _make_gathered(self, kind: type) -> type:
@@ -221,11 +236,14 @@ class ReleasedParameters:
         def outward(value: Any) -> Any:
             return paged.get(id(value), value)
 
+        if type(args[0]) in self._released:  # torch's own would take the address of the values
+            function = vars(PagedTensor).get(getattr(function, "__name__", ""), function)
         found = function(*_mapped(args, outward), **_mapped(kwargs, outward))
         return owners.get(id(found), found)
 
     def _as_paged(self, param: nn.Parameter) -> PagedTensor:
         source = ParameterSource(self._values, param, self._name_of(param))
+        self._sources.add(source)
         shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
         return PagedTensor(source, shape, param.device)
 
@@ -258,24 +276,40 @@ class ReleasedParameters:
                 "the configuration"
             )
         with torch.no_grad():
+            for source in list(self._sources):
+                source.part_from(param)
             self._as_paged(param).copy_(value)
 
 
 class ParameterSource:
-    """The values of one released parameter, for a PagedTensor."""
+    """The values of one released parameter, for a PagedTensor: until `param.data` is set, after
+    which it goes on with those from before, as what refers to the memory from before does."""
 
     def __init__(self, values: Values, param: nn.Parameter, name: str) -> None:
         self._values = values
         self._param = param
+        self._parted: torch.Tensor | None = None
         self.name = name
+
+    def part_from(self, param: nn.Parameter) -> None:
+        """`param.data` is about to become another tensor."""
+        if param is self._param and self._parted is None:
+            with self.reading() as values:
+                self._parted = values.clone()
 
     @contextmanager
     def reading(self) -> Iterator[torch.Tensor]:
+        if self._parted is not None:
+            yield self._parted
+            return
         with self._values.reading([self._param]):
             yield self._param.detach()
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
+        if self._parted is not None:
+            yield self._parted
+            return
         with self._values.gathered([self._param]):
             yield self._param.detach()
 

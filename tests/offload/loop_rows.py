@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -638,6 +639,10 @@ def autocast(t: Trial) -> Numbers:
 WEIGHTS = "Reading and changing weights"
 
 
+def frozen_part(t: Trial) -> None:
+    t.model[1].requires_grad_(False)
+
+
 @row(WEIGHTS, "L2 and L1 terms: `loss + 0.01 * sum((p ** 2).sum() for p in model.parameters())`")
 def penalty(t: Trial) -> Numbers:
     def extra() -> Any:
@@ -752,6 +757,67 @@ def rebind(t: Trial) -> Numbers:
     return t.train(after=halve)
 
 
+@row(WEIGHTS, "EMA with nothing copied: `backup = p.data`; `p.data = shadow`; evaluate; "
+     "`p.data = backup`")  # fmt: skip
+def moving_average_by_rebinding(t: Trial) -> Numbers:
+    shadows = [p.data.clone() for p in t.params]
+    x, y = t.data(1)[0]
+
+    def average() -> float:
+        backups = [p.data for p in t.params]
+        for number, p in enumerate(t.params):
+            shadows[number] = 0.9 * shadows[number] + 0.1 * p.data
+            p.data = shadows[number]
+        with torch.no_grad():
+            loss = t.loss(x, y).item()
+        for p, backup in zip(t.params, backups, strict=True):
+            p.data = backup
+        return loss
+
+    return t.train(after=average)
+
+
+@row(WEIGHTS, "`a.data, b.data = b.data, a.data`")
+def swapped_data(t: Trial) -> Numbers:
+    def swap() -> None:
+        a, b = t.model[0][0].weight, t.model[1][0].weight
+        a.data, b.data = b.data, a.data
+
+    return t.train(after=swap)
+
+
+@row(WEIGHTS, "under `no_grad`: `p.set_(tensor)`")
+def set_to_another(t: Trial) -> Numbers:
+    @torch.no_grad()
+    def halve() -> None:
+        for p in t.params:
+            p.set_(p * 0.5)
+
+    return t.train(after=halve)
+
+
+@row(WEIGHTS, "`p.tolist()`, and a frozen `p.numpy()`", prepare=frozen_part)
+def lists_and_arrays(t: Trial) -> Numbers:
+    def look() -> list[float]:
+        lists = [value for p in t.params if p.ndim == 1 for value in p.tolist()]
+        return [*lists, *(float(p.numpy().sum()) for p in t.model[1].parameters())]
+
+    return t.train(after=look)
+
+
+@row(WEIGHTS, "`functional_call(model, model.state_dict(keep_vars=True), x)`")
+def kept_variables(t: Trial) -> Numbers:
+    logged = []
+    for x, y in t.data():
+        called = torch.func.functional_call(t.model, t.model.state_dict(keep_vars=True), (x,))
+        loss = ((called - y) ** 2).mean()
+        loss.backward()
+        logged.append(loss.item())
+        t.optimizer.step()
+        t.optimizer.zero_grad()
+    return logged
+
+
 @row(WEIGHTS, "`vector_to_parameters(parameters_to_vector(...) * 0.5, ...)`")
 def through_vector(t: Trial) -> Numbers:
     def halve() -> None:
@@ -848,6 +914,15 @@ def parametrized(kind: Callable[[nn.Module], nn.Module]) -> Build:
         return nn.Sequential(*layers, nn.Linear(WIDTH, OUT))
 
     return build
+
+
+@row(WEIGHTS, "weight tying: `torch.save(model.state_dict())` writes the weight once", build=Tied)
+def tied_state(t: Trial) -> Numbers:
+    file = io.BytesIO()
+    state = t.model.state_dict()
+    torch.save(state, file)
+    shared = len({value.untyped_storage().data_ptr() for value in state.values()})
+    return [shared, len(file.getvalue()) // 1024]
 
 
 @row(WEIGHTS, "`parametrizations.weight_norm(layer)`",
@@ -1265,10 +1340,6 @@ def add_param_group(t: Trial) -> Numbers:
     return [*logged, *t.train(3)]
 
 
-def frozen_part(t: Trial) -> None:
-    t.model[1].requires_grad_(False)
-
-
 @row(OPTIMIZERS, "frozen before `initialize`: `p.requires_grad_(False)`", prepare=frozen_part)
 def frozen(t: Trial) -> Numbers:
     return t.train(clip=lambda: [float(p.grad is None) for p in t.params])
@@ -1337,6 +1408,24 @@ def optimizer_state(t: Trial) -> Numbers:
     t.model.load_state_dict(model)
     t.optimizer.load_state_dict(optimizer)
     return [*logged, *t.train(2)]
+
+
+@row(OPTIMIZERS, "moments started over: `optimizer.state = defaultdict(dict)`, "
+     "`optimizer.state.clear()`, `del optimizer.state[p]`, `.pop(p)`")  # fmt: skip
+def states_anew(t: Trial) -> Numbers:
+    logged = t.train(2)
+    t.optimizer.state = defaultdict(dict)
+    logged += t.train(2)
+    t.optimizer.state.clear()
+    logged += t.train(2)
+    del t.optimizer.state[t.params[0]]
+    t.optimizer.state.pop(t.params[1])
+    return [*logged, *t.train(2)]
+
+
+@row(OPTIMIZERS, "`optimizer.state[p]['exp_avg']`")
+def moments(t: Trial) -> Numbers:
+    return [*t.train(2), *(t.optimizer.state[p]["exp_avg"].norm() for p in t.params)]
 
 
 # ------------------------------------------------------------------------------------- copies
