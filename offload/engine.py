@@ -99,6 +99,16 @@ def initialize(
     return engine
 
 
+# What DeepSpeed's engine has, and where it is here.
+_ELSEWHERE = {
+    "step": "engine.optimizer.step()",
+    "zero_grad": "engine.optimizer.zero_grad()",
+    "forward": "engine.module(...)",
+    **{name: f"engine.module.{name}()" for name in ("train", "eval", "parameters", "state_dict")},
+    "load_state_dict": "engine.module.load_state_dict(...)",
+}
+
+
 class Engine:
     """Owns the tiers of one model. A context manager; `close` gives everything back."""
 
@@ -358,6 +368,12 @@ class Engine:
     def before_close(self, call: Callable[[], None]) -> None:
         """`call()` when the engine is about to be closed, while it can still be looked at."""
         self._before_close.append(call)
+
+    if not TYPE_CHECKING:  # who has checked the types has no use for it
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f"; call {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise AttributeError(f"'Engine' object has no attribute {name!r}{hint}")
 
     @uninterrupted
     def close(self) -> None:

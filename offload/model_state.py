@@ -32,7 +32,10 @@ class StateDictHooks:
         self._versions: dict[int, int] = {}
         owned = [p for module in model.modules() for p in self._own(module).values()]
         self._names = Counter(map(id, owned))
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = [
+            model.register_state_dict_pre_hook(lambda *args: values.take_back()),
+            model.register_load_state_dict_pre_hook(lambda *args: values.take_back(loading=True)),
+        ]
         for module in model.modules():
             if self._own(module):
                 self._install(module)
@@ -65,12 +68,12 @@ class StateDictHooks:
         it."""
         found = self._runtime.group_of(param)
         if self._names[id(param)] == 1 or found is None:
-            return self._values.full(param)
+            return self._values.give_out(param)
         known, version = self._copied.get(id(param)), found[0].version
         is_there = any(value is known for value in state_dict.values())
         if known is not None and is_there and self._versions[id(param)] == version:
             return known.detach()
-        self._copied[id(param)] = copied = self._values.full(param)
+        self._copied[id(param)] = copied = self._values.give_out(param)
         self._versions[id(param)] = version
         return copied
 

@@ -22,8 +22,8 @@ FLOORS: list[set[str]] = [
     {"planning"},
     {
         "activations", "caches", "device_homes", "foreign_optimizers", "foreign_wrappers", "homes",
-        "initialisers", "materialise", "model_state", "model_structure", "optimizer", "optimizer_entries",
-        "optimizer_state_dict", "report", "shadows",
+        "initialisers", "materialise", "model_state", "model_structure", "optimizer",
+        "optimizer_entries", "optimizer_state_dict", "report", "shadows",
     },
     {"runs"},
     {"engine"},

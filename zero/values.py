@@ -22,6 +22,7 @@ from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
 from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
 from offload.zero.bits import array_of, flat_array
+from offload.zero.given_copies import GivenCopies
 from offload.zero.group import GroupState, ParamGroup, digest
 from offload.zero.layout import ParamSpec
 from offload.zero.local_tensors import like, spread_as
@@ -46,6 +47,7 @@ class ParameterValues:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._given = GivenCopies()
         self._own: Float = runtime.own
 
     # ---------------------------------------------------------------- one parameter's arrays
@@ -266,8 +268,26 @@ class ParameterValues:
                     chunk.arrays["master"][chunk.here] = full
         group.version += 1
 
+    def give_out(self, param: nn.Parameter) -> torch.Tensor:
+        """As `full`, for a state dict: see `GivenCopies`."""
+        group, index = self._find(param)
+        copied = self.full(param)
+        self._given.note(param, group, group.layout.params[index].name, copied)
+        return copied
+
+    def take_back(self, *, loading: bool = False) -> None:
+        """Write to parameters what was written to their copies in state dicts. StateError where
+        that cannot be; not while `loading`, which sets them anyway."""
+        if loading:
+            self._given.forget_stale()
+        for param, copied in self._given.written():
+            with torch.no_grad(), self.gathered([param]):
+                param.copy_(copied)
+
     def adopt_changes(self) -> None:
-        """Between passes: parameters that are always gathered may have been written to."""
+        """Between passes: parameters that are always gathered may have been written to, and copies
+        of any."""
+        self.take_back()
         for group in self._runtime.groups:
             self._adopt(group)
 

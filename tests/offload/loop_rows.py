@@ -827,6 +827,27 @@ def through_vector(t: Trial) -> Numbers:
     return t.train(after=halve)
 
 
+@row(WEIGHTS, "writing to the entries of `model.state_dict()`: `own[name].copy_(x)`")
+def write_state_dict(t: Trial) -> Numbers:
+    found = t.train()
+
+    def load(values: float) -> None:  # nothing of the dict outlives this
+        own = t.model.state_dict()
+        for name, value in own.items():
+            if name.endswith("bias"):
+                value.copy_(torch.full_like(value, values))
+        t.model.load_state_dict(own)
+
+    load(0.25)
+    own = t.model.state_dict()
+    weight = next(value for name, value in own.items() if name.endswith("weight"))
+    weight.mul_(0.5)
+    found += [float(v.sum()) for v in t.model.state_dict().values()]
+    weight.add_(0.1)
+    found += t.train()
+    return found
+
+
 @row(WEIGHTS, "`model.load_state_dict(earlier)` in the middle of training")
 def load_earlier(t: Trial) -> Numbers:
     earlier = {name: value.clone() for name, value in t.model.state_dict().items()}

@@ -1,0 +1,101 @@
+"""What is written to the entries of a state dict, which are copies here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.tiers.errors import StateError
+from tests.offload.engine_cases import HOST, NVME, config
+
+PLACEMENTS = pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def passed(engine: offload.Engine) -> float:
+    loss: torch.Tensor = engine.module(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return loss.item()
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_written_to_an_entry_is_written_to_its_parameter(
+    placement: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
+    with offload.initialize(build(), config(tmp_path, placement, precision=precision)) as engine:
+        own = engine.module.state_dict()
+        own["0.bias"].fill_(2.0)
+        own["1.bias"].fill_(3.0)
+        assert torch.equal(engine.module.state_dict()["0.bias"].float(), torch.full((4,), 2.0))
+        own["0.weight"].zero_()
+        with torch.no_grad():
+            out = engine.module(torch.ones(1, 4).to(own["0.bias"].dtype))
+        again = engine.module.state_dict()
+        assert not again["0.weight"].any()
+        twos = torch.full((4,), 2.0).to(out.dtype)
+        assert torch.equal(
+            out, nn.functional.linear(twos, again["1.weight"], again["1.bias"])[None]
+        )
+        master = engine.optimizer.state_dict()["state"].get(0, {}).get("master")
+        assert master is None or not master.any()
+
+
+@PLACEMENTS
+def test_an_entry_that_is_gone_or_out_of_date_is_refused_once(
+    placement: dict[str, Any], tmp_path: Path
+) -> None:
+    with offload.initialize(build(), config(tmp_path, placement)) as engine:
+        engine.module.state_dict()["0.bias"].fill_(2.0)
+        with pytest.raises(StateError, match=r"0\.bias: .*is gone since: .*load_state_dict"):
+            passed(engine)
+        passed(engine)
+        old = engine.module.state_dict()
+        passed(engine)
+        old["1.bias"].fill_(2.0)
+        with pytest.raises(StateError, match=r"1\.bias: .*is older than the parameter"):
+            engine.optimizer.step()
+        passed(engine)
+        engine.module.load_state_dict(old)
+        assert torch.equal(engine.module.state_dict()["1.bias"], torch.full((1,), 2.0))
+
+
+@PLACEMENTS
+def test_a_snapshot_may_be_written_to_and_loaded(placement: dict[str, Any], tmp_path: Path) -> None:
+    with offload.initialize(build(), config(tmp_path, placement)) as engine:
+        average = engine.module.state_dict()
+        passed(engine)
+        for name, value in engine.module.state_dict().items():
+            average[name].add_(value).mul_(0.5)
+        engine.module.load_state_dict(average)
+        found = engine.module.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in average.items())
+        passed(engine)
+        assert not torch.equal(engine.module.state_dict()["0.bias"], average["0.bias"])
+
+
+def test_copies_for_inference_are_only_read(tmp_path: Path) -> None:
+    with offload.initialize(build(), config(tmp_path, NVME)) as engine:
+        with torch.inference_mode():
+            kept = engine.module.state_dict()
+        passed(engine)
+        assert kept["0.bias"].shape == (4,)
+
+
+def test_nothing_is_remembered_of_what_nobody_has(tmp_path: Path) -> None:
+    with offload.initialize(build(), config(tmp_path, NVME)) as engine:
+        for _ in range(5):
+            engine.module.state_dict()
+        passed(engine)
+        assert engine.values._given._given == []

@@ -1,0 +1,85 @@
+"""What `model.state_dict()` gave: copies, where torch gives the parameters themselves.
+
+Who writes to an entry in torch has written to the parameter. So a copy is remembered, without its
+values, by the counter of its versions. When parameters are looked at next, what was written to a
+copy is written to its parameter, if that is still the one that was copied; else it is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload.tiers.errors import StateError
+from offload.zero.group import ParamGroup
+from offload.zero.local_tensors import forget_values
+
+
+@dataclass(slots=True, eq=False)
+class _Given:
+    param: nn.Parameter
+    group: ParamGroup
+    name: str
+    version: int  # of the group, when it was copied
+    copied: weakref.ref[torch.Tensor]
+    counter: torch.Tensor  # counts versions with the copy; without values
+    counted: int
+
+    @property
+    def is_written(self) -> bool:
+        return self.counter._version != self.counted
+
+
+class GivenCopies:
+    """Of one model. For the thread of the model."""
+
+    def __init__(self) -> None:
+        self._given: list[_Given] = []
+
+    def note(self, param: nn.Parameter, group: ParamGroup, name: str, copied: torch.Tensor) -> None:
+        if copied.is_inference():  # nobody counts its versions
+            return
+        counter = copied.detach()
+        forget_values(counter)
+        given = _Given(
+            param, group, name, group.version, weakref.ref(copied), counter, copied._version
+        )
+        self._given.append(given)
+
+    def written(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters whose copies were written to, and these. To be called until its end.
+
+        StateError for those that no parameter can take any more.
+        """
+        if not self._given:
+            return
+        self._given = [g for g in self._given if g.is_written or g.copied() is not None]
+        written = [given for given in self._given if given.is_written]
+        for given in written:
+            given.counted = given.counter._version
+            if given.copied() is None or given.group.version != given.version:
+                self._refuse(given)
+        before = {given.group: given.version for given in written}
+        for given in written:
+            copied = given.copied()
+            assert copied is not None, "just looked at"
+            yield given.param, copied
+        for given in self._given:  # what was written has made a version of its own
+            if before.get(given.group) == given.version:
+                given.version = given.group.version
+
+    def forget_stale(self) -> None:
+        """All parameters are set now: who wrote to an older copy sets them from it."""
+        self._given = [g for g in self._given if g.version == g.group.version]
+
+    def _refuse(self, given: _Given) -> None:
+        why = "is gone since" if given.copied() is None else "is older than the parameter is now"
+        raise StateError(
+            f"{given.name}: what model.state_dict() gave was written to, and {why}: it is a copy "
+            "(in torch it would be the parameter itself). Write with model.load_state_dict() or "
+            "inside engine.gathered(...), or .clone() what is not meant for the model"
+        )
