@@ -1174,9 +1174,9 @@ def test_copying_a_model_with_an_engine_is_an_error_that_says_how_to(make: MakeE
      ("misspelt", "")],
 )  # fmt: skip
 def test_what_an_engine_does_not_have_is_said_with_where_it_is(
-    folder: Path, name: str, hint: str
+    tmp_path: Path, name: str, hint: str
 ) -> None:
-    with offload.initialize(seeded(TinyLM), config(folder, HOST)) as engine:
+    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST)) as engine:
         with pytest.raises(AttributeError) as caught:
             getattr(engine, name)
         assert str(caught.value) == f"'Engine' object has no attribute {name!r}{hint}"
