@@ -1,8 +1,8 @@
 """Which copies of states are in memory when: a slot pool without its bytes, over a step's uses.
 
-The same arena (`tiers/arena.py`), the same trace (`swap/trace.py`) and the same rule of who gives
-way (`swap/slot_pool.py`). Two things are taken as ideal: every move is over when the next one
-begins, and nobody looks at a copy but the group at work.
+The same arena (`tiers/arena.py`), the same trace (`swap/trace.py`) and the same rule of what is
+given up (`swap/slot_pool.py`). Two things are taken as ideal: every move is over when the next one
+begins, and only the group at work uses its copies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from offload.tiers.ledger import StateClass
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class Piece:
-    """A state that may have a copy. Names decide who gives way where nothing else does."""
+class Copyable:
+    """What may have a copy: a group's parameters or gradients, or a record. Names decide what is
+    given up where nothing else does."""
 
     name: str
     group: int
@@ -35,24 +36,24 @@ class _Copy:
 class HeldCopies:
     """Copies in `nbytes` of memory.
 
-    Who is needed last is known from a heap: when a copy is needed next changes only while it is
-    locked, at its own use, and for all at once when a step begins.
+    Which one is needed last is known from a heap: when a copy is needed next changes only while it
+    is locked, at its own use, and for all at once when a step begins.
     """
 
     def __init__(self, nbytes: int, trace: Trace) -> None:
         self._arena = Arena(max(0, nbytes))
         self._trace = trace
-        self._held: dict[Piece, _Copy] = {}
-        self._locked: set[Piece] = set()
-        self._pinned: set[Piece] = set()  # dirty: nowhere else yet
+        self._held: dict[Copyable, _Copy] = {}
+        self._locked: set[Copyable] = set()
+        self._pinned: set[Copyable] = set()  # dirty: nowhere else yet
         self._stamps = itertools.count(1)
-        self._heap: list[tuple[float, int, str, int, Piece]] = []
+        self._heap: list[tuple[float, int, str, int, Copyable]] = []
         self._used = dict.fromkeys(StateClass, 0)
         self.most = dict(self._used)  # bytes by class, when all together were most
         self._most_nbytes = 0
         self.evictions = 0
 
-    def __contains__(self, piece: Piece) -> bool:
+    def __contains__(self, piece: Copyable) -> bool:
         return piece in self._held
 
     @property
@@ -65,26 +66,28 @@ class HeldCopies:
         for piece in self._held:
             self._enter(piece)
 
-    def work_on(self, *pieces: Piece) -> None:
+    def work_on(self, *pieces: Copyable) -> None:
         """These copies cannot be given up from here on, those before can."""
         before, self._locked = self._locked, set(pieces)
         for piece in before:
             if piece in self._held:
                 self._enter(piece)
 
-    def pin(self, piece: Piece) -> None:
+    def pin(self, piece: Copyable) -> None:
         """Do not give the copy up until it is dropped."""
         self._pinned.add(piece)
 
-    def demand(self, piece: Piece) -> bool:
-        """Make the copy, whatever has to go for it. False where all that is left is locked."""
-        return self._take(piece, None)
+    def demand(self, piece: Copyable) -> bool:
+        """Make the copy, whatever has to go for it. Where all that is left is locked, the plan does
+        not fit, and it is taken to pass through."""
+        self._take(piece, None)
+        return True
 
-    def offer(self, piece: Piece) -> bool:
+    def offer(self, piece: Copyable) -> bool:
         """Make the copy if there is room, or copies that are needed later than this one."""
         return self._take(piece, self._next_use(piece))
 
-    def drop(self, piece: Piece) -> None:
+    def drop(self, piece: Copyable) -> None:
         """Give the copy up, if there is one."""
         self._pinned.discard(piece)
         copy = self._held.pop(piece, None)
@@ -92,7 +95,7 @@ class HeldCopies:
             self._arena.free(copy.offset)
             self._used[piece.state_class] -= piece.nbytes
 
-    def _take(self, piece: Piece, before: float | None) -> bool:
+    def _take(self, piece: Copyable, before: float | None) -> bool:
         if piece in self._held:
             return True
         offset = self._arena.allocate(piece.nbytes)
@@ -105,7 +108,7 @@ class HeldCopies:
         self._count(piece)
         return True
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: Copyable) -> None:
         self._used[piece.state_class] += piece.nbytes
         if self._arena.used_nbytes > self._most_nbytes:
             self._most_nbytes = self._arena.used_nbytes
@@ -134,13 +137,13 @@ class HeldCopies:
             heapq.heappush(self._heap, entry)
         return offset
 
-    def _enter(self, piece: Piece) -> None:
+    def _enter(self, piece: Copyable) -> None:
         copy = self._held[piece]
         copy.stamp = next(self._stamps)
         entry = (-self._next_use(piece), -piece.nbytes, piece.name, copy.stamp, piece)
         heapq.heappush(self._heap, entry)
 
-    def _next_use(self, piece: Piece) -> float:
+    def _next_use(self, piece: Copyable) -> float:
         """In uses from the start of this step. As the runtime has it, an update that is pending
         counts as one of the next step's."""
         trace = self._trace

@@ -14,11 +14,12 @@ Counted in a step of a long run: the program is run until two steps move the sam
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offload.planning.activation_traffic import add_activations
-from offload.planning.held_copies import HeldCopies, Piece
+from offload.planning.held_copies import Copyable, HeldCopies
 from offload.planning.moves import Bytes, Chunk, Fetch, Move, chunks_of
 from offload.planning.plan import Plan, spare_host_nbytes
 from offload.planning.plan_sizes import ITEMSIZE, own_numel, pages
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from offload.planning.activation_facts import ActivationFacts
     from offload.planning.workload import Workload
 
+_Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 
 
@@ -60,7 +62,7 @@ def step_traffic(
 
 
 @dataclass(slots=True)
-class _Part:
+class _TierChunks:
     """What a group's chunks with records in one tier add up to."""
 
     tier: TierName
@@ -85,7 +87,7 @@ class StepRun:
         self.host = HeldCopies(room_nbytes, self._trace)
         device = plan.budgets[TierName.DEVICE] - plan.total(TierName.DEVICE)
         self._device = HeldCopies(device if plan.gpu else 0, self._trace)
-        self._name_pieces(chunks_of(plan))
+        self._name_states(chunks_of(plan))
         self._fetches: list[Fetch] = []
         self._current: set[int] = set()  # groups whose mirror on the device is valid
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
@@ -101,18 +103,18 @@ class StepRun:
         self._load()
         self.moves = self._settled()
 
-    def _name_pieces(self, chunks: list[list[Chunk]]) -> None:
+    def _name_states(self, chunks: list[list[Chunk]]) -> None:
         """States by group, called as the runtime calls them."""
-        self._weights: list[Piece] = []
-        self._gradients: list[Piece] = []
-        self._records: list[list[tuple[Piece, Chunk]]] = []  # on nvme
-        self._parts: list[list[_Part]] = []
+        self._weights: list[Copyable] = []
+        self._gradients: list[Copyable] = []
+        self._records: list[list[tuple[Copyable, Chunk]]] = []  # on nvme
+        self._by_tier: list[list[_TierChunks]] = []
         for index, (group, own) in enumerate(zip(self._plan.groups, chunks, strict=True)):
             name = "" if group.name == "(root)" else group.name
-            weights = Piece(f"{name} parameters", index, group.parameters, StateClass.PARAMETERS)
-            gradients = Piece(f"{name} gradients", index, group.gradients, StateClass.GRADIENTS)
+            weights = Copyable(f"{name} parameters", index, group.parameters, StateClass.PARAMETERS)
+            gradients = Copyable(f"{name} gradients", index, group.gradients, StateClass.GRADIENTS)
             records = [
-                Piece(
+                Copyable(
                     f"{name} optimizer chunk {n}", index, chunk.record_nbytes, StateClass.OPTIMIZER
                 )
                 for n, chunk in enumerate(own)
@@ -121,7 +123,7 @@ class StepRun:
             self._gradients.append(gradients)
             pairs = zip(records, own, strict=True)
             self._records.append([pair for pair in pairs if pair[1].tier is TierName.NVME])
-            self._parts.append(self._parts_of(group.summed, own))
+            self._by_tier.append(self._tier_chunks(group.summed, own))
 
     def _settled(self) -> list[Move]:
         moves, before = self._run(), -1
@@ -162,11 +164,11 @@ class StepRun:
         self._fetches = []
         return Move(action, self._do(action), tuple(self._fetches))
 
-    def _parts_of(self, summed: bool, chunks: list[Chunk]) -> list[_Part]:
+    def _tier_chunks(self, summed: bool, chunks: list[Chunk]) -> list[_TierChunks]:
         """Weights and gradients of a group's chunks, by the tier of their records."""
-        found: dict[TierName, _Part] = {}
+        found: dict[TierName, _TierChunks] = {}
         for chunk in chunks:
-            part = found.setdefault(chunk.tier, _Part(chunk.tier))
+            part = found.setdefault(chunk.tier, _TierChunks(chunk.tier))
             part.numel += chunk.numel
             part.count += chunk.count
             part.weight_nbytes += pages(chunk.numel * self._itemsize)
@@ -187,48 +189,45 @@ class StepRun:
         self._trace.use(group)
         self.host.work_on(self._weights[group])
         self._device.work_on(self._weights[group])
-        self._bring(group, moved, at_any_cost=True)
+        self._bring(group, moved, HeldCopies.demand)
         if self._plan.prefetch and self._trace.learnt:
             self._fetch_ahead(moved)
         return moved
 
     def _fetch_ahead(self, moved: Bytes) -> None:
         for group in itertools.islice(self._trace.upcoming(), self._plan.prefetch):
-            if group not in self._pending and not self._bring(group, moved):
+            if group not in self._pending and not self._bring(group, moved, HeldCopies.offer):
                 return
 
-    def _bring(self, group: int, moved: Bytes, *, at_any_cost: bool = False) -> bool:
-        """To where it is computed with."""
+    def _bring(self, group: int, moved: Bytes, take: _Take) -> bool:
+        """To where it is computed with, if `take` finds room for copies."""
         plan, home = self._plan, self._plan.parameters[group]
         if home is TierName.DEVICE:
             return True
         if plan.gpu and self._weights[group] in self._device and group in self._current:
             return True
         read, sent = moved.read, moved.to_device
-        there = home is not TierName.NVME or self._bring_host(group, moved, at_any_cost)
-        there = there and (not plan.gpu or self._mirror(group, moved, at_any_cost))
+        there = home is not TierName.NVME or self._bring_host(group, moved, take)
+        there = there and (not plan.gpu or self._mirror(group, moved, take))
         if (moved.read, moved.to_device) != (read, sent):
             self._fetches.append(Fetch(group, moved.read - read, moved.to_device - sent))
         return there
 
-    def _bring_host(self, group: int, moved: Bytes, at_any_cost: bool = False) -> bool:
+    def _bring_host(self, group: int, moved: Bytes, take: _Take) -> bool:
         weights = self._weights[group]
         if weights in self.host:
             return True
-        there = self.host.demand(weights) or True if at_any_cost else self.host.offer(weights)
-        if there:
-            self._count_read(moved, weights.nbytes, self._chunks(group))
-        return there
+        if not take(self.host, weights):
+            return False
+        self._count_read(moved, weights.nbytes, self._chunks(group))
+        return True
 
-    def _mirror(self, group: int, moved: Bytes, at_any_cost: bool) -> bool:
+    def _mirror(self, group: int, moved: Bytes, take: _Take) -> bool:
         weights = self._weights[group]
-        if weights not in self._device:
-            if at_any_cost:
-                self._device.demand(weights)
-            elif not self._device.offer(weights):
-                return False
-        elif group in self._current:
+        if weights in self._device and group in self._current:
             return True
+        if not take(self._device, weights):
+            return False
         self._current.add(group)
         moved.to_device += self._plan.groups[group].home_numel * self._itemsize
         return True
@@ -273,25 +272,25 @@ class StepRun:
         self.host.work_on(self._gradients[group], *(self._weights[other] for other in busy))
         by_device = plan.gpu and all(tier is TierName.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is TierName.NVME:
-            self._bring_host(group, moved)
+            self._bring_host(group, moved, HeldCopies.offer)
         for record, chunk in self._records[group]:
             self._record(record, chunk, moved)
-        for part in self._parts[group]:  # of states that are locked: records do not displace them
-            self._part(group, part, moved)
+        for part in self._by_tier[group]:  # of states that are locked: records do not displace them
+            self._update_tier(group, part, moved)
         self.host.drop(self._gradients[group])
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)
         return moved
 
-    def _record(self, record: Piece, chunk: Chunk, moved: Bytes) -> None:
+    def _record(self, record: Copyable, chunk: Chunk, moved: Bytes) -> None:
         if record not in self.host:
             self._staged |= not (self._keep_records and self.host.offer(record))
             self._count_read(moved, chunk.record_nbytes, chunk.count)
         moved.written += chunk.record_nbytes
         moved.requests += chunk.count
 
-    def _part(self, group: int, part: _Part, moved: Bytes) -> None:
+    def _update_tier(self, group: int, part: _TierChunks, moved: Bytes) -> None:
         """Weights and gradients of the chunks with records in one tier."""
         plan, numel, tier = self._plan, part.numel, part.tier
         sizes = plan.groups[group]
