@@ -23,8 +23,6 @@ from offload.zero.model_shape import ModelShape
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-_MOST_PASSES = 2  # gone through: a third one finds what the second one left
-
 
 @dataclass(frozen=True)
 class Copies:
@@ -45,6 +43,5 @@ def find_copies(
     """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`."""
     if not plan.uses_nvme:
         return Copies({}, 0, staged=False)
-    few = min(passes, _MOST_PASSES)
-    run = StepRun(plan, config, model, few, room_nbytes)
+    run = StepRun(plan, config, model, passes, room_nbytes)
     return Copies(run.host.most, run.host.high_water_nbytes, run.stages)

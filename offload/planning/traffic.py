@@ -14,8 +14,9 @@ Counted in a step of a long run: the program is run until two steps move the sam
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.activation_traffic import add_activations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from offload.planning.workload import Workload
 
 _Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
+_MOST_PASSES = 3  # gone through: the first, one between, the last
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 
 
@@ -52,13 +54,32 @@ def step_traffic(
 ) -> Traffic:  # fmt: skip
     """The bytes of one step. Without `facts`, those of activations are left out."""
     room = plan.budgets[TierName.HOST] - plan.total(TierName.HOST)
-    moves = StepRun(plan, config, model, workload.passes, room).moves
+    moves = _all_passes(
+        StepRun(plan, config, model, workload.passes, room).moves,
+        write_program(config, model, workload.passes).actions,
+    )
     if facts is not None:
         add_activations(plan, model, facts, moves)
     total = Bytes()
     for move in moves:
         total.add(move.nbytes)
     return Traffic(tuple(moves), total)
+
+
+def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
+    """The moves of a step of `actions`: a pass beyond those gone through is like the second one."""
+    few, many = moves[-1].action.number, actions[-1].number
+    by_pass: dict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        by_pass[move.action.number].append(move)
+    same = [
+        move for number in range(many + 1)
+        for move in by_pass[few if number == many else min(number, 1)]
+    ]  # fmt: skip
+    return [
+        Move(action, replace(move.nbytes), move.fetches)
+        for action, move in zip(actions, same, strict=True)
+    ]
 
 
 @dataclass(slots=True)
@@ -74,11 +95,15 @@ class _TierChunks:
 
 class StepRun:
     """A program run step after step over the copies that memory holds, until two steps move the
-    same bytes: `moves` are those of the last one. `room_nbytes`: of host memory, for copies."""
+    same bytes: `moves` are those of the last one. `room_nbytes`: of host memory, for copies.
+
+    Of many passes a step, the first, one that is like all between, and the last are gone through.
+    """
 
     def __init__(
         self, plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
     ) -> None:
+        passes = min(passes, _MOST_PASSES)
         self._plan = plan
         self._program = write_program(config, model, passes)
         self._itemsize = ITEMSIZE[config.precision]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import offload.planning.copies
 from offload.config import OffloadConfig
+from offload.planning import traffic
 from offload.planning.copies import Copies, find_copies
 from offload.planning.plan import Hardware, Plan
 from offload.planning.planner import lay_out_plan
@@ -99,7 +99,7 @@ def test_many_passes_hold_what_going_through_all_of_them_gives(
     laid_out = plan(model(), **keys)
     rooms = [int(laid_out.total(TierName.NVME) * share) for share in (0.2, 0.4, 0.6, 0.8, 2.0)]
     quick = [copies(laid_out, model(), room, 12, **keys) for room in rooms]
-    monkeypatch.setattr(offload.planning.copies, "_MOST_PASSES", 12)
+    monkeypatch.setattr(traffic, "_MOST_PASSES", 12)
     assert quick == [copies(laid_out, model(), room, 12, **keys) for room in rooms]
 
 
