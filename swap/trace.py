@@ -68,6 +68,11 @@ class Trace:
     def learnt(self) -> bool:
         return bool(self._expected.uses)
 
+    @property
+    def cursor(self) -> int:
+        """The next expected position in this cycle: what `next_use` counts from."""
+        return self._cursor
+
     def use(self, group: int, *, backward: bool = False) -> bool:
         """Record that `group` is used now, in a backward pass or not. False for a repeat in a row,
         which counts once."""

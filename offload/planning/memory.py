@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from offload.planning.baseline import Baseline
 from offload.planning.collective_sequence import collective_sequence
 from offload.planning.copies import find_copies
-from offload.planning.copy_totals import Run
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.heap_holes import heap_holes_nbytes
 from offload.planning.nvme_most import nvme_most
@@ -96,12 +95,14 @@ class PlannedMemory:
         self._model = model
         self._facts = facts
         self._baseline = baseline
-        self._run = _run_of(config, workload)
+        self._passes = workload.passes
+        self._in_backward = config.optimizer.in_backward is True
+        self._itemsize = ITEMSIZE[config.precision]
         self._homes = self._all_homes()
         self._window = plan.activations.window_nbytes if plan.activations is not None else 0
         self._beside = self._homes[TierName.HOST].nbytes + self._staging + self._window
         room = plan.budgets[TierName.HOST] - self._beside
-        self._copies = find_copies(self._plan, model, self._run, room)
+        self._copies = find_copies(self._plan, config, model, workload.passes, room)
 
     def estimate(self) -> MemoryEstimate:
         from offload.planning.checkpoint_size import checkpoint_nbytes
@@ -131,10 +132,10 @@ class PlannedMemory:
             trainable, frozen = own_numel(group.layout, plan.sharding.rank)
             numel = trainable + frozen if plan.sharding.parameters else shape.numel
             home = plan.parameters[index]
-            exact[home][MemoryClass.PARAMETERS] += numel * self._run.itemsize
+            exact[home][MemoryClass.PARAMETERS] += numel * self._itemsize
             whole[home] += group.parameters
             home = plan.gradients[index]
-            itemsize = 4 if group.summed else self._run.itemsize
+            itemsize = 4 if group.summed else self._itemsize
             exact[home][MemoryClass.GRADIENTS] += trainable * itemsize
             whole[home] += group.gradients
             # gaps between parameters are spread over the chunks
@@ -164,9 +165,7 @@ class PlannedMemory:
         shared = self._plan.shared
         if shared is None:
             return 0
-        sequence = collective_sequence(
-            self._config, self._model, self._plan.sharding, self._run.passes
-        )
+        sequence = collective_sequence(self._config, self._model, self._plan.sharding, self._passes)
         gathered = min(shared.gather_nbytes, sequence.gathered_nbytes)
         return gathered + sum(self._buckets[:BUCKETS]) + shared.workspace_nbytes
 
@@ -174,7 +173,7 @@ class PlannedMemory:
     def _buckets(self) -> list[int]:
         """Of whole gradients of a group on their way to their owners, the largest first."""
         numels = (group.layout.numel_trainable for group in self._plan.groups)
-        return sorted((pages(n * self._run.itemsize) for n in numels if n), reverse=True)
+        return sorted((pages(n * self._itemsize) for n in numels if n), reverse=True)
 
     @property
     def _late_buckets(self) -> int:
@@ -242,7 +241,7 @@ class PlannedMemory:
         is the most it can come to."""
         by_class = self._on_nvme()
         moving = by_class[MemoryClass.STAGING] + by_class[MemoryClass.ACTIVATIONS]
-        return moving > 0 or (self._run.in_backward and by_class[MemoryClass.GRADIENTS] > 0)
+        return moving > 0 or (self._in_backward and by_class[MemoryClass.GRADIENTS] > 0)
 
     @property
     def host_slack_nbytes(self) -> int:
@@ -250,7 +249,7 @@ class PlannedMemory:
         backward has not given back yet, and those that other ranks have not taken yet, as far as
         there is room. One group's on a quiet machine; on a busy one it falls behind by more."""
         late = 0 if self._plan.gpu else self._late_buckets
-        if self._run.in_backward:
+        if self._in_backward:
             pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
             gradients = sorted(group.gradients for group, tier in pairs if tier is TierName.NVME)
             late += sum(gradients[-_MOST_LATE:])
@@ -338,16 +337,6 @@ class PlannedMemory:
         budget = self._plan.budgets[TierName.NVME]
         by_class[MemoryClass.FRAGMENTATION] = max(0, min(reserved, budget) - total)
         return PlaceEstimate(budget, _without_zeros(by_class))
-
-
-def _run_of(config: OffloadConfig, workload: Workload) -> Run:
-    """How the steps of a configuration are taken."""
-    return Run(
-        passes=workload.passes,
-        in_backward=config.optimizer.in_backward is True,
-        sums=_sums(config, workload.passes),
-        itemsize=ITEMSIZE[config.precision],
-    )
 
 
 def _sums(config: OffloadConfig, passes: int) -> bool:

@@ -47,13 +47,11 @@ class StepProgram:
     uses: tuple[int, ...]
 
 
-def write_program(
-    config: OffloadConfig, model: ModelShape, passes: int, *, early: bool = False
-) -> StepProgram:
+def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> StepProgram:
     """The program of a step of `passes` backward passes.
 
     Updates behind the next forward are made just before their group is needed, as where they take
-    longer than the forward; `early`: all of them before the forward has come anywhere.
+    longer than the forward.
     """
     forward, backward = _forward_uses(model), _backward_uses(model)
     ends = _gradient_ends(model)
@@ -65,9 +63,6 @@ def write_program(
     actions: list[Action] = []
     for number in range(passes):
         pending = list(behind) if number == 0 else []
-        if early:
-            actions += [Action(Verb.UPDATE, group, len(uses), number) for group in pending]
-            pending = []
         for group in forward:
             while group in pending:
                 actions.append(Action(Verb.UPDATE, pending.pop(0), len(uses), number))

@@ -1,4 +1,5 @@
-"""Bytes over every link in one step, action by action: what the runtime will move, from a plan.
+"""Steps of a plan, simulated without bytes: what the runtime will move over every link, action by
+action, and what copies host memory holds meanwhile (`copies` takes their peak).
 
     use          parameters at home on nvme are read unless a copy is in host memory, and cross to
                  the device unless one is there
@@ -12,16 +13,21 @@ Counted in a step of a long run: the program is run until two steps move the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.activation_traffic import add_activations
-from offload.planning.held_copies import HeldCopies, Uses
+from offload.planning.held_copies import Copyable, HeldCopies
 from offload.planning.moves import Bytes, Chunk, Fetch, Move, chunks_of
 from offload.planning.plan import Plan, spare_host_nbytes
 from offload.planning.plan_sizes import ITEMSIZE, own_numel, pages
-from offload.planning.step_program import Action, StepProgram, Verb, write_program
+from offload.planning.step_program import Action, Verb, write_program
+from offload.swap.trace import Trace
 from offload.tiers.extent import TierName
+from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
     from offload.planning.activation_facts import ActivationFacts
     from offload.planning.workload import Workload
 
+_Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
+_MOST_PASSES = 3  # gone through: the first, one between, the last
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 
 
@@ -42,23 +50,14 @@ class Traffic:
 
 def step_traffic(
     plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts | None,
-    workload: Workload, *, early: bool = False,
+    workload: Workload,
 ) -> Traffic:  # fmt: skip
-    """The bytes of one step. Without `facts`, those of activations are left out.
-
-    `early`: updates are over before the forward begins (see `write_program`).
-    """
-    program = write_program(config, model, workload.passes, early=early)
-    steps = _Steps(plan, config, model, program)
-    steps.load()
-    moves = steps.run()
-    before = -1
-    for _ in range(_MOST_STEPS):
-        moved = sum(m.nbytes.read + m.nbytes.to_device for m in moves)
-        if moved == before:
-            break
-        before = moved
-        moves = steps.run()
+    """The bytes of one step. Without `facts`, those of activations are left out."""
+    room = plan.budgets[TierName.HOST] - plan.total(TierName.HOST)
+    moves = _all_passes(
+        StepRun(plan, config, model, workload.passes, room).moves,
+        write_program(config, model, workload.passes).actions,
+    )
     if facts is not None:
         add_activations(plan, model, facts, moves)
     total = Bytes()
@@ -67,8 +66,24 @@ def step_traffic(
     return Traffic(tuple(moves), total)
 
 
+def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
+    """The moves of a step of `actions`: a pass beyond those gone through is like the second one."""
+    few, many = moves[-1].action.number, actions[-1].number
+    by_pass: dict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        by_pass[move.action.number].append(move)
+    same = [
+        move for number in range(many + 1)
+        for move in by_pass[few if number == many else min(number, 1)]
+    ]  # fmt: skip
+    return [
+        Move(action, replace(move.nbytes), move.fetches)
+        for action, move in zip(actions, same, strict=True)
+    ]
+
+
 @dataclass(slots=True)
-class _Piece:
+class _TierChunks:
     """What a group's chunks with records in one tier add up to."""
 
     tier: TierName
@@ -78,87 +93,114 @@ class _Piece:
     gradient_nbytes: int = 0
 
 
-class _Steps:
-    """Runs a program step after step over the copies that memory holds."""
+class StepRun:
+    """A program run step after step over the copies that memory holds, until two steps move the
+    same bytes: `moves` are those of the last one. `room_nbytes`: of host memory, for copies.
+
+    Of many passes a step, the first, one that is like all between, and the last are gone through.
+    """
 
     def __init__(
-        self, plan: Plan, config: OffloadConfig, model: ModelShape, program: StepProgram
+        self, plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
     ) -> None:
-        self._plan, self._config, self._program = plan, config, program
+        passes = min(passes, _MOST_PASSES)
+        self._plan = plan
+        self._program = write_program(config, model, passes)
         self._itemsize = ITEMSIZE[config.precision]
         self._ahead = config.optimizer.in_backward is True
-        self._uses = Uses(program.uses)
-        host = plan.budgets[TierName.HOST] - plan.total(TierName.HOST)
-        self._host = HeldCopies(host, self._uses)
+        self._trace = Trace()
+        self.host = HeldCopies(room_nbytes, self._trace)
         device = plan.budgets[TierName.DEVICE] - plan.total(TierName.DEVICE)
-        self._device = HeldCopies(device if plan.gpu else 0, self._uses)
-        names = ["" if group.name == "(root)" else group.name for group in plan.groups]
-        self._weights = [f"{name} parameters" for name in names]  # as the runtime calls states
-        self._gradients = [f"{name} gradients" for name in names]
-        chunks = chunks_of(plan)
-        self._records = [  # on nvme
-            [
-                (f"{name} optimizer chunk {number}", chunk)
-                for number, chunk in enumerate(own) if chunk.tier is TierName.NVME
-            ]
-            for name, own in zip(names, chunks, strict=True)
-        ]  # fmt: skip
-        self._pieces = [
-            self._pieces_of(group.summed, own)
-            for group, own in zip(plan.groups, chunks, strict=True)
-        ]
+        self._device = HeldCopies(device if plan.gpu else 0, self._trace)
+        self._name_states(chunks_of(plan))
         self._fetches: list[Fetch] = []
         self._current: set[int] = set()  # groups whose mirror on the device is valid
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
+        self._has_gradients: set[int] = set()  # groups, since the first step
         self._pending: set[int] = set()
-        self._passes = max(action.number for action in program.actions) + 1
+        self._staged = False  # a record had no copy
+        self._working: int | None = None
+        self._passes = passes
         # a file is chosen by plan; sums that nobody planned for stay in memory
         self._trainable = [  # of a GPU's gradients; reduced: this rank's part
             own_numel(group.layout, plan.sharding.rank)[0] for group in plan.groups if plan.gpu
         ]
+        self._load()
+        self.moves = self._settled()
 
-    def load(self) -> None:
-        """The first values pass through memory group by group, and leave copies there."""
-        self._uses.learnt = False
-        for index, group in enumerate(self._plan.groups):
-            weights = self._weights[index]
-            self._host.work_on(weights)
-            if self._plan.parameters[index] is TierName.NVME:
-                self._host.demand(weights, index, group.parameters, of_parameters=True)
-            for key, chunk in self._records[index]:
-                self._host.demand(key, index, chunk.record_nbytes, of_parameters=False)
+    def _name_states(self, chunks: list[list[Chunk]]) -> None:
+        """States by group, called as the runtime calls them."""
+        self._weights: list[Copyable] = []
+        self._gradients: list[Copyable] = []
+        self._records: list[list[tuple[Copyable, Chunk]]] = []  # on nvme
+        self._by_tier: list[list[_TierChunks]] = []
+        for index, (group, own) in enumerate(zip(self._plan.groups, chunks, strict=True)):
+            name = "" if group.name == "(root)" else group.name
+            weights = Copyable(f"{name} parameters", index, group.parameters, StateClass.PARAMETERS)
+            gradients = Copyable(f"{name} gradients", index, group.gradients, StateClass.GRADIENTS)
+            records = [
+                Copyable(
+                    f"{name} optimizer chunk {n}", index, chunk.record_nbytes, StateClass.OPTIMIZER
+                )
+                for n, chunk in enumerate(own)
+            ]
+            self._weights.append(weights)
+            self._gradients.append(gradients)
+            pairs = zip(records, own, strict=True)
+            self._records.append([pair for pair in pairs if pair[1].tier is TierName.NVME])
+            self._by_tier.append(self._tier_chunks(group.summed, own))
 
-    def run(self) -> list[Move]:
-        """One step; the first one learns what is used when."""
-        moves = self._run()
-        self._uses.learnt = True
+    def _settled(self) -> list[Move]:
+        moves, before = self._run(), -1
+        for _ in range(_MOST_STEPS):
+            moved = sum(m.nbytes.read + m.nbytes.to_device for m in moves)
+            if moved == before:
+                break
+            before, moves = moved, self._run()
         return moves
 
+    @property
+    def stages(self) -> bool:
+        """Whether chunks without a copy pass through the update's buffers. An update that runs
+        ahead of the forward finds less room than here, where forward has come to its group."""
+        return self._staged or self.host.evictions > 0
+
+    def _load(self) -> None:
+        """The first values pass through memory group by group, and leave copies there."""
+        for index, weights in enumerate(self._weights):
+            self.host.work_on(weights)
+            if self._plan.parameters[index] is TierName.NVME:
+                self.host.demand(weights)
+            for record, _ in self._records[index]:
+                self.host.demand(record)
+
     def _run(self) -> list[Move]:
-        self._uses.cursor = 0
-        self._host.begin_step()
+        """One step; the first one learns what is used when."""
+        self._working = None
+        self.host.begin_step()
         self._device.begin_step()
-        updated = [a.group for a in self._program.actions if a.verb is Verb.UPDATE]
-        self._pending = set() if self._ahead else set(updated)
-        return [self._move(action) for action in self._program.actions]
+        updated = {a.group for a in self._program.actions if a.verb is Verb.UPDATE}
+        self._pending = set() if self._ahead else updated & self._has_gradients
+        moves = [self._move(action) for action in self._program.actions]
+        self._trace.end_cycle()
+        return moves
 
     def _move(self, action: Action) -> Move:
         self._fetches = []
         return Move(action, self._do(action), tuple(self._fetches))
 
-    def _pieces_of(self, summed: bool, chunks: list[Chunk]) -> list[_Piece]:
+    def _tier_chunks(self, summed: bool, chunks: list[Chunk]) -> list[_TierChunks]:
         """Weights and gradients of a group's chunks, by the tier of their records."""
-        found: dict[TierName, _Piece] = {}
+        found: dict[TierName, _TierChunks] = {}
         for chunk in chunks:
-            piece = found.setdefault(chunk.tier, _Piece(chunk.tier))
-            piece.numel += chunk.numel
-            piece.count += chunk.count
-            piece.weight_nbytes += pages(chunk.numel * self._itemsize)
-            piece.gradient_nbytes += pages(chunk.numel * (4 if summed else self._itemsize))
+            part = found.setdefault(chunk.tier, _TierChunks(chunk.tier))
+            part.numel += chunk.numel
+            part.count += chunk.count
+            part.weight_nbytes += pages(chunk.numel * self._itemsize)
+            part.gradient_nbytes += pages(chunk.numel * (4 if summed else self._itemsize))
         return list(found.values())
 
     def _do(self, action: Action) -> Bytes:
-        self._uses.cursor = action.position
         if action.verb is Verb.UPDATE:
             return self._update(action)
         if action.verb is Verb.GRADIENT:
@@ -168,60 +210,49 @@ class _Steps:
     # ---------------------------------------------------------------- parameters
     def _use(self, action: Action) -> Bytes:
         moved = Bytes()
-        group = action.group
-        following = action.position + 1
-        # a repeat in a row is at the place of the use before it
-        repeated = action.position > 0 and self._uses.order[action.position - 1] == group
-        self._uses.cursor = action.position if repeated else following
-        self._host.work_on(self._weights[group])
+        group = self._working = action.group
+        self._trace.use(group)
+        self.host.work_on(self._weights[group])
         self._device.work_on(self._weights[group])
-        self._bring(group, None, moved)
-        if self._config.prefetch:
-            for other in self._uses.upcoming(self._plan.prefetch):
-                if other in self._pending:
-                    continue
-                if not self._bring(other, self._uses.of_parameters(other), moved):
-                    break
+        self._bring(group, moved, HeldCopies.demand)
+        if self._plan.prefetch and self._trace.learnt:
+            self._fetch_ahead(moved)
         return moved
 
-    def _bring(self, group: int, next_use: float | None, moved: Bytes) -> bool:
-        """To where it is computed with; `next_use` None: at any cost."""
+    def _fetch_ahead(self, moved: Bytes) -> None:
+        for group in itertools.islice(self._trace.upcoming(), self._plan.prefetch):
+            if group not in self._pending and not self._bring(group, moved, HeldCopies.offer):
+                return
+
+    def _bring(self, group: int, moved: Bytes, take: _Take) -> bool:
+        """To where it is computed with, if `take` finds room for copies."""
         plan, home = self._plan, self._plan.parameters[group]
         if home is TierName.DEVICE:
             return True
         if plan.gpu and self._weights[group] in self._device and group in self._current:
             return True
         read, sent = moved.read, moved.to_device
-        there = home is not TierName.NVME or self._bring_host(group, next_use, moved)
-        there = there and (not plan.gpu or self._mirror(group, next_use, moved))
+        there = home is not TierName.NVME or self._bring_host(group, moved, take)
+        there = there and (not plan.gpu or self._mirror(group, moved, take))
         if (moved.read, moved.to_device) != (read, sent):
             self._fetches.append(Fetch(group, moved.read - read, moved.to_device - sent))
         return there
 
-    def _bring_host(self, group: int, next_use: float | None, moved: Bytes) -> bool:
-        key = self._weights[group]
-        if key in self._host:
+    def _bring_host(self, group: int, moved: Bytes, take: _Take) -> bool:
+        weights = self._weights[group]
+        if weights in self.host:
             return True
-        nbytes = self._plan.groups[group].parameters
-        there = True
-        if next_use is None:
-            self._host.demand(key, group, nbytes, of_parameters=True)
-        else:
-            there = self._host.offer(key, group, nbytes, next_use, of_parameters=True)
-        if there:
-            self._count_read(moved, nbytes, self._chunks(group))
-        return there
+        if not take(self.host, weights):
+            return False
+        self._count_read(moved, weights.nbytes, self._chunks(group))
+        return True
 
-    def _mirror(self, group: int, next_use: float | None, moved: Bytes) -> bool:
-        key = self._weights[group]
-        nbytes = self._plan.groups[group].parameters
-        if key not in self._device:
-            if next_use is None:
-                self._device.demand(key, group, nbytes, of_parameters=True)
-            elif not self._device.offer(key, group, nbytes, next_use, of_parameters=True):
-                return False
-        elif group in self._current:
+    def _mirror(self, group: int, moved: Bytes, take: _Take) -> bool:
+        weights = self._weights[group]
+        if weights in self._device and group in self._current:
             return True
+        if not take(self._device, weights):
+            return False
         self._current.add(group)
         moved.to_device += self._plan.groups[group].home_numel * self._itemsize
         return True
@@ -234,6 +265,7 @@ class _Steps:
         moved = Bytes()
         group, plan = action.group, self._plan
         home, sizes = plan.gradients[group], plan.groups[group]
+        self._has_gradients.add(group)
         if plan.gpu and home is not TierName.DEVICE:
             # a first gradient leaves in the accumulator's format, a later one in its own
             own = self._itemsize
@@ -241,15 +273,15 @@ class _Steps:
             moved.to_host += self._trainable[group] * itemsize
         if home is not TierName.NVME:
             return moved
-        key = self._gradients[group]
-        held = key in self._host
-        self._host.work_on(self._weights[group], key)
-        self._host.demand(key, group, sizes.gradients, of_parameters=False)
+        gradients = self._gradients[group]
+        held = gradients in self.host
+        self.host.work_on(self._weights[group], gradients)
+        self.host.demand(gradients)
         if action.number > 0 and not held:
             self._count_read(moved, sizes.gradients, len(sizes.records))
         last = action.number == self._passes - 1
-        if self._ahead and last and key in self._host:
-            self._host.pin(key)
+        if self._ahead and last and gradients in self.host:
+            self.host.pin(gradients)
         else:
             moved.written += sizes.gradients
             moved.requests += len(sizes.records)
@@ -259,50 +291,43 @@ class _Steps:
     def _update(self, action: Action) -> Bytes:
         moved = Bytes()
         group, plan = action.group, self._plan
-        weights = self._weights[group]
-        gradients = self._gradients[group]
-        before = action.position - 1
-        working = self._uses.order[before] if before >= 0 and not self._ahead else None
-        busy = () if working is None else (self._weights[working],)
-        self._host.work_on(weights, gradients, *busy)
-        on_nvme = plan.parameters[group] is TierName.NVME
+        if group not in self._has_gradients:
+            return moved  # behind the step before the first one
+        busy = {group} if self._working is None or self._ahead else {group, self._working}
+        self.host.work_on(self._gradients[group], *(self._weights[other] for other in busy))
         by_device = plan.gpu and all(tier is TierName.DEVICE for tier in plan.records[group])
-        if on_nvme:
-            self._bring_host(group, self._uses.of_parameters(group), moved)
-        for key, chunk in self._records[group]:
-            self._record(group, key, chunk, moved)
-        for piece in self._pieces[group]:  # of states that are locked: records do not displace them
-            self._piece(group, piece, moved)
-        self._host.drop(gradients)
+        if plan.parameters[group] is TierName.NVME:
+            self._bring_host(group, moved, HeldCopies.offer)
+        for record, chunk in self._records[group]:
+            self._record(record, chunk, moved)
+        for part in self._by_tier[group]:  # of states that are locked: records do not displace them
+            self._update_tier(group, part, moved)
+        self.host.drop(self._gradients[group])
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)
         return moved
 
-    def _record(self, group: int, key: str, chunk: Chunk, moved: Bytes) -> None:
-        if key not in self._host:
-            if self._keep_records:
-                self._host.offer(
-                    key, group, chunk.record_nbytes, self._uses.of_update(group),
-                    of_parameters=False,
-                )  # fmt: skip
+    def _record(self, record: Copyable, chunk: Chunk, moved: Bytes) -> None:
+        if record not in self.host:
+            self._staged |= not (self._keep_records and self.host.offer(record))
             self._count_read(moved, chunk.record_nbytes, chunk.count)
         moved.written += chunk.record_nbytes
         moved.requests += chunk.count
 
-    def _piece(self, group: int, piece: _Piece, moved: Bytes) -> None:
+    def _update_tier(self, group: int, part: _TierChunks, moved: Bytes) -> None:
         """Weights and gradients of the chunks with records in one tier."""
-        plan, numel, tier = self._plan, piece.numel, piece.tier
+        plan, numel, tier = self._plan, part.numel, part.tier
         sizes = plan.groups[group]
         stepped_there = tier is TierName.DEVICE and plan.gpu
         mirrored = self._weights[group] in self._device and group in self._current
         if plan.parameters[group] is TierName.NVME:
-            if self._weights[group] not in self._host and not (stepped_there and mirrored):
-                self._count_read(moved, piece.weight_nbytes, piece.count)
-            moved.written += piece.weight_nbytes
-            moved.requests += piece.count
-        if plan.gradients[group] is TierName.NVME and self._gradients[group] not in self._host:
-            self._count_read(moved, piece.gradient_nbytes, piece.count)
+            if self._weights[group] not in self.host and not (stepped_there and mirrored):
+                self._count_read(moved, part.weight_nbytes, part.count)
+            moved.written += part.weight_nbytes
+            moved.requests += part.count
+        if plan.gradients[group] is TierName.NVME and self._gradients[group] not in self.host:
+            self._count_read(moved, part.gradient_nbytes, part.count)
         if not plan.gpu:
             return
         if stepped_there:

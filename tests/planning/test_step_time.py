@@ -17,7 +17,7 @@ import offload.homes
 from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.gpt import build_meta_model
-from offload.planning import step_time
+from offload.planning import step_time, traffic
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.estimate import StepEstimate
 from offload.planning.moves import Bytes
@@ -348,12 +348,12 @@ def test_parts_of_the_traffic_add_up() -> None:
     config = OffloadConfig.load(BASE, CASES["accumulation"])
     shape = shape_of(config)
     plan = make_plan(config, shape, Hardware(0, 1 << 34, 1 << 34, 1 << 36))
-    traffic = step_traffic(plan, config, shape, None, replace(WORK, passes=3))
+    found = step_traffic(plan, config, shape, None, replace(WORK, passes=3))
     total = Bytes()
-    for move in traffic.moves:
+    for move in found.moves:
         total.add(move.nbytes)
         assert sum(fetch.read_nbytes for fetch in move.fetches) <= move.nbytes.read
-    assert total == traffic.total
+    assert total == found.total
 
 
 def test_a_prediction_needs_no_torch() -> None:
@@ -366,17 +366,20 @@ def test_a_prediction_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("homes_of", "host"),
-    [(("nvme", "host", "nvme"), "14MiB"), (("nvme", "host", "nvme"), "32MiB"),
-     (("host", "host", "host"), "64MiB")],
+    ("homes_of", "host", "more"),
+    [(("nvme", "host", "nvme"), "14MiB", ()), (("nvme", "host", "nvme"), "32MiB", ()),
+     (("host", "host", "host"), "64MiB", ()),
+     (("nvme", "nvme", "nvme"), "13MiB", ("optimizer.in_backward=true", "clip_grad_norm=null"))],
 )  # fmt: skip
 def test_many_passes_take_what_going_through_all_of_them_gives(
-    homes_of: tuple[str, str, str], host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = (homes(*homes_of), f"budget.host={host}", "gradient_accumulation_steps=12")
+    homes_of: tuple[str, str, str], host: str, more: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    keys = (homes(*homes_of), f"budget.host={host}", "gradient_accumulation_steps=12", *more)
     many = replace(WORK, passes=12)
     quick = step_of(*keys, workload=many)
     monkeypatch.setattr(step_time, "_MOST_PASSES", 12)
+    monkeypatch.setattr(traffic, "_MOST_PASSES", 12)
     whole = step_of(*keys, workload=many)
     assert quick.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert quick.tokens == whole.tokens
