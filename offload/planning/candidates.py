@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 # Timed per choice of checkpoint and micro-batches.
 _CANDIDATES = 12
 _FEW_PIECES = 1_000  # of optimizer state
-_CANDIDATES_LARGE = 4  # of a model with more: each takes tens of milliseconds
+_CANDIDATES_LARGE = 3  # of a model with more: each takes tens of milliseconds
 _FAR = 2.0  # times the best one's time of the slowest link: not worth timing
 _WORTH = 5  # per cent of a class: less is no reason for a split
 _MOVES = (0.3, 0.1, 0.05)  # shares of a class that are moved to another tier
 _MOVES_LARGE = (0.1,)
 _GAIN = 0.002  # of a step's time, for another move
-_ROUGH, _ROUGH_LARGE = 1.1, 1.03  # of its slowest link's time: a move to more is not predicted
+_ROUGH, _ROUGH_LARGE = 1.1, 1.02  # of its slowest link's time: a move to more is not predicted
 AS_FAST = 0.01  # of a step's time: no prediction tells less
 _MOST_PIECES = 600  # that a step is predicted with
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
