@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_plan import least_window
-from offload.planning.estimate import Shortfall, StepEstimate
+from offload.planning.estimate import Shortfall, StepEstimate, short_weights
 from offload.planning.heap_holes import heap_holes_nbytes
-from offload.planning.placement_search import Found, Open, PlacementSearch
+from offload.planning.link_time import slowest_link_s
+from offload.planning.placement_search import PlacementSearch
 from offload.planning.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan_builder import Placements, PlanBuilder, reserve_nbytes
 from offload.planning.plan_sizes import CLASSES
-from offload.planning.rough_step import NOMINAL, StepWork
-from offload.planning.shortfalls import shortfalls
-from offload.planning.speeds import Speeds
-from offload.planning.splits import neighbours
+from offload.planning.shortfalls import leaves_none_to_activations, shortfalls
+from offload.planning.speeds import NOMINAL, Speeds
+from offload.planning.splits import TIERS, neighbours
 from offload.planning.step_time import COMPUTE, OPTIMIZER, estimate_step
-from offload.planning.work_time import pass_s, update_traffic
 from offload.planning.workload import Workload
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.ledger import StateClass
@@ -32,14 +30,16 @@ from offload.zero.model_shape import ModelShape
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-# Laid out per choice of checkpoint and micro-batches: the search's best, of other kinds each, and
-# the best of those that have every class in one tier.
-_CANDIDATES, _CORNERS = 8, 8
+# Timed per choice of checkpoint and micro-batches.
+_CANDIDATES = 12
 _FEW_PIECES = 1_000  # of optimizer state
-_CANDIDATES_LARGE, _CORNERS_LARGE = 3, 1  # of a model with more: each takes tens of milliseconds
-_MOVES = (0.4, 0.2, 0.05)  # shares of a class that are moved to another tier
-_MOVES_LARGE = (0.1,)  # and to faster ones alone: the search's grid is fine enough, its times rough
+_CANDIDATES_LARGE = 3  # of a model with more: each takes tens of milliseconds
+_FAR = 2.0  # times the best one's time of the slowest link: not worth timing
+_WORTH = 5  # per cent of a class: less is no reason for a split
+_MOVES = (0.3, 0.1, 0.05)  # shares of a class that are moved to another tier
+_MOVES_LARGE = (0.1,)
 _GAIN = 0.002  # of a step's time, for another move
+_ROUGH, _ROUGH_LARGE = 1.1, 1.02  # of its slowest link's time: a move to more is not predicted
 AS_FAST = 0.01  # of a step's time: no prediction tells less
 _MOST_PIECES = 600  # that a step is predicted with
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
@@ -92,8 +92,9 @@ class Choice:
     """Placements under one choice of what depends on the batch."""
 
     def __init__(
-        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, known: Known | None
-    ) -> None:
+        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, known: Known | None,
+        before: Choice | None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self._hardware = hardware
         self._known = known
@@ -101,6 +102,10 @@ class Choice:
         self._config = config
         self._config = self._with_open_budgets(config)
         self._builder = PlanBuilder(self._config, model, hardware)
+        if before is not None:
+            self._builder.share_with(before._builder)
+        self._plans: dict[tuple[Placement, ...], Plan] = {}
+        self._candidates: dict[tuple[Placement, ...], Candidate] = {}
 
     def _with_open_budgets(self, config: OffloadConfig) -> OffloadConfig:
         """Where they are open, the device tier takes what activations and libraries leave of a GPU,
@@ -120,22 +125,72 @@ class Choice:
 
     def candidates(self) -> list[Candidate]:
         """Laid out, in the order of the search; at least one."""
-        if not self.open_tiers:
-            return [self.evaluate(self._builder.explicit)]
-        speeds = self._known.speeds if self._known is not None else NOMINAL
-        search = PlacementSearch(self._builder, self._room(), self._work(), speeds)
-        found = search.best(_CANDIDATES if self.is_small else _CANDIDATES_LARGE)
-        if self._known is not None and not self._known.any_fit:
-            corners = search.corners(_CORNERS if self.is_small else _CORNERS_LARGE)
-            found += [corner for corner in corners if corner not in found]
-            return [self.evaluate(each.placements, each) for each in found]
-        # by the rough model the order is known: the first that fits to the byte is the best
-        laid_out = []
-        for each in found:
-            laid_out.append(self.evaluate(each.placements, each))
-            if laid_out[-1].fits and (len(laid_out) > 1 or self._known is not None):
-                break
-        return laid_out
+        found = list(self._search.corners())
+        plans = self._ranked(found)
+        for least in (_WORTH, 1):
+            if self._short(plans[0]) or (least == _WORTH and not self._any_fit):
+                found += self._search.filled(least)
+                plans = self._ranked(found)
+        most_s = _FAR * self._links_s(plans[0])
+        near = plans[:2] + [plan for plan in plans[2:] if self._links_s(plan) <= most_s]
+        return [self._timed(plan, self._missing(plan)) for plan in near[: self._count]]
+
+    def _ranked(self, found: Iterable[Placements]) -> list[Plan]:
+        plans = {_key(placements): self._plan(placements) for placements in found}
+        return sorted(plans.values(), key=self._rank)
+
+    @cached_property
+    def _search(self) -> PlacementSearch:
+        return PlacementSearch(self._builder.explicit, self.open_tiers, self._lacking)
+
+    @property
+    def _any_fit(self) -> bool:
+        return self._known is not None and self._known.any_fit
+
+    @property
+    def _count(self) -> int:
+        """How many placements are laid out."""
+        if self._known is None:
+            return 2
+        if self._any_fit:
+            return 1
+        return _CANDIDATES if self.is_small else _CANDIDATES_LARGE
+
+    def _rank(self, plan: Plan) -> tuple[int, float, int]:
+        """What is short least, then what keeps its slowest link busy least; of equals the plainest.
+        `sorted` keeps the order of what is left: that of the search."""
+        parts = sum(len(placement.tiers) for placement in plan.placements.values())
+        return self._short(plan), float(f"{self._links_s(plan):.3g}"), parts
+
+    def _short(self, plan: Plan) -> int:
+        """Bytes that are missing, weighed."""
+        weights = short_weights(gpu=plan.gpu)
+        return sum(weights[tier] * max(0, self._lacks(plan, tier)) for tier in TIERS)
+
+    def _links_s(self, plan: Plan) -> float:
+        return slowest_link_s(plan, self._config, self._known.speeds if self._known else NOMINAL)
+
+    def _lacking(self, placements: Placements, tier: TierName) -> int:
+        return self._lacks(self._plan(placements), tier)
+
+    def _lacks(self, plan: Plan, tier: TierName) -> int:
+        """Bytes that a tier lacks of its budget or of the machine; negative: to spare."""
+        hardware, needed = self._hardware, needed_nbytes(plan, tier)
+        lacking = needed - plan.budgets[tier]
+        if tier is TierName.NVME:
+            lacking = max(lacking, needed - hardware.nvme_free_nbytes)
+            return max(1, lacking) if leaves_none_to_activations(plan) else lacking
+        if plan.gpu and tier is TierName.DEVICE:
+            return lacking
+        memory = needed_nbytes(plan, TierName.HOST)
+        memory += 0 if plan.gpu else needed_nbytes(plan, TierName.DEVICE)
+        return max(lacking, memory + self._elsewhere_nbytes - hardware.host_nbytes)
+
+    def _plan(self, placements: Placements) -> Plan:
+        key = _key(placements)
+        if key not in self._plans:
+            self._plans[key] = self._builder.build(placements)
+        return self._plans[key]
 
     @property
     def is_small(self) -> bool:
@@ -144,20 +199,33 @@ class Choice:
 
     def refined(self, start: Candidate) -> Candidate:
         """`start`, moved class by class as long as predicted steps get shorter."""
-        return start if start.step is None else self._plainer(self._moved(start))
+        return start if start.step is None else self._plainer(self._moved(self._plainer(start)))
 
     def _moved(self, best: Candidate) -> Candidate:
         for step in _MOVES if self.is_small else _MOVES_LARGE:
             before = None
             while before is not best and self._could_be_shorter(best):
                 before = best
-                for state_class, tiers in self.open_tiers.items():
-                    here = best.plan.placements[state_class]
-                    for moved in neighbours(here, tiers, step, up=not self.is_small):
-                        tried = self._fitting({**best.plan.placements, state_class: moved})
-                        if tried is not None and tried.seconds < best.seconds * (1 - _GAIN):
-                            best = tried
+                for placements in self._near(best.plan.placements, step):
+                    tried = self._promising(placements, best)
+                    if tried is not None and tried.seconds < best.seconds * (1 - _GAIN):
+                        best = tried
         return best
+
+    def _promising(self, placements: Placements, best: Candidate) -> Candidate | None:
+        """Not what keeps its slowest link busy for clearly longer."""
+        most_s = self._links_s(best.plan) * (_ROUGH if self.is_small else _ROUGH_LARGE)
+        return (
+            self._fitting(placements) if self._links_s(self._plan(placements)) <= most_s else None
+        )
+
+    def _near(self, placements: Placements, step: float) -> Iterator[Placements]:
+        """With `step` of a class in another tier, or of two in each other's place."""
+        for state_class, tiers in self.open_tiers.items():
+            here = placements[state_class]
+            for moved in neighbours(here, tiers, step):
+                yield {**placements, state_class: moved}
+        yield from self._search.swapped(placements, step)
 
     def _could_be_shorter(self, best: Candidate) -> bool:
         """Not if work that is the same wherever states live takes all of the step: on a CPU the
@@ -182,25 +250,29 @@ class Choice:
                     best = tried
         return best
 
-    def evaluate(self, placements: Placements, found: Found | None = None) -> Candidate:
-        """Laid out and timed; by the search's rough time where no step can be predicted."""
-        plan = self._builder.build(placements)
-        return self._timed(plan, self._missing(plan), found)
+    def evaluate(self, placements: Placements) -> Candidate:
+        """Laid out and timed; by the bytes over its links where no step can be predicted."""
+        plan = self._plan(placements)
+        return self._timed(plan, self._missing(plan))
 
     def _fitting(self, placements: Placements) -> Candidate | None:
         """Timed only if it fits: times take longest."""
-        plan = self._builder.build(placements)
+        plan = self._plan(placements)
         missing = self._missing(plan)
         return None if missing else self._timed(plan, missing)
 
     def _missing(self, plan: Plan) -> tuple[Shortfall, ...]:
         return (*shortfalls(plan, self._hardware), *self._beside(plan))
 
-    def _timed(
-        self, plan: Plan, missing: tuple[Shortfall, ...], found: Found | None = None
-    ) -> Candidate:
+    def _timed(self, plan: Plan, missing: tuple[Shortfall, ...]) -> Candidate:
+        key = _key(plan.placements)
+        if key not in self._candidates:
+            self._candidates[key] = self._time(plan, missing)
+        return self._candidates[key]
+
+    def _time(self, plan: Plan, missing: tuple[Shortfall, ...]) -> Candidate:
         step = self._predict(plan)
-        seconds = step.seconds if step is not None else found.seconds if found is not None else 0.0
+        seconds = step.seconds if step is not None else self._links_s(plan)
         beyond = self._beyond_free_nbytes(plan)
         return Candidate(self._config, plan, seconds, step, missing, beyond, self)
 
@@ -247,49 +319,6 @@ class Choice:
     def _pieces(self) -> int:
         return sum(len(group.records) for group in self._builder.groups)
 
-    def _work(self) -> StepWork:
-        config, groups = self._config, self._builder.groups
-        known, facts = self._known, self._facts
-        passes = config.gradient_accumulation_steps if known is None else known.workload.passes
-        ahead = config.optimizer.in_backward is True
-        usual = sorted(group.parameters for group in groups)
-        largest = usual[len(usual) // 2] if usual else 0
-        away = config.placement.activations.tier == "nvme" and facts is not None
-        forward_s, backward_s = self._pass_s()
-        hiding_s = backward_s if ahead else forward_s
-        return StepWork(
-            passes=passes,
-            compute_s=passes * (forward_s + backward_s),
-            hiding_s=hiding_s if facts is not None else math.inf,
-            optimizer_s=self._optimizer_s(TierName.HOST),
-            optimizer_on_device_s=self._optimizer_s(TierName.DEVICE),
-            gradients_travel=passes - 1 if ahead else passes,
-            saved_nbytes=facts.saved_nbytes if away and facts is not None else 0,
-            in_flight_nbytes=self._builder.sizes.prefetch * largest,
-            gpu=self._builder.gpu,
-        )
-
-    def _pass_s(self) -> tuple[float, float]:
-        """Forward and backward of one pass."""
-        if self._known is None or self._facts is None:
-            return 0.0, 0.0
-        precision, speeds, facts = self._config.precision, self._known.speeds, self._facts
-        return pass_s(facts.forward, precision, speeds), pass_s(facts.backward, precision, speeds)
-
-    def _optimizer_s(self, tier: TierName) -> float:
-        """For all parameters, with their records in `tier`."""
-        if self._known is None:
-            return 0.0
-        builder, speeds = self._builder, self._known.speeds
-        traffic = update_traffic(
-            builder.sizes.record_formats[tier], builder.sizes.itemsize,
-            builder.sizes.gradient_itemsize,
-        )  # fmt: skip
-        rate = speeds.compute_bytes_per_s if tier is TierName.DEVICE else speeds.host_bytes_per_s
-        lost = 1.0 if builder.gpu else speeds.optimizer_lost_share
-        numel = sum(group.layout.shard_trainable for group in builder.groups)
-        return lost * numel * traffic / rate
-
     # ---------------------------------------------------------------- room
     @cached_property
     def open_tiers(self) -> dict[StateClass, tuple[TierName, ...]]:
@@ -312,16 +341,12 @@ class Choice:
             tiers[state_class] = tuple(there)
         return tiers
 
-    def _room(self) -> Open:
-        known, facts = self._known, self._facts
-        if known is None or facts is None:
-            return Open(self.open_tiers)
-        gpu = self._builder.gpu
-        return Open(
-            self.open_tiers,
-            self._libraries_nbytes + (0 if gpu else self.passing_nbytes),
-            known.on_device_nbytes + (self._peak_nbytes(self._config) if gpu else 0),
-        )
+    @property
+    def _elsewhere_nbytes(self) -> int:
+        """RAM that others need beside the tiers: libraries, and on a CPU activations."""
+        if self._facts is None:
+            return 0
+        return self._libraries_nbytes + (0 if self._builder.gpu else self.passing_nbytes)
 
     @property
     def _libraries_nbytes(self) -> int:
@@ -349,12 +374,13 @@ class Choice:
         """What memory the tiers, activations and libraries need together."""
         if self._known is None or self._facts is None:
             return
-        room, hardware = self._room(), self._hardware
+        hardware = self._hardware
         if plan.gpu:
-            tier, capacity, beside = TierName.DEVICE, hardware.device_nbytes, room.on_device_nbytes
+            tier, capacity = TierName.DEVICE, hardware.device_nbytes
+            beside = self._known.on_device_nbytes + self._peak_nbytes(self._config)
             held = plan.budgets[tier]  # taken in one piece
         else:
-            tier, capacity, beside = TierName.HOST, hardware.host_nbytes, room.elsewhere_nbytes
+            tier, capacity, beside = TierName.HOST, hardware.host_nbytes, self._elsewhere_nbytes
             held = needed_nbytes(plan, tier) + needed_nbytes(plan, TierName.DEVICE)
         if held + beside <= capacity:
             return
@@ -367,6 +393,10 @@ class Choice:
             f"states: {format_bytes(short)} more than the {format_bytes(capacity)} there are; "
             f"{remedy}lower the batch, the sequence or budget.{tier}",
         )  # fmt: skip
+
+
+def _key(placements: Placements) -> tuple[Placement, ...]:
+    return tuple(placements[state_class] for state_class in CLASSES)
 
 
 def _within(config: OffloadConfig, tier: TierName, nbytes: int) -> OffloadConfig:

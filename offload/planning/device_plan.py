@@ -57,17 +57,17 @@ def plan_device(
     _check_kernels(placements, hardware)
     if not hardware.device_nbytes or hardware.kernels_missing is not None:
         return None
-    trainable = [spec for group in groups for spec in group.layout.params if spec.trainable]
+    numels = [numel for group in groups for numel in group.trained_numels]
     leave = not _all_on_device(StateClass.GRADIENTS, placements)
     stepped = _on_device(StateClass.OPTIMIZER, placements)
     staging = _staging_nbytes(placements, groups, sizes) if stepped else 0
-    largest = max((spec.numel for spec in trainable), default=0)
+    largest = max(numels, default=0)
     return DevicePlan(
         outbox_buffers=_OUTBOX_BUFFERS if leave else 0,
         outbox_nbytes=_outbox_nbytes(largest, budget_nbytes) if leave else 0,
         staging_buffers=_STAGING_BUFFERS if staging else 0,
         staging_nbytes=staging,
-        partials_numel=sum(norm_blocks(spec.numel) for spec in trainable),
+        partials_numel=sum(map(norm_blocks, numels)),
     )
 
 

@@ -71,6 +71,11 @@ class PlanBuilder:
         }
         self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
 
+    def share_with(self, other: PlanBuilder) -> None:
+        """Records that are dealt out for one need not be for the other, where they are the same."""
+        if self.groups == other.groups and self.sizes == other.sizes:
+            self._dealt = other._dealt
+
     def build(self, placements: Placements) -> Plan:
         """The plan with every class where `placements` has it, whether or not that fits."""
         parameters = placements[StateClass.PARAMETERS].assign([g.parameters for g in self.groups])

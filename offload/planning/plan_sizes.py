@@ -47,6 +47,11 @@ class GroupBytes:
     def largest_record(self) -> int:
         return max(self.records, default=0)
 
+    @cached_property
+    def trained_numels(self) -> tuple[int, ...]:
+        """By parameter."""
+        return tuple(spec.numel for spec in self.layout.params if spec.trainable)
+
 
 @dataclass(frozen=True)
 class Sizes:

@@ -41,10 +41,14 @@ def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
             yield from _of_activations(plan)
 
 
+def leaves_none_to_activations(plan: Plan) -> bool:
+    """Whether nvme is their home, and the other states leave nothing of it."""
+    at = plan.activations
+    return at is not None and at.tier is TierName.NVME and not at.disk_nbytes
+
+
 def _of_activations(plan: Plan) -> Iterator[Shortfall]:
-    """nvme is their home, and the other states leave nothing of it."""
-    activations = plan.activations
-    if activations is None or activations.tier is not TierName.NVME or activations.disk_nbytes:
+    if not leaves_none_to_activations(plan):
         return
     needed, budget = needed_nbytes(plan, TierName.NVME), plan.budgets[TierName.NVME]
     yield Shortfall(

@@ -1,13 +1,14 @@
 """Which placement makes a step fastest within the budgets: what is left open, filled in.
 
-    1  every split of the open classes on a grid, then finer around the best, by a rough model
-       (`placement_search`): tens of thousands of placements in some tens of milliseconds
-    2  the best of each kind (which tiers each class uses) are laid out and checked to the byte
-    3  where it is known what a step works on, their steps are predicted (`step_time`), the fastest
-       are refined, and that decides; elsewhere the bytes over the slowest link do
+    1  every class whole in one tier, and the largest shares that fit into the faster ones
+       (`placement_search`), laid out by the planner, checked to the byte and ranked by how long
+       the slowest link is busy (`link_time`)
+    2  where it is known what a step works on, the first of them are predicted (`step_time`), and
+       the fastest are refined: parts moved to another tier or exchanged as long as that helps;
+       elsewhere the rank decides
 
 Where activations.checkpoint or micro_batches are `auto` and the batch is known, every choice goes
-through 1 and 2, and all take part in 3. What the configuration names stays as it is. The result
+through 1, and all take part in 2. What the configuration names stays as it is. The result
 depends on the arguments alone.
 """
 
@@ -66,11 +67,10 @@ def solve(
     if known is not None:
         measured = _bandwidth_of(known.speeds) or hardware.measure_nvme
         hardware = replace(hardware, measure_nvme=measured)
-    candidates = [
-        candidate
-        for settled in _choices(config, known)
-        for candidate in Choice(settled, model, hardware, known).candidates()
-    ]
+    choice, candidates = None, []
+    for settled in _choices(config, known):
+        choice = Choice(settled, model, hardware, known, choice)
+        candidates += choice.candidates()
     candidates += _refined(candidates)
     fastest = min((c.seconds for c in candidates if c.fits), default=0.0)
     best, *others = sorted(candidates, key=lambda candidate: _rank(candidate, fastest))

@@ -37,3 +37,12 @@ class Speeds:
     update_disk_share: float = 1.0  # of those rates that an update gets behind a forward
     request_s: float = 0.0  # one read or write of nvme, beside its bytes
     network: Network | None = None  # between ranks; None: not known
+
+
+# Where nobody measured: only the ratios matter, to say which link is the slowest.
+NOMINAL = Speeds(
+    name="nominal", gpu=False, matmul_flops_per_s={"fp32": 1e11, "bf16": 1e11, "fp16": 1e11},
+    compute_bytes_per_s=2e10, operation_s=0.0, host_bytes_per_s=2e10,
+    nvme_read_bytes_per_s=2e9, nvme_write_bytes_per_s=2e9,
+    host_to_device_bytes_per_s=2e10, device_to_host_bytes_per_s=2e10,
+)  # fmt: skip

@@ -26,38 +26,10 @@ def shares_of(placement: Placement) -> Shares:
     )  # fmt: skip
 
 
-def compositions(parts: int, tiers: int) -> list[tuple[int, ...]]:
-    """All ways to deal `parts` out to `tiers`, most to the first at first."""
-    if tiers == 1:
-        return [(parts,)]
-    return [
-        (first, *rest)
-        for first in range(parts, -1, -1)
-        for rest in compositions(parts - first, tiers - 1)
-    ]
-
-
-def row_of(tiers: Sequence[TierName], shares: Sequence[float]) -> Shares:
-    given = dict(zip(tiers, shares, strict=True))
-    device, host = (round(given.get(tier, 0.0), 6) for tier in TIERS[:2])
-    if TierName.NVME in given:
-        return device, host, max(0.0, round(1 - device - host, 6))
-    if TierName.HOST in given:
-        return device, round(1 - device, 6), 0.0
-    return 1.0, 0.0, 0.0
-
-
-def pairs(tiers: Sequence[TierName]) -> list[tuple[int, int]]:
-    columns = [TIERS.index(tier) for tier in tiers]
-    return list(itertools.combinations(columns, 2))
-
-
-def neighbours(
-    placement: Placement, tiers: Sequence[TierName], step: float, *, up: bool = False
-) -> Iterator[Placement]:
-    """Placements with `step` of the class in another tier; `up`: in a faster one alone."""
-    for a, b in pairs(tiers):
-        for move in (step,) if up else (step, -step):
+def neighbours(placement: Placement, tiers: Sequence[TierName], step: float) -> Iterator[Placement]:
+    """Placements with `step` of the class in another tier."""
+    for a, b in itertools.combinations([TIERS.index(tier) for tier in tiers], 2):
+        for move in (step, -step):
             row = shifted(shares_of(placement), a, b, move)
             if row is not None:
                 yield placement_of(row)

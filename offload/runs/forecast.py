@@ -24,10 +24,9 @@ from offload.planning.estimate import Change, MemoryEstimate
 from offload.planning.memory import estimate_memory
 from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.rough_step import NOMINAL
 from offload.planning.run_check import LinkPrediction, Prediction
 from offload.planning.solver import Candidate, Known, Solution, solve
-from offload.planning.speeds import Speeds
+from offload.planning.speeds import NOMINAL, Speeds
 from offload.planning.tuning import WORTH_MEASURING_NBYTES
 from offload.planning.workload import Workload
 from offload.tiers.errors import UnsupportedError

@@ -18,9 +18,8 @@ from offload.errors import BudgetError
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.plan import Hardware, needed_nbytes
 from offload.planning.planner import make_plan, resolved_config, shortfalls
-from offload.planning.rough_step import NOMINAL
 from offload.planning.solver import Known, Solution, solve
-from offload.planning.speeds import Speeds
+from offload.planning.speeds import NOMINAL, Speeds
 from offload.planning.splits import shares_of
 from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
@@ -290,23 +289,24 @@ def test_planning_needs_no_torch():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
 
 
-def test_a_large_model_is_laid_out_a_few_times_only(monkeypatch):
-    from offload.planning import candidates
+def test_records_of_a_large_model_are_dealt_out_a_few_times_only(monkeypatch):
+    from offload.tiers.placement import Placement
 
-    built: list[object] = []
-    original = candidates.PlanBuilder.build
+    dealt: list[object] = []
+    original = Placement.assign
 
-    def build(self: Any, placements: Any) -> Any:
-        built.append(placements)
-        return original(self, placements)
+    def assign(self: Any, sizes: Any) -> Any:
+        if len(sizes) > 600:
+            dealt.append(self)
+        return original(self, sizes)
 
-    monkeypatch.setattr(candidates.PlanBuilder, "build", build)
+    monkeypatch.setattr(Placement, "assign", assign)
     large = model(blocks=80, width=16384)  # 64 B parameters, 61,440 chunks
     config = OffloadConfig.load({"budget": {"host": "60GiB", "nvme": "2TiB"}})
     machine = Hardware(0, 64 * GIB, 64 * GIB, 3000 * GIB)
     assert solve(config, large, machine, known()).best.fits
-    # four placements and what is tried around the best, each once with its chunks, once with few
-    assert len(built) <= 30
+    # whole in a tier, the shares that fit, and what is tried around the best
+    assert len(dealt) <= 20
 
 
 def test_no_placement_by_hand_is_predicted_to_be_faster():

@@ -18,8 +18,8 @@ from offload.planning.estimate import (
 from offload.planning.memory import estimate_memory
 from offload.planning.plan import Hardware
 from offload.planning.planner import resolved_config
-from offload.planning.rough_step import NOMINAL
 from offload.planning.solver import Candidate, Known, Solution, solve
+from offload.planning.speeds import NOMINAL
 from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
