@@ -1,0 +1,1 @@
+"""One run's folder: what was predicted, a line per step, what was measured, its checkpoints."""
