@@ -26,9 +26,9 @@ from typing import Any
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
+from offload.runs.metrics import StepMetrics
 from offload.swap.line_file import LineFile
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
-from offload.runs.metrics import StepMetrics
 
 _log = logging.getLogger("offload")
 

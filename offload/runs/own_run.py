@@ -27,11 +27,11 @@ from offload.planning.memory import estimate_memory
 from offload.planning.planner import make_plan, resolved_config
 from offload.planning.run_check import Measured, Prediction, usual_step_s
 from offload.planning.workload import Workload
-from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.runs.folder import RunFolder
 from offload.runs.forecast import forecast_of
 from offload.runs.metrics import StepMetrics
-from offload.runs.folder import RunFolder
 from offload.runs.world import FollowersFolder, rank_here
+from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.discovery import discover
 
 if TYPE_CHECKING:
