@@ -133,7 +133,7 @@ FP32 = zeros(8, Float.FP32)
         ({"states": [CODES] * 3, "scales": [ONE] * 3}, "amsgrad needs FP32 states, got INT8"),
         ({"scalars": RULES["sgd"]}, r"states: expected none \(momentum is 0\), got 2"),
         ({"low": CODES}, "an fp32 weight is its own master"),
-        ({"weight": FP32.half()}, "an FP16 weight needs a master, got none"),
+        ({"weight": FP32.half()}, "an FP16 weight needs a master, got neither"),
         ({"weight": FP32.half(), "low": CODES}, "only a BF16 weight can be split, got FP16"),
         ({"weight": FP32.bfloat16(), "low": FP32}, "low: expected dtype int16, got float32"),
         ({"weight": FP32.bfloat16()}, "noise: expected"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offload.kernels import optimizer, reference, triton_optimizer
+from offload.kernels import optimizer, triton_optimizer
 from offload.kernels.floats import Array, Float
 from offload.kernels.int8 import BLOCK
 from offload.kernels.noise import Noise
@@ -18,6 +18,7 @@ from offload.kernels.rules import (
     is_signed,
 )
 from offload.kernels.variants import Master
+from tests.kernels import reference
 from tests.kernels.adam_cases import SPECIAL, assert_same
 from tests.kernels.triton_device import get, put
 
