@@ -34,6 +34,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from offload.swap.shield import interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.discovery import Unit
 from offload.zero.micro_batch_checks import (
@@ -314,7 +315,8 @@ class _OverPieces(torch.autograd.Function):
         ends, ctx.ends = ctx.ends, None
         inputs = _InputGradients(ctx.shapes, ctx.split)
         ctx.sink.append(inputs)
-        with ctx.block.backward_of(ctx.call):
+        # an interrupt on the way out of the block would leave its parameters gathered
+        with interrupted_in_waits, ctx.block.backward_of(ctx.call):
             for number in reversed(range(len(ends))):
                 span = ctx.spans[number]
                 pairs = zip(ends[number], gradients, strict=True)

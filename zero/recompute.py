@@ -27,6 +27,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils import _pytree as pytree
 
+from offload.swap.shield import interrupted_in_waits
 from offload.tiers.errors import ModifiedError, UnsupportedError
 from offload.zero.block_state import BlockState
 from offload.zero.discovery import Unit
@@ -121,7 +122,8 @@ class _Block:
             call.is_first = False
             return self._own(*args, **kwargs)
         # around the block's own forward alone: what gathers its parameters is computed once
-        with self._owner.holder.held(self._unit), watches_taken_off(), call.as_it_was():
+        held = self._owner.holder.held(self._unit)
+        with interrupted_in_waits, held, watches_taken_off(), call.as_it_was():
             return self._own(*args, **kwargs)
 
     def _contexts(self, call: _Call) -> Contexts:
