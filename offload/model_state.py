@@ -33,8 +33,10 @@ class StateDictHooks:
         owned = [p for module in model.modules() for p in self._own(module).values()]
         self._names = Counter(map(id, owned))
         self._handles: list[RemovableHandle] = [
-            model.register_state_dict_pre_hook(lambda *args: values.take_back()),
-            model.register_load_state_dict_pre_hook(lambda *args: values.take_back(loading=True)),
+            model.register_state_dict_pre_hook(lambda *args: values.adopt_changes()),
+            model.register_load_state_dict_pre_hook(
+                lambda *args: values.adopt_changes(loading=True)
+            ),
         ]
         for module in model.modules():
             if self._own(module):

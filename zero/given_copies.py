@@ -8,7 +8,7 @@ copy is written to its parameter, if that is still the one that was copied; else
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,11 @@ class _Given:
     @property
     def is_written(self) -> bool:
         return self.counter._version != self.counted
+
+    @property
+    def is_stale(self) -> bool:
+        """The parameter has changed since."""
+        return self.version != self.group.version
 
 
 class GivenCopies:
@@ -59,27 +64,34 @@ class GivenCopies:
             return
         self._given = [g for g in self._given if g.is_written or g.copied() is not None]
         written = [given for given in self._given if given.is_written]
-        for given in written:
-            given.counted = given.counter._version
-            if given.copied() is None or given.group.version != given.version:
-                self._refuse(given)
-        before = {given.group: given.version for given in written}
+        params = {id(given.param) for given in written}
+        wrong = [given for given in written if given.copied() is None or given.is_stale]
+        if not wrong and len(params) < len(written):
+            wrong = written  # of two copies of one parameter nobody knows what is meant
+        if wrong:
+            self._given = [given for given in self._given if given not in wrong]
+            self._refuse(wrong)
+        fresh = [given for given in self._given if not given.is_stale]
         for given in written:
             copied = given.copied()
             assert copied is not None, "just looked at"
+            given.counted = given.counter._version
             yield given.param, copied
-        for given in self._given:  # what was written has made a version of its own
-            if before.get(given.group) == given.version:
+        for given in fresh:  # what was written has made a version of its own
+            if given in written or id(given.param) not in params:
                 given.version = given.group.version
 
     def forget_stale(self) -> None:
         """All parameters are set now: who wrote to an older copy sets them from it."""
-        self._given = [g for g in self._given if g.version == g.group.version]
+        self._given = [given for given in self._given if not given.is_stale]
 
-    def _refuse(self, given: _Given) -> None:
-        why = "is gone since" if given.copied() is None else "is older than the parameter is now"
+    def _refuse(self, wrong: Sequence[_Given]) -> None:
+        gone = wrong[0].copied() is None
+        why = "is gone since" if gone else "is not what the parameter was when that was done"
+        more = f" ({len(wrong) - 1} more like it)" if len(wrong) > 1 else ""
         raise StateError(
-            f"{given.name}: what model.state_dict() gave was written to, and {why}: it is a copy "
-            "(in torch it would be the parameter itself). Write with model.load_state_dict() or "
-            "inside engine.gathered(...), or .clone() what is not meant for the model"
+            f"{wrong[0].name}: what model.state_dict() gave was written to, and {why}{more}: it is "
+            "a copy (in torch it would be the parameter itself). Write with "
+            "model.load_state_dict() or inside engine.gathered(...), or .clone() what is not meant "
+            "for the model"
         )

@@ -275,21 +275,17 @@ class ParameterValues:
         self._given.note(param, group, group.layout.params[index].name, copied)
         return copied
 
-    def take_back(self, *, loading: bool = False) -> None:
-        """Write to parameters what was written to their copies in state dicts. StateError where
-        that cannot be; not while `loading`, which sets them anyway."""
+    def adopt_changes(self, *, loading: bool = False) -> None:
+        """Between passes: parameters that are always gathered may have been written to, and copies
+        of any in state dicts. StateError for a copy that cannot be taken over; while `loading`,
+        which sets all parameters anyway, those are forgotten."""
+        for group in self._runtime.groups:
+            self._adopt(group)
         if loading:
             self._given.forget_stale()
         for param, copied in self._given.written():
             with torch.no_grad(), self.gathered([param]):
                 param.copy_(copied)
-
-    def adopt_changes(self) -> None:
-        """Between passes: parameters that are always gathered may have been written to, and copies
-        of any."""
-        self.take_back()
-        for group in self._runtime.groups:
-            self._adopt(group)
 
     def _adopt(self, group: ParamGroup) -> None:
         if group.residing is GroupState.GATHERED and not group.in_use:

@@ -64,11 +64,56 @@ def test_an_entry_that_is_gone_or_out_of_date_is_refused_once(
         old = engine.module.state_dict()
         passed(engine)
         old["1.bias"].fill_(2.0)
-        with pytest.raises(StateError, match=r"1\.bias: .*is older than the parameter"):
+        with pytest.raises(StateError, match=r"1\.bias: .*is not what the parameter was"):
             engine.optimizer.step()
         passed(engine)
         engine.module.load_state_dict(old)
         assert torch.equal(engine.module.state_dict()["1.bias"], torch.full((1,), 2.0))
+
+
+@PLACEMENTS
+def test_a_refusal_loses_nothing_of_the_others(placement: dict[str, Any], tmp_path: Path) -> None:
+    with offload.initialize(build(), config(tmp_path, placement)) as engine:
+        own = engine.module.state_dict()
+        own["0.bias"].fill_(2.0)
+        engine.module.state_dict()  # looks first: it is taken over
+        engine.module.state_dict()["1.bias"].fill_(3.0)
+        own["0.weight"].fill_(4.0)
+        with pytest.raises(StateError, match=r"1\.bias: .*is gone since"):
+            engine.optimizer.step()
+        found = engine.module.state_dict()
+        assert torch.equal(found["0.bias"], torch.full((4,), 2.0))
+        assert torch.equal(found["0.weight"], torch.full((4, 4), 4.0))
+
+
+@PLACEMENTS
+def test_two_copies_of_a_parameter_do_not_undo_each_other(
+    placement: dict[str, Any], tmp_path: Path
+) -> None:
+    with offload.initialize(build(), config(tmp_path, placement)) as engine:
+        one, two = engine.module.state_dict(), engine.module.state_dict()
+        one["0.bias"][0] = 2.0
+        assert engine.module.state_dict()["0.bias"][0] == 2.0
+        two["0.bias"][1] = 3.0
+        with pytest.raises(StateError, match=r"0\.bias: .*is not what the parameter was"):
+            engine.optimizer.step()
+        one["0.bias"][1], three = 3.0, engine.module.state_dict()
+        one["0.bias"][2] = three["0.bias"][2] = 4.0
+        with pytest.raises(StateError, match=r"0\.bias: .*1 more"):
+            engine.optimizer.step()
+
+
+@PLACEMENTS
+def test_a_write_to_the_parameter_is_not_undone_by_one_to_its_copy(
+    placement: dict[str, Any], tmp_path: Path
+) -> None:
+    with offload.initialize(build(), config(tmp_path, placement)) as engine:
+        own = engine.module.state_dict()
+        with torch.no_grad():
+            engine.module[0].bias.add_(1.0)  # type: ignore[index, union-attr, operator]
+        own["0.bias"][0] = 5.0
+        with pytest.raises(StateError, match=r"0\.bias: .*is not what the parameter was"):
+            engine.optimizer.step()
 
 
 @PLACEMENTS
