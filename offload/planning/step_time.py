@@ -47,7 +47,7 @@ READ, WRITE = "nvme read", "nvme write"
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 NETWORK = "network"
 
-_MOST_PASSES = 6  # gone through one by one
+MOST_PASSES = 6  # gone through one by one
 _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`tuning`), on two cores of an AMD EPYC.
@@ -68,10 +68,10 @@ def estimate_step(
         some = replace(workload, passes=passes)
         return _gone_through(plan, config, model, facts, some, speeds)
 
-    beyond = workload.passes - _MOST_PASSES
+    beyond = workload.passes - MOST_PASSES
     if beyond <= 0:
         return of(workload.passes)
-    return _longer(of(_MOST_PASSES - 1), of(_MOST_PASSES), beyond, workload.tokens)
+    return _longer(of(MOST_PASSES - 1), of(MOST_PASSES), beyond, workload.tokens)
 
 
 def _gone_through(

@@ -378,7 +378,7 @@ def test_many_passes_take_what_going_through_all_of_them_gives(
     keys = (homes(*homes_of), f"budget.host={host}", "gradient_accumulation_steps=12", *more)
     many = replace(WORK, passes=12)
     quick = step_of(*keys, workload=many)
-    monkeypatch.setattr(step_time, "_MOST_PASSES", 12)
+    monkeypatch.setattr(step_time, "MOST_PASSES", 12)
     monkeypatch.setattr(traffic, "_MOST_PASSES", 12)
     whole = step_of(*keys, workload=many)
     assert quick.seconds == pytest.approx(whole.seconds, rel=0.01)

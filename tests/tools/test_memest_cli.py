@@ -295,6 +295,13 @@ def test_every_system_is_held_to_the_same_capacities(hardware: list[str], capsys
     assert any("left to the system" in note for note in value["notes"]) == ("--ram" in hardware)
 
 
+@pytest.mark.parametrize(("passes", "said"), [(6, False), (7, True)])
+def test_passes_that_are_not_gone_through_are_said(passes: int, said: bool, capsys: Any) -> None:
+    assert run(*TINY, *WORK, *MACHINE, "--accumulate", str(passes), "--format", "json") == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any(f"of {passes} passes per step 6 are" in note for note in notes) == said
+
+
 def test_a_place_that_was_left_open_is_short_once(capsys: Any) -> None:
     wide = ["--layers", "2", "--hidden", "1024", "--vocab", "16000", *WORK]
     hardware = ["--gpu", "800MiB", "--ram", "1GiB", "--nvme", "0"]

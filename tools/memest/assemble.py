@@ -9,6 +9,7 @@ from offload import machine
 from offload.config import OffloadConfig
 from offload.planning.estimate import Estimate
 from offload.planning.speeds import Speeds
+from offload.planning.step_time import MOST_PASSES
 from offload.planning.workload import Workload
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
@@ -79,6 +80,11 @@ def _notes(case: Case, verdict: Verdict) -> Iterator[str]:
         yield (
             "weights alone do not tell what forward keeps: activations are not counted, and there "
             "are no times; put the config.json beside them"
+        )
+    elif case.speeds is not None and case.workload.passes > MOST_PASSES:
+        yield (
+            f"of {case.workload.passes:,} passes per step {MOST_PASSES} are gone through (and "
+            "drawn); each further one is taken to be like the last of these"
         )
     elif case.source.has_graph and case.speeds is None:
         yield "no times: speeds are not known; `memest calibrate` measures this machine's"
