@@ -30,6 +30,7 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream
 from offload.swap.swap_file import SwapFile, check_directory
+from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
 from offload.tiers.extent import PAGE_NBYTES, TierName
 from offload.tiers.file_tier import FileTier
@@ -75,7 +76,7 @@ class TieredHomes:
 
     def _open_host(self, device: torch.device) -> MemoryTier:
         budget = self.plan.budgets[TierName.HOST]
-        memory = HostMemory(budget, pin=device.type == "cuda")
+        memory = HostMemory(budget, pin_for=device)
         return MemoryTier(TierName.HOST, budget, memory, self.ledger)
 
     def _open_device(self, device: torch.device) -> MemoryTier:
@@ -338,10 +339,9 @@ def this_machine(
             raise ConfigError(f"nvme.paths: {report.path} is named twice; remove one")
         reports[report.path] = free[path] = report.free_nbytes
     here = ranks_here() if here is None else here
-    device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    hardware = read_hardware(device_nbytes, _free_nbytes(nvme, free, here))
-    cuda = device.type == "cuda"
-    missing = triton_launch.missing() if cuda else "the model computes on the CPU"
+    hardware = read_hardware(accelerator.free_nbytes(device), _free_nbytes(nvme, free, here))
+    computes = accelerator.is_accelerator(device)
+    missing = triton_launch.missing(device) if computes else "the model computes on the CPU"
     return replace(
         hardware, kernels_missing=missing, sharding=sharding,
         host_nbytes=hardware.host_nbytes // here,
@@ -369,15 +369,14 @@ def _bandwidth(folders: tuple[Path, ...]) -> Bandwidth:
 
 
 def compute_device(config: OffloadConfig) -> torch.device:
-    """Where the model computes. ConfigError where a GPU is asked for and none is there."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device: cuda, but this PyTorch sees no CUDA GPU; set device: cpu or auto "
-            "(`offload doctor` says why)"
-        )
-    if config.device == "cpu" or not torch.cuda.is_available():
+    """Where the model computes. ConfigError where an accelerator is asked for and none is there."""
+    kind = accelerator.default_type() if config.device == "auto" else config.device
+    if kind == "cpu":
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if 0 < local < torch.cuda.device_count() and torch.cuda.current_device() == 0:
-        torch.cuda.set_device(local)  # nobody has chosen one for this rank
-    return torch.device("cuda", torch.cuda.current_device())
+    chosen = accelerator.KINDS[kind]
+    if not chosen.is_available():
+        raise ConfigError(
+            f"device: {kind}, but this PyTorch sees no {chosen.title} device; set device: cpu or "
+            "auto (`offload doctor` says why)"
+        )
+    return chosen.current_device()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,8 +21,13 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from offload.tiers import accelerator
 from offload.tiers.units import parse_bytes, parse_percent
 
+if TYPE_CHECKING:
+    DeviceName = str
+else:
+    DeviceName = Literal["auto", "cpu", *accelerator.KINDS]
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 _AUTO = {"const": "auto"}

@@ -19,6 +19,7 @@ from offload.config.fields import (
     AutoDepth,
     AutoThreads,
     Budget,
+    DeviceName,
     KeyedError,
     MicroBatches,
     PathText,
@@ -213,7 +214,7 @@ class ZeroConfig(Section):
 class OffloadConfig(Section):
     """Everything a run needs to know; every key is optional."""
 
-    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where the model computes.")
+    device: DeviceName = Field("auto", description="Where the model computes.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Format of parameters and gradients; fp16 scales the loss."
     )

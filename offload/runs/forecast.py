@@ -29,6 +29,7 @@ from offload.planning.solver import Candidate, Known, Solution, solve
 from offload.planning.speeds import NOMINAL, Speeds
 from offload.planning.tuning import WORTH_MEASURING_NBYTES
 from offload.planning.workload import Workload
+from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.extent import TierName
 from offload.zero.discovery import discover
@@ -119,10 +120,11 @@ def forecast_of(
     device = compute_device(config)
     hardware = this_machine(config.nvme, device, sharding, here)
     speeds = _speeds(config, shape)
-    baseline = known_baseline(config.precision, gpu=device.type == "cuda")
+    gpu = accelerator.is_accelerator(device)
+    baseline = known_baseline(config.precision, gpu=gpu)
     try:
         known = Known(
-            workload, speeds or replace(NOMINAL, gpu=device.type == "cuda"),
+            workload, speeds or replace(NOMINAL, gpu=gpu),
             facts, baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes,
         )  # fmt: skip

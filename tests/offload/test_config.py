@@ -143,7 +143,7 @@ BAD_VALUES = [
     ("loss_scale: {intial: 4}\nprecision: fp16", ["run.yaml:1: loss_scale.intial", "`initial`"]),
     ("precision: fp8", ["run.yaml:1: precision: 'fp8' is not allowed", "fp32, bf16, fp16"]),
     ("precision: bf61", ["did you mean `bf16`?"]),
-    ("device: gpu", ["device: 'gpu' is not allowed", "auto, cuda, cpu"]),
+    ("device: gpu", ["device: 'gpu' is not allowed", "auto, cpu, cuda, xpu, npu"]),
     ("optimizer: {type: adamww}", ["did you mean `adamw`?"]),
     ("nvme: {backend: io_uring}", ["nvme.backend: 'io_uring' is not allowed", "threads, libaio"]),
     ("budget: {host: 8Gib2}", ["run.yaml:1: budget.host", "not a size", "8GiB"]),
