@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.config.fields import TierSplit
 from offload.homes import compute_device, nvme_paths, this_machine
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations
@@ -145,10 +144,7 @@ def chosen_config(best: Candidate) -> OffloadConfig:
     """The candidate's configuration with its placement, chunk and prefetch as explicit values, and
     the budgets that it was chosen for: what is free may be less in a moment."""
     plan, config = best.plan, best.config
-    splits = {
-        str(state_class): TierSplit(**{str(tier): share for tier, share in placement.shares})
-        for state_class, placement in plan.placements.items()
-    }
+    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
     optimizer = config.optimizer.model_copy(update={"chunk": plan.chunk_numel})
     budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
     update = {

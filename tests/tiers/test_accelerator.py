@@ -6,7 +6,9 @@ what PyTorch makes of it.
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -287,6 +289,15 @@ def test_a_rank_has_its_own_device_unless_one_was_chosen(
 def test_a_kind_of_a_plug_in_that_is_not_installed_is_not_available() -> None:
     assert not Accelerator("privateuseone", "a plug-in").is_available()
     assert not Accelerator("nonsense", "a plug-in").is_available()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_what_is_asked_of_a_kinds_module_is_there_in_pytorch(kind: str) -> None:
+    asked = set(re.findall(r"\bmodule\.(\w+)", inspect.getsource(accelerator)))
+    asked |= set(re.findall(r"\b_module\.(\w+)", inspect.getsource(accelerator)))
+    missing = {name for name in asked if not hasattr(torch.get_device_module(kind), name)}
+    assert {"Stream", "mem_get_info", "synchronize"} <= asked
+    assert missing <= ({"cudart"} if kind != "cuda" else set())
 
 
 # ---------------------------------------------------------------- what it lacks, and is
