@@ -39,6 +39,7 @@ from benchmarks.gpu_step import row_of
 from offload.bench.child import repository
 from offload.bench.contenders import INSTALL_BENCH
 from offload.bench.record import Kind, Record, this_machine
+from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, PathError
 from offload.tiers.units import parse_bytes
 
@@ -237,21 +238,20 @@ def no_gpu() -> str:
     """Why there is nothing to check, in one line; empty where there is a GPU."""
     import torch
 
-    if not torch.cuda.is_available():
-        return f"no GPU check: PyTorch {torch.__version__} sees no CUDA device here"
+    if accelerator.default() is None:
+        return f"no GPU check: PyTorch {torch.__version__} sees no GPU here"
     return ""
 
 
 def begin(out: Path | None, folder: Path) -> Check:
     """An empty record, written. PathError where it cannot be."""
-    import torch
-
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    machine = this_machine()
+    name = machine.setdefault("gpu", "none")
     now = datetime.datetime.now(datetime.UTC)
     details: dict[str, Any] = {
         "date": now.strftime("%Y-%m-%d %H:%M UTC"), "machine": {}, "parts": [], "cases": {},
     }  # fmt: skip
-    record = Record("gpu", {}, details=details, machine=this_machine() | {"gpu": name})
+    record = Record("gpu", {}, details=details, machine=machine)
     check = Check(folder, record, _stem(out, name, now), time.monotonic() + TOTAL_S)
     check.write()
     return check

@@ -25,6 +25,7 @@ from offload.kernels.int8 import BLOCK
 from offload.kernels.noise import Noise
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
 from offload.kernels.triton_convert import Draw
+from offload.tiers import accelerator
 from offload.tiers.units import format_bytes
 
 NUMEL = 1 << 27
@@ -57,8 +58,8 @@ class KernelCase:
 
 def run_kernels(_: Mapping[str, Any], parent: Parent) -> None:
     """Measure every case on the current CUDA device. TritonUnavailableError if none can run."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    free = torch.cuda.mem_get_info(device)[0]
+    device = accelerator.default_device()
+    free = accelerator.free_nbytes(device)
     room = free // _SHARE_OF_MEMORY // _MOST_PER_ELEMENT // BLOCK * BLOCK
     numel = min(NUMEL, max(BLOCK, room))
     record = Record("gpu kernels", {"numel": numel, "rounds": _ROUNDS, "repeats": _REPEATS})

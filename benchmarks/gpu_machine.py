@@ -21,6 +21,7 @@ from offload.bench.record import this_machine
 from offload.planning.calibration import measure_speeds
 from offload.planning.speeds import Speeds
 from offload.swap.swap_file import free_space
+from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory
 
 _TOUCH_NBYTES = 8 << 30
@@ -56,10 +57,10 @@ def probe(options: Mapping[str, Any], parent: Parent) -> None:
 
     `memory_nbytes` stands in for what the system says is available. Takes about 20 seconds.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = accelerator.default_device()
     folder = Path(options["folder"])
     found = GpuMachine(
-        device_nbytes=torch.cuda.mem_get_info(device)[0],
+        device_nbytes=accelerator.free_nbytes(device),
         host_nbytes=options["memory_nbytes"] or machine.available_memory_nbytes(),
         disk_nbytes=free_space(folder),
         touch_bytes_per_s=_touch_speed(),  # first: what others touched and left is quick to get
@@ -71,12 +72,12 @@ def probe(options: Mapping[str, Any], parent: Parent) -> None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Names and versions, besides what every bench says of the machine."""
-    properties = torch.cuda.get_device_properties(device)
+    facts = accelerator.of(device).facts(device)
     described = this_machine() | {
-        "gpu": properties.name,
-        "gpu_memory_nbytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "compute_capability": f"{properties.major}.{properties.minor}",
+        "gpu": facts.name,
+        "gpu_memory_nbytes": facts.memory_nbytes,
+        "multiprocessors": facts.multiprocessors,
+        "compute_capability": facts.compute_capability,
         "cuda": torch.version.cuda,
         "system": platform.platform(),
     }
@@ -115,7 +116,9 @@ def _bus_speed() -> float:
 
 def timed_on_device(work: Callable[[], object], repeats: int) -> float:
     """Seconds per call, between two events in the current stream."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    device = accelerator.default_device()
+    kind = accelerator.of(device)
+    start, end = (kind.event(device, timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
         work()

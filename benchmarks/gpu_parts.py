@@ -90,11 +90,11 @@ def say(text: str) -> None:
 
 
 def run_copies(_: Mapping[str, Any], parent: Parent) -> None:
-    import torch
-
     from offload import machine
     from offload.bench.copy import CopyOptions, run_copy
+    from offload.tiers import accelerator
 
-    free = min(torch.cuda.mem_get_info()[0], machine.available_memory_nbytes())
+    on_device = accelerator.free_nbytes(accelerator.default_device())
+    free = min(on_device, machine.available_memory_nbytes())
     nbytes = min(COPY_NBYTES, free // 16 // _PAGE_NBYTES * _PAGE_NBYTES)
     parent.answer(run_copy(CopyOptions(nbytes), say).to_dict())

@@ -43,6 +43,7 @@ from offload.bench.systems import Ours, batch_of, between, made
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.machine import peak_rss_nbytes
+from offload.tiers import accelerator
 from offload.tiers.errors import IntegrityError
 
 TO_DEVICE, TO_HOST = "host to device", "device to host"
@@ -103,7 +104,7 @@ def train(options: Mapping[str, Any], parent: Parent) -> None:
         moved.append(system.moved())
     if not all(math.isfinite(loss) for loss in losses):
         raise IntegrityError(f"losses are not finite: {losses}; no such step is worth its time")
-    gpu = device.type == "cuda"
+    gpu = accelerator.is_accelerator(device)
     parent.answer(
         {
             "losses": losses,
@@ -112,7 +113,7 @@ def train(options: Mapping[str, Any], parent: Parent) -> None:
             "built_s": built_s,
             "first_step_s": ends[0] - started - built_s,
             "peak_rss_nbytes": peak_rss_nbytes(),
-            "peak_device_nbytes": torch.cuda.max_memory_allocated(device) if gpu else 0,
+            "peak_device_nbytes": accelerator.of(device).peak_nbytes(device) if gpu else 0,
         }
     )  # before it closes: a hundred gigabytes of pinned memory take their time to be given back
     system.close()

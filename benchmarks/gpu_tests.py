@@ -21,6 +21,7 @@ from typing import Any
 
 from offload import machine
 from offload.bench.child import Parent, child_environment, repository
+from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 
 VARIABLE = "OFFLOAD_TEST_SHARE"
@@ -85,13 +86,12 @@ def shares_of(cores: int, device_nbytes: int) -> int:
 
 def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     """A child's program. PathError where there are no tests beside the package."""
-    import torch
-
     root = repository()
     files = gpu_test_files(root)
     if not files:
         raise PathError(f"{root} has no GPU tests; run this in a checkout of the project")
-    shares = shares_of(machine.cpu_count(), torch.cuda.mem_get_info()[0])
+    free = accelerator.free_nbytes(accelerator.default_device())
+    shares = shares_of(machine.cpu_count(), free)
     tests = run_shares(root, files, shares, options["limit_s"], Path(options["folder"]))
     parent.answer(tests.to_dict() | {"processes": shares})
 

@@ -14,12 +14,13 @@ Triton's interpreter, on tensors in host memory: that is how they are tested wit
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from offload.kernels.floats import Float
+from offload.tiers import accelerator
 
 Kernel = Any  # triton.JITFunction, or its interpreted twin
 
@@ -31,8 +32,9 @@ class TritonUnavailableError(RuntimeError):
     """Triton kernels cannot run here; the message says what is missing."""
 
 
-def missing() -> str | None:
-    """What Triton kernels lack on this machine, as a sentence; None if they can run."""
+def missing(device: torch.device | None = None) -> str | None:
+    """What Triton kernels lack on an accelerator's `device`, by default the one that this machine
+    has, as a sentence; None if they can run."""
     try:
         import triton
     except ImportError:
@@ -40,9 +42,12 @@ def missing() -> str | None:
     if _version(triton.__version__) < OLDEST_TRITON:
         wanted = ".".join(map(str, OLDEST_TRITON))
         return f"triton {wanted} or later is needed, {triton.__version__} is installed"
-    if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:
+        return None
+    kind = accelerator.default() if device is None else accelerator.of(device)
+    if kind is None:
         return "torch sees no CUDA device; kernels for host memory are in kernels.optimizer"
-    return None
+    return kind.lacks_triton
 
 
 def loaded(importer: Callable[[], Kernel]) -> Kernel:
@@ -57,16 +62,13 @@ def launch(kernel: Kernel, like: torch.Tensor, programs: int, *args: Any, **opti
     """Queue `programs` programs of `kernel` on the device that `like` is on."""
     if programs == 0:
         return
-    if like.is_cuda:
-        where: AbstractContextManager[Any] = torch.cuda.device(like.device)
-    elif _is_interpreted(kernel):
-        where = nullcontext()
-    else:
+    on_host = not accelerator.is_accelerator(like.device)
+    if on_host and not _is_interpreted(kernel):
         raise ValueError(
             f"expected tensors on a CUDA device, got them on {like.device}; the kernels for host "
             "memory are in kernels.optimizer"
         )
-    with where:
+    with nullcontext() if on_host else accelerator.of(like.device).on(like.device):
         # Fused operations are written out; the compiler must not make others of what is left.
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 

@@ -17,6 +17,7 @@ from offload.swap.outbox import Outbox
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
 from offload.swap.streams import CopyStream, WorkStream, mark_here
+from offload.tiers import accelerator
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.zero.device_work import DeviceWork
@@ -44,10 +45,10 @@ class DeviceHomes:
         self._reads = OpenReads(device)
         self._leases: list[Lease] = []
         mark_here(device).wait()  # what PyTorch has freed may still be read, by streams of its own
-        if device.type == "cuda" and plan.device is None:
+        if accelerator.is_accelerator(device) and plan.device is None:
             _log.warning(
                 "gradients are converted and their norm is taken on the CPU, and each is waited "
-                "for: %s", triton_launch.missing(),
+                "for: %s", triton_launch.missing(device),
             )  # fmt: skip
 
     # ---------------------------------------------------------------- states
@@ -110,6 +111,7 @@ class DeviceHomes:
         return wait
 
     def close(self) -> None:
-        """Wait for every copy: the memory at both ends is given back after this."""
+        """Wait for every copy and update: the memory that they use is given back after this."""
+        self._stream.close()
         self.links.close()
         self._update_links.close()

@@ -19,6 +19,7 @@ from typing import Literal
 import psutil
 
 from offload import machine
+from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
@@ -156,19 +157,28 @@ def _precision() -> list[Check]:
 def _gpu() -> list[Check]:
     if _version_of("torch") is None:
         return [Check("gpu", "off", "needs torch")]
+    found = accelerator.default()
+    if found is None:
+        return [_no_gpu()]
+    return [_device(found, index) for index in range(found.device_count())]
+
+
+def _no_gpu() -> Check:
+    kinds = accelerator.KINDS.values()
+    built_for = [version for version in (kind.built_for() for kind in kinds) if version]
+    if not built_for:
+        return Check("gpu", "off", "this torch is built for the CPU only; device: cpu is used")
+    advice = "check the driver (nvidia-smi, rocm-smi) and CUDA_VISIBLE_DEVICES"
+    return Check("gpu", "off", f"torch for {', '.join(built_for)} sees no device", advice)
+
+
+def _device(kind: accelerator.Accelerator, index: int) -> Check:
     import torch
 
-    if torch.version.cuda is None:
-        return [Check("gpu", "off", "this torch is built for the CPU only; device: cpu is used")]
-    if not torch.cuda.is_available():
-        advice = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-        return [Check("gpu", "off", f"torch for CUDA {torch.version.cuda} sees no device", advice)]
-    checks = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found = f"{properties.name}, {format_bytes(properties.total_memory)}"
-        checks.append(Check(f"gpu {index}", "ok", found))
-    return checks
+    facts = kind.facts(torch.device(kind.kind, index))
+    capability = facts.compute_capability and f"compute capability {facts.compute_capability}"
+    found = (facts.name, format_bytes(facts.memory_nbytes), capability, kind.built_for())
+    return Check(f"gpu {index}", "ok", ", ".join(filter(None, found)), kind.lacks_triton or "")
 
 
 def _system() -> list[Check]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.zero.runtime import Runtime
 
@@ -47,9 +47,7 @@ def refuse_foreign_wrappers(runtime: Runtime) -> RemovableHandle:
 def _moves_parameters(module: Any) -> bool:
     names = {kind.__name__ for kind in type(module).__mro__}
     # DataParallel does nothing but call the model where there is one device, or none
-    return bool(names & _WRAPPERS) or (
-        "DataParallel" in names and torch.accelerator.device_count() > 1
-    )
+    return bool(names & _WRAPPERS) or ("DataParallel" in names and accelerator.device_count() > 1)
 
 
 def _refuse(wrapper: nn.Module) -> None:

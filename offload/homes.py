@@ -30,12 +30,14 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream
 from offload.swap.swap_file import SwapFile, check_directory
+from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.tiers.tier import Tier
 from offload.zero.collectives import Workspace
 from offload.zero.device_work import DeviceWork
 from offload.zero.rank_work import SharedMemory
@@ -60,12 +62,9 @@ class TieredHomes:
         self.ledger = Ledger()
         self.lock = threading.RLock()
         self._itemsize = itemsize
-        self._memory = {
-            TierName.HOST: self._open_host(device),
-            TierName.DEVICE: self._open_device(device),
-        }
-        self.pool = SlotPool(self._memory[TierName.HOST], self.lock)
-        self._device = DeviceHomes(plan, self._memory[TierName.DEVICE], device, self.lock)
+        self._memory = {tier: self._open_memory(tier, device) for tier in Tier if not tier.is_file}
+        self.pool = SlotPool(self._memory[Tier.HOST], self.lock)
+        self._device = DeviceHomes(plan, self._memory[Tier.DEVICE], device, self.lock)
         try:
             self.store = self._open_store(nvme) if plan.opens_files else None
         except NoSpaceError as error:
@@ -73,16 +72,11 @@ class TieredHomes:
         self._staging: list[Lease] = []
         self.activations = self._open_activations(device)
 
-    def _open_host(self, device: torch.device) -> MemoryTier:
-        budget = self.plan.budgets[TierName.HOST]
-        memory = HostMemory(budget, pin=device.type == "cuda")
-        return MemoryTier(TierName.HOST, budget, memory, self.ledger)
-
-    def _open_device(self, device: torch.device) -> MemoryTier:
-        budget = self.plan.budgets[TierName.DEVICE]
-        cpu = device.type == "cpu"
-        memory = HostMemory(budget) if cpu else DeviceMemory(budget, device)
-        return MemoryTier(TierName.DEVICE, budget, memory, self.ledger)
+    def _open_memory(self, tier: Tier, device: torch.device) -> MemoryTier:
+        budget = self.plan.budgets[tier]
+        on_device = tier.on_device and accelerator.is_accelerator(device)
+        memory = DeviceMemory(budget, device) if on_device else HostMemory(budget, pin_for=device)
+        return MemoryTier(tier, budget, memory, self.ledger)
 
     def _open_store(self, nvme: NvmeConfig) -> BlockStore:
         paths = nvme_paths(nvme)
@@ -90,12 +84,12 @@ class TieredHomes:
         if len(paths) > 1:
             measured = [measure_bandwidth(path) for path in paths]
             shares = [math.sqrt(b.read_bytes_per_s * b.write_bytes_per_s) for b in measured]
-        tier = FileTier(self.plan.budgets[TierName.NVME], shares, self.ledger)
+        tier = FileTier(self.plan.budgets[Tier.NVME], shares, self.ledger)
         files = [SwapFile(path, direct=nvme.direct is not False) for path in paths]
         _check_direct(files, nvme)
         backend = open_backend(nvme.backend, **_backend_options(nvme))
         store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
-        needed = needed_nbytes(self.plan, TierName.NVME)
+        needed = needed_nbytes(self.plan, Tier.NVME)
         try:
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
@@ -109,7 +103,7 @@ class TieredHomes:
         if plan is None:
             return None
         with self.lock:
-            lease = self._memory[TierName.HOST].lease(
+            lease = self._memory[Tier.HOST].lease(
                 plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS
             )
         # on a CPU the copies into the window are no traffic between host and device
@@ -136,7 +130,7 @@ class TieredHomes:
         label, kind = f"{name} parameters", StateClass.PARAMETERS
         if not self.plan.gpu:  # used where they are
             return self._state(tier, label, size, piece, kind, next_use, begin)
-        if tier is TierName.DEVICE:
+        if tier.on_device:
             return self._device.at_home(label, size, piece, kind, begin)
         home = self._state(tier, label, size, piece, kind, next_use, begin)
         return self._device.mirrored(home, next_use)
@@ -145,18 +139,18 @@ class TieredHomes:
         self, index: int, name: str, numel: int, itemsize: int, next_use: NextUse
     ) -> State:
         tier = self.plan.gradients[index]
-        if itemsize > self._itemsize and tier is TierName.NVME:
-            tier = TierName.HOST  # fp32 sums nobody planned for: never a file of twice the size
+        if itemsize > self._itemsize and tier.is_file:
+            tier = Tier.HOST  # fp32 sums nobody planned for: never a file of twice the size
         size, piece = numel * itemsize, self.plan.chunk_numel * itemsize
         label, kind = f"{name} gradients", StateClass.GRADIENTS
-        if self.plan.gpu and tier is TierName.DEVICE:
+        if self.plan.gpu and tier.on_device:
             return self._device.at_home(label, size, piece, kind)
         return self._state(tier, label, size, piece, kind, next_use)
 
     def record(self, index: int, name: str, chunk: int, nbytes: int, next_use: NextUse) -> State:
         tier = self.plan.records[index][chunk]
         label = f"{name} optimizer chunk {chunk}"
-        if self.plan.gpu and tier is TierName.DEVICE:
+        if self.plan.gpu and tier.on_device:
             return self._device.record(label, nbytes)
         return self._state(tier, label, nbytes, nbytes, StateClass.OPTIMIZER, next_use)
 
@@ -164,16 +158,16 @@ class TieredHomes:
         return self.plan.record_formats[self.plan.records[index][chunk]]
 
     def _state(
-        self, tier: TierName, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
+        self, tier: Tier, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         next_use: NextUse, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
-        if tier is TierName.NVME:
+        if tier.is_file:
             assert self.store is not None, "the plan puts something on nvme"
             return FileState(
                 name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use,
                 stride_nbytes,
             )  # fmt: skip
-        if tier is TierName.HOST:
+        if tier is Tier.HOST:
             lease = self.pool.demand(nbytes, name, state_class)  # copies make room
         else:
             with self.lock:
@@ -220,7 +214,7 @@ class TieredHomes:
         buffers = []
         for index in range(self.plan.staging_buffers):
             buffers.append(
-                self._memory[TierName.HOST].lease(
+                self._memory[Tier.HOST].lease(
                     self.plan.staging_nbytes, owner=f"update buffer {index}",
                     state_class=StateClass.STAGING,
                 )
@@ -338,10 +332,9 @@ def this_machine(
             raise ConfigError(f"nvme.paths: {report.path} is named twice; remove one")
         reports[report.path] = free[path] = report.free_nbytes
     here = ranks_here() if here is None else here
-    device_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    hardware = read_hardware(device_nbytes, _free_nbytes(nvme, free, here))
-    cuda = device.type == "cuda"
-    missing = triton_launch.missing() if cuda else "the model computes on the CPU"
+    hardware = read_hardware(accelerator.free_nbytes(device), _free_nbytes(nvme, free, here))
+    computes = accelerator.is_accelerator(device)
+    missing = triton_launch.missing(device) if computes else "the model computes on the CPU"
     return replace(
         hardware, kernels_missing=missing, sharding=sharding,
         host_nbytes=hardware.host_nbytes // here,
@@ -369,15 +362,14 @@ def _bandwidth(folders: tuple[Path, ...]) -> Bandwidth:
 
 
 def compute_device(config: OffloadConfig) -> torch.device:
-    """Where the model computes. ConfigError where a GPU is asked for and none is there."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device: cuda, but this PyTorch sees no CUDA GPU; set device: cpu or auto "
-            "(`offload doctor` says why)"
-        )
-    if config.device == "cpu" or not torch.cuda.is_available():
+    """Where the model computes. ConfigError where an accelerator is asked for and none is there."""
+    kind = accelerator.default_type() if config.device == "auto" else config.device
+    if kind == "cpu":
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if 0 < local < torch.cuda.device_count() and torch.cuda.current_device() == 0:
-        torch.cuda.set_device(local)  # nobody has chosen one for this rank
-    return torch.device("cuda", torch.cuda.current_device())
+    chosen = accelerator.KINDS[kind]
+    if not chosen.is_available():
+        raise ConfigError(
+            f"device: {kind}, but this PyTorch sees no {chosen.title} device; set device: cpu or "
+            "auto (`offload doctor` says why)"
+        )
+    return chosen.current_device()

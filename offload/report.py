@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import TierAccount
+from offload.tiers.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class TierReport:
         )  # fmt: skip
 
 
-def tier_reports(accounts: Mapping[TierName, TierAccount]) -> dict[str, TierReport]:
+def tier_reports(accounts: Mapping[Tier, TierAccount]) -> dict[str, TierReport]:
     """Every tier by its name; zeros for one that was never opened."""
-    return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in TierName}
+    return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in Tier}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from offload.swap.transfer import Transfer
+from offload.tiers import accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,16 @@ class CopyMark:
     """A place in a stream: everything the stream was given before it. `event` is None where that
     is done when it returns."""
 
-    event: torch.cuda.Event | None = None
-    device: torch.device | None = None
+    event: accelerator.Event | None = None
+    device: torch.device | None = None  # where there is an event
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
 
     def before_compute(self) -> None:
         """What the current stream of this thread does from here on sees what the mark stands for"""
-        if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+        if self.event is not None and self.device is not None:
+            accelerator.of(self.device).current_stream(self.device).wait_event(self.event)
 
     def wait(self) -> None:
         """Block this thread until it is done."""
@@ -47,14 +48,19 @@ class CopyMark:
 
 def mark_here(device: torch.device) -> CopyMark:
     """Everything that the current stream of this thread was given so far."""
-    if device.type != "cuda":
+    if not accelerator.is_accelerator(device):
         return CopyMark()
-    return _mark(torch.cuda.current_stream(device), device)
+    return _mark(accelerator.of(device).current_stream(device), device)
 
 
-def _mark(stream: torch.cuda.Stream, device: torch.device) -> CopyMark:
-    # `blocking`: a thread that waits sleeps. It must not take a core from the optimizer.
-    event = torch.cuda.Event(blocking=True)
+def _new_stream(device: torch.device) -> accelerator.Stream | None:
+    """None where work is done when it returns."""
+    found = accelerator.is_accelerator(device)
+    return accelerator.of(device).stream(device) if found else None
+
+
+def _mark(stream: accelerator.Stream, device: torch.device) -> CopyMark:
+    event = accelerator.of(device).event(device)
     event.record(stream)
     return CopyMark(event, device)
 
@@ -74,12 +80,19 @@ class WorkStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _new_stream(device)
 
     def entered(self) -> AbstractContextManager[Any]:
         """Inside, this is the current stream of the thread: `mark_here`, `before_compute`, copies
         and kernels mean it."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        if self._stream is None:
+            return nullcontext()
+        return accelerator.of(self.device).entered(self._stream)
+
+    def close(self) -> None:
+        """Wait for what it was given."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class CopyStream:
@@ -90,7 +103,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _new_stream(device)
         self._watcher = _Watcher()
         self.moved_nbytes = 0
 
@@ -114,7 +127,7 @@ class CopyStream:
         for mark in marks:
             if mark.event is not None:
                 self._stream.wait_event(mark.event)
-        with torch.cuda.stream(self._stream):
+        with accelerator.of(self._device).entered(self._stream):
             _start(destination, source)
         return _mark(self._stream, self._device)
 

@@ -131,10 +131,7 @@ class SwapFile:
     `offset_alignment`; both are 1 where any will do. Not thread-safe; the fd is.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, direct: bool = True,
-        budget_key: str = "budget.nvme",
-    ) -> None:  # fmt: skip
+    def __init__(self, directory: str | os.PathLike[str], *, direct: bool = True) -> None:
         """Creates the file; blocks for two page-sized probes. Raises PathError."""
         self.directory = check_directory(directory).path
         self.path = f"{self.directory}/<swap file>"  # for errors; it has no name
@@ -142,7 +139,6 @@ class SwapFile:
         self.o_direct = False
         self.memory_alignment = 1
         self.offset_alignment = 1
-        self._budget_key = budget_key
         self._preallocates = True
         self.fd = _open_unnamed(self.directory)
         try:
@@ -233,7 +229,7 @@ class SwapFile:
             return NoSpaceError(
                 f"{self.path} needs {format_bytes(needed_nbytes)} more, "
                 f"{format_bytes(free_space(self.directory))} free ({error.strerror}); lower "
-                f"{self._budget_key}, free space there or change nvme.paths",
+                "budget.nvme, free space there or change nvme.paths",
                 path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
                 errno=error.errno,
             )  # fmt: skip

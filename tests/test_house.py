@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,13 @@ ALLOWED: dict[str, set[str]] = {
     "tools": {"tiers", "zero", "offload", "kernels"},
 }
 LINKED = [name for name in ALLOWED if name != "offload"]
+ACCELERATOR = "offload.tiers.accelerator"  # every layer may import it: it imports nothing of ours
+# What only that module asks of PyTorch. A tensor's own device is no secret.
+DEVICE_MODULES = re.compile(
+    r"torch\.(cuda|xpu|npu|mtia|mps|accelerator|get_device_module|Stream|Event)\b"
+)
+# The choice of attention kernels in a trace is CUDA's own.
+NAMES_CUDA = {"offload/planning/activation_trace.py"}
 
 
 def sources(layer: str) -> Iterator[Path]:
@@ -54,9 +63,64 @@ def test_imports_run_down_only(layer: str) -> None:
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sources(layer)
         for module in imported_modules(path)
-        if layer_of(module) not in (None, layer, *ALLOWED[layer])
+        if layer_of(module) not in (None, layer, *ALLOWED[layer]) and not is_accelerator(module)
     ]
     assert wrong == []
+
+
+def is_accelerator(module: str) -> bool:
+    # `from offload.tiers import accelerator` is an import of the package `offload.tiers`, too
+    return module in ("offload.tiers", ACCELERATOR)
+
+
+def test_the_accelerator_module_imports_nothing_of_ours() -> None:
+    names = imported_modules(ROOT / "tiers/accelerator.py")
+    assert [name for name in names if name.split(".")[0] == "offload"] == []
+
+
+@pytest.mark.parametrize("layer", [*ALLOWED, "benchmarks"])
+def test_only_the_accelerator_module_asks_pytorch_for_devices(layer: str) -> None:
+    paths = [path for path in sources(layer) if path != ROOT / "tiers/accelerator.py"]
+    assert [str(place) for path in paths for place in device_calls(path)] == []
+
+
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_nothing_asks_whether_an_accelerator_is_of_cuda(layer: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources(layer)
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if (isinstance(node, ast.Attribute) and node.attr == "is_cuda")
+        or (isinstance(node, ast.Compare) and "'cuda'" in ast.unparse(node))
+    ]
+    assert {place.split(":")[0] for place in wrong} <= NAMES_CUDA, wrong
+
+
+def device_calls(path: Path) -> Iterator[str]:
+    """Places that speak to a device's module of PyTorch, by attribute or by import."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        spoken = []
+        if isinstance(node, ast.Attribute):
+            spoken = [ast.unparse(node)]
+        elif isinstance(node, ast.Import):
+            spoken = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            spoken = [f"{node.module}.{alias.name}" for alias in node.names]
+        if any(DEVICE_MODULES.match(name) for name in spoken):
+            yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_a_call_of_a_devices_module_is_seen(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    source = tmp_path / "source.py"
+    for line in (
+        "torch.cuda.synchronize()", "import torch.xpu", "from torch import accelerator",
+        "from torch.cuda import Event", "x = torch.Stream(device)",
+    ):  # fmt: skip
+        source.write_text(line)
+        assert list(device_calls(source)), line
+    source.write_text("torch.version.cuda, tensor.cuda()")
+    assert list(device_calls(source)) == []
 
 
 @pytest.mark.parametrize("layer", [*ALLOWED, "tests", "benchmarks"])

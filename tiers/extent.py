@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
+from offload.tiers.tier import Tier
+
+TierName = Tier  # its name in planning, tools and tests until they follow
 PAGE_NBYTES = 4096  # alignment of every extent: O_DIRECT and huge pages are content with it
-
-
-class TierName(enum.StrEnum):
-    """A place with a byte budget, fastest first."""
-
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +17,7 @@ class Extent:
     `path_index` says which of a file tier's paths holds it (0 for memory tiers).
     """
 
-    tier: TierName
+    tier: Tier
     offset_bytes: int
     nbytes: int
     path_index: int = 0

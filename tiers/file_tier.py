@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from offload.tiers.arena import Arena
 from offload.tiers.errors import TierFullError
-from offload.tiers.extent import PAGE_NBYTES, Extent, TierName
+from offload.tiers.extent import PAGE_NBYTES, Extent
 from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 
 
@@ -18,7 +19,7 @@ class FileTier:
     is emptiest relative to its share, so that traffic spreads as the devices can bear it.
     """
 
-    name = TierName.NVME
+    name = Tier.NVME
 
     def __init__(self, budget_nbytes: int, shares: Sequence[float], ledger: Ledger) -> None:
         total = sum(shares)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from offload.tiers.errors import IntegrityError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
 
@@ -59,17 +59,17 @@ class Ledger:
     """The accounts of all tiers. Not thread-safe: whoever moves bytes holds one lock around it."""
 
     def __init__(self) -> None:
-        self.accounts: dict[TierName, TierAccount] = {}
-        self._arenas_used: dict[TierName, list[Auditable]] = defaultdict(list)
+        self.accounts: dict[Tier, TierAccount] = {}
+        self._arenas_used: dict[Tier, list[Auditable]] = defaultdict(list)
 
-    def open_account(self, tier: TierName, budget_nbytes: int) -> TierAccount:
+    def open_account(self, tier: Tier, budget_nbytes: int) -> TierAccount:
         if tier in self.accounts:
             raise IntegrityError(f"ledger: the {tier} tier has an account already")
         account = TierAccount(budget_nbytes)
         self.accounts[tier] = account
         return account
 
-    def audit(self, tier: TierName, arena: Auditable) -> None:
+    def audit(self, tier: Tier, arena: Auditable) -> None:
         """Name an arena whose used bytes must add up to the tier's account."""
         self._arenas_used[tier].append(arena)
 
@@ -87,7 +87,7 @@ class Ledger:
                 arena.check()
 
 
-def _balance(tier: TierName, account: TierAccount, arenas: int) -> str:
+def _balance(tier: Tier, account: TierAccount, arenas: int) -> str:
     classes: Mapping[StateClass, int] = account.by_class
     terms = " + ".join(f"{name} {nbytes}" for name, nbytes in sorted(classes.items()))
     return (

@@ -1,7 +1,7 @@
 """The bytes behind a memory tier: one address range, handed out as tensors without a copy.
 
 `HostMemory` reserves address space only: a page costs RAM when it is first touched, so a generous
-budget costs nothing until it is used. With a GPU the range is registered once, as a whole, so that
+budget costs nothing until it is used. For a GPU the range is registered once, as a whole, so that
 every copy from it is asynchronous (a caching pinned allocator would round sizes up by up to 1.9x).
 """
 
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from offload.tiers import accelerator
 from offload.tiers.errors import BudgetError, UnsupportedError
 from offload.tiers.units import format_bytes
 
@@ -39,9 +40,9 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Anonymous memory, page-aligned; pinned on request."""
+    """Anonymous memory, page-aligned; pinned for `pin_for`, where that is an accelerator."""
 
-    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+    def __init__(self, nbytes: int, *, pin_for: torch.device | None = None) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
@@ -52,7 +53,11 @@ class HostMemory:
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             _advise_huge_pages(self._map)
-        self.pinned = pin and _pin(self._map, nbytes)
+        self._pinned_for = pin_for if pin_for and _pin(self._map, nbytes, pin_for) else None
+
+    @property
+    def pinned(self) -> bool:
+        return self._pinned_for is not None
 
     @torch.inference_mode(False)  # a lease taken in an evaluation may serve training later on
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
@@ -63,9 +68,9 @@ class HostMemory:
 
     def close(self) -> None:
         """Unpin. The pages go when the last tensor over them goes."""
-        if self.pinned:
-            _unpin(self._map)
-            self.pinned = False
+        device, self._pinned_for = self._pinned_for, None
+        if device is not None:
+            accelerator.of(device).unregister(_address(self._map), device)
 
 
 def _advise_huge_pages(region: mmap.mmap) -> None:
@@ -79,21 +84,17 @@ def _address(region: mmap.mmap) -> int:
     return torch.frombuffer(region, dtype=torch.uint8, count=1).data_ptr()
 
 
-def _pin(region: mmap.mmap, nbytes: int) -> bool:
-    # torch raises CudaError on failure; the budget then works pageable, only slower.
-    status = torch.cuda.cudart().cudaHostRegister(_address(region), nbytes, 0)
-    if int(status) != 0:
-        _log.warning(
-            "host tier: %s could not be pinned (CUDA error %d), copies to the GPU will be slower; "
-            "lower budget.host or raise `ulimit -l`", format_bytes(nbytes), int(status),
-        )  # fmt: skip
+def _pin(region: mmap.mmap, nbytes: int, device: torch.device) -> bool:
+    if not accelerator.is_accelerator(device):
         return False
-    return True
-
-
-def _unpin(region: mmap.mmap) -> None:
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(_address(region))
+    reason = accelerator.of(device).register(_address(region), nbytes, device)
+    if reason is not None:
+        _log.warning(
+            "host tier: %s could not be pinned (%s), copies to the %s device will be slower; "
+            "lower budget.host or raise `ulimit -l`",
+            format_bytes(nbytes), reason, accelerator.of(device).title,
+        )  # fmt: skip
+    return reason is None
 
 
 class DeviceMemory:

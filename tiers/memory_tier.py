@@ -8,21 +8,17 @@ import torch
 
 from offload.tiers.arena import Arena
 from offload.tiers.errors import StateError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES, Extent, TierName
+from offload.tiers.extent import PAGE_NBYTES, Extent
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import Memory
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-
-_REMEDY = {
-    TierName.DEVICE: "raise budget.device or move {what} to host or nvme",
-    TierName.HOST: "raise budget.host or move {what} to nvme",
-}
 
 
 class MemoryTier:
     """Leases of one memory, within a hard byte budget. Synchronous, not thread-safe."""
 
-    def __init__(self, name: TierName, budget_nbytes: int, memory: Memory, ledger: Ledger) -> None:
+    def __init__(self, name: Tier, budget_nbytes: int, memory: Memory, ledger: Ledger) -> None:
         self.name = name
         self.arena = Arena(budget_nbytes)
         self.account = ledger.open_account(name, budget_nbytes)
@@ -48,7 +44,8 @@ class MemoryTier:
     def full(self, nbytes: int, owner: str, state_class: StateClass) -> TierFullError:
         """The error that says why `nbytes` do not fit."""
         what = "optimizer states" if state_class is StateClass.STAGING else str(state_class)
-        remedy = _REMEDY[self.name].format(what=what)
+        slower = " or ".join(self.name.slower)
+        remedy = f"raise budget.{self.name}" + (f" or move {what} to {slower}" if slower else "")
         arena = self.arena
         fitting = round_up(max(nbytes, 1), PAGE_NBYTES)
         if arena.free_nbytes >= fitting > arena.largest_free_nbytes:
@@ -87,7 +84,7 @@ class Lease:
         self.tensor: torch.Tensor = tier._memory.tensor(extent.offset_bytes, extent.nbytes)
 
     @property
-    def tier(self) -> TierName:
+    def tier(self) -> Tier:
         return self.extent.tier
 
     def pages(self, start: int, stop: int) -> memoryview:

@@ -7,31 +7,37 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 
 _PARTS = 1_000_000  # a share is a whole number of these: sums stay exact
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Fractions per tier, fastest first, summing to 1. One tier: `Placement.on(TierName.HOST)`."""
+    """Fractions per tier, fastest first, summing to 1. One tier: `Placement.on(Tier.HOST)`.
 
-    shares: tuple[tuple[TierName, float], ...]
+    However it was written, equal shares make equal placements: in the tiers' order, without zeros.
+    """
+
+    shares: tuple[tuple[Tier, float], ...]
 
     def __post_init__(self) -> None:
         total = sum(share for _, share in self.shares)
         if not self.shares or abs(total - 1) > 1e-6 or any(share < 0 for _, share in self.shares):
             raise ValueError(f"placement shares must be >= 0 and sum to 1, got {self.shares}")
+        given = dict(self.shares)
+        ordered = tuple((tier, given[tier]) for tier in Tier if given.get(tier, 0.0) > 0)
+        object.__setattr__(self, "shares", ordered)
 
     @classmethod
-    def on(cls, tier: TierName) -> Placement:
+    def on(cls, tier: Tier) -> Placement:
         return cls(((tier, 1.0),))
 
     @property
-    def tiers(self) -> tuple[TierName, ...]:
-        return tuple(tier for tier, share in self.shares if share > 0)
+    def tiers(self) -> tuple[Tier, ...]:
+        return tuple(tier for tier, _ in self.shares)
 
-    def assign(self, sizes: Sequence[int]) -> list[TierName]:
+    def assign(self, sizes: Sequence[int]) -> list[Tier]:
         """A tier for each piece, so that every tier's bytes follow its share as they go along.
 
         Pieces alternate rather than forming blocks: all links are then busy all the time (the
@@ -42,11 +48,11 @@ class Placement:
         tiers = self.tiers
         if len(tiers) == 1:
             return [tiers[0]] * len(sizes)
-        weights = [round(share * _PARTS) for _, share in self.shares if share > 0]
+        weights = [round(share * _PARTS) for _, share in self.shares]
         weights[0] += _PARTS - sum(weights)
         behind = [0] * len(tiers)  # bytes x _PARTS that a tier has less than its share
         period = _PARTS // math.gcd(*weights)
-        assigned: list[TierName] = []
+        assigned: list[Tier] = []
         for size, run in itertools.groupby(sizes):
             count = len(list(run))
             before, dealt = tuple(behind), _deal(size, min(count, period), weights, behind)
@@ -62,7 +68,7 @@ class Placement:
         """`host`, or `host 40% + nvme 60%`."""
         if len(self.tiers) == 1:
             return str(self.tiers[0])
-        return " + ".join(f"{tier} {100 * share:.3g}%" for tier, share in self.shares if share > 0)
+        return " + ".join(f"{tier} {100 * share:.3g}%" for tier, share in self.shares)
 
 
 def _deal(size: int, count: int, weights: Sequence[int], behind: list[int]) -> list[int]:

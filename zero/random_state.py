@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload.tiers import accelerator
+
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 # the hidden instances whose methods are the modules' functions
@@ -31,9 +33,8 @@ def generators_of(module: nn.Module) -> list[Generator]:
 
 def default_generators(tensors: Sequence[torch.Tensor]) -> list[Generator]:
     """Torch's, for the CPU and the devices of `tensors`."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    gpus = [torch.cuda.default_generators[device.index] for device in devices]
-    return [torch.default_generator, *gpus]
+    devices = {tensor.device for tensor in tensors if accelerator.is_accelerator(tensor.device)}
+    return [torch.default_generator, *(accelerator.of(each).generator(each) for each in devices)]
 
 
 class RandomState:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from offload.swap.streams import CopyMark, mark_here
+from offload.tiers import accelerator
 from offload.tiers.errors import RankError
 from offload.zero.rank_findings import Findings, find_missing
 from offload.zero.rank_records import Activity, Departure, RankRecords, Record
@@ -297,7 +298,7 @@ class RankWatch:
     # for several GPUs and not yet run on any.)
     def _is_queued(self, watched: _Watched) -> bool:
         return (
-            self._device.type == "cuda"
+            accelerator.is_accelerator(self._device)
             and bool(watched.groups)
             and watched.activity.lane != "control"
         )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, RankError
 from offload.zero.collectives import Collectives, Group, Wire, all_gather_flat
 from offload.zero.rank_watch import RankWatch, limit_waits
@@ -109,7 +110,7 @@ class Ranks:
         """
         shards, replicas = self.mesh.mesh.tolist(), self.mesh.mesh.t().tolist()
         limit = timedelta(seconds=self.watch.timeout_s)
-        if self.device.type == "cuda":
+        if accelerator.is_accelerator(self.device):
             limit += _AFTER_OURS
         with self.watch.during("control", "the making of process groups"):
             gather, reduce, across = (
@@ -351,7 +352,9 @@ def control_device(device: torch.device, group: Group | None = None) -> torch.de
 
 def _make_world(device: torch.device, timeout_s: float) -> None:
     """The process group that the environment asks for."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if accelerator.is_accelerator(device):
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:

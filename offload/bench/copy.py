@@ -21,6 +21,7 @@ from offload.bench.table import Column, number
 from offload.planning.speed_arrays import STAGGER_NBYTES
 from offload.swap.streams import CopyMark, CopyStream
 from offload.swap.worker import ParallelRunner
+from offload.tiers import accelerator
 from offload.tiers.errors import BudgetError, ConfigError
 from offload.tiers.memory import HostMemory
 from offload.tiers.units import format_bytes, round_up
@@ -56,14 +57,15 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
         raise ConfigError(
             f"--piece: pieces of {options.piece_nbytes} bytes move nothing; choose 4KiB or more"
         )
-    gpu = torch.cuda.is_available()
-    nbytes = _nbytes(options, gpu)
+    device = accelerator.default_device()
+    gpu = accelerator.is_accelerator(device)
+    nbytes = _nbytes(options, device)
     threads = options.threads or machine.cpu_count()
     record = Record("copy", {**asdict(options), "nbytes": nbytes, "threads": threads})
     record.note_rounds(options.rounds)
     with sharing(threads) as runner:
         systems = (
-            _device_systems(nbytes, options.piece_nbytes)
+            _device_systems(nbytes, options.piece_nbytes, device)
             if gpu
             else _host_systems(nbytes, options.piece_nbytes, runner)
         )
@@ -81,10 +83,10 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
     return record
 
 
-def _nbytes(options: CopyOptions, gpu: bool) -> int:
+def _nbytes(options: CopyOptions, device: torch.device) -> int:
     free = machine.available_memory_nbytes()
-    if gpu:
-        free = min(free, torch.cuda.mem_get_info()[0])
+    if accelerator.is_accelerator(device):
+        free = min(free, accelerator.free_nbytes(device))
     default = min(DEFAULT_NBYTES, free // _SHARE_OF_MEMORY)
     nbytes = default if options.nbytes is None else options.nbytes
     if nbytes * 4 > free or nbytes < 4096:
@@ -146,11 +148,10 @@ def _memmove(destination: torch.Tensor, source: torch.Tensor, lo: int, hi: int) 
 _WAYS = ("host to device", "device to host", "both at once")
 
 
-def _device_systems(nbytes: int, piece_nbytes: int) -> list[Timed]:
-    device = torch.device("cuda", torch.cuda.current_device())
+def _device_systems(nbytes: int, piece_nbytes: int, device: torch.device) -> list[Timed]:
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
-    memory = HostMemory(2 * nbytes, pin=True)
+    memory = HostMemory(2 * nbytes, pin_for=device)
     pinned = [memory.tensor(i * nbytes, nbytes) for i in range(2)]
     pageable = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
     note = "" if memory.pinned else "could not be pinned"
@@ -158,7 +159,7 @@ def _device_systems(nbytes: int, piece_nbytes: int) -> list[Timed]:
     for way in _WAYS:
         moved = nbytes * (2 if way == _WAYS[2] else 1)
         systems += [
-            _moving(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there)),
+            _moving(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there, device)),
             _moving(
                 f"ours pinned, {way}", Kind.OURS, moved,
                 _our_copy(way, pinned, there, piece_nbytes, device), note,
@@ -180,14 +181,15 @@ def _pairs(
 
 
 def _raw_copy(
-    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor]
+    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor], device: torch.device
 ) -> Callable[[], None]:
     pairs = _pairs(way, host, there)
-    streams = [torch.cuda.Stream() for _ in pairs]
+    kind = accelerator.of(device)
+    streams = [kind.stream(device) for _ in pairs]
 
     def run() -> None:
         for stream, (destination, source) in zip(streams, pairs, strict=True):
-            with torch.cuda.stream(stream):
+            with kind.entered(stream):
                 destination.copy_(source, non_blocking=True)
         for stream in streams:
             stream.synchronize()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload import __version__, machine
+from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 
 FORMAT = 1  # of the JSON; raised when a key changes its meaning
@@ -215,6 +216,7 @@ def this_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
-    if torch.cuda.is_available():
-        described["gpu"] = torch.cuda.get_device_name()
+    device = accelerator.default_device()
+    if accelerator.is_accelerator(device):
+        described["gpu"] = accelerator.of(device).facts(device).name
     return described

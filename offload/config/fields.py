@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,10 +21,18 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from offload.tiers import accelerator
+from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import parse_bytes, parse_percent
 
-Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+_TIERS = tuple(tier.value for tier in Tier)
+if TYPE_CHECKING:
+    DeviceName = str
+    TierText = str
+else:
+    DeviceName = Literal["auto", "cpu", *accelerator.KINDS]
+    TierText = Literal[*_TIERS]
 _AUTO = {"const": "auto"}
 AUTO_MICRO_BATCHES = 0  # how `micro_batches: auto` is kept: not more than one piece until chosen
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
@@ -37,27 +45,6 @@ class Section(BaseModel):
     """A part of the configuration: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-@dataclass(frozen=True)
-class TierSplit:
-    """Shares (0..1, summing to 1) of one class of state over the tiers."""
-
-    device: float = 0.0
-    host: float = 0.0
-    nvme: float = 0.0
-
-    @property
-    def fractions(self) -> dict[Tier, float]:
-        """The tiers with a share, fastest first."""
-        shares = {tier: getattr(self, tier) for tier in TIERS}
-        return {tier: share for tier, share in shares.items() if share > 0}
-
-    def __str__(self) -> str:
-        shares = self.fractions
-        if len(shares) == 1:
-            return next(iter(shares))
-        return ", ".join(f"{tier} {_percent(share)}" for tier, share in shares.items())
 
 
 @dataclass(frozen=True)
@@ -78,17 +65,14 @@ STATE_FORMATS: tuple[StateFormatName, ...] = ("fp32", "bf16", "int8")
 class StateFormats:
     """How the optimizer's states are kept in each tier."""
 
-    device: StateFormatName = "fp32"
-    host: StateFormatName = "fp32"
-    nvme: StateFormatName = "fp32"
+    by_tier: tuple[StateFormatName, ...] = tuple("fp32" for _ in Tier)  # in the tiers' order
 
     def of(self, tier: str) -> StateFormatName:
-        name: StateFormatName = getattr(self, tier)
-        return name
+        return self.by_tier[_TIERS.index(tier)]
 
     @property
     def uniform(self) -> bool:
-        return self.device == self.host == self.nvme
+        return len(set(self.by_tier)) == 1
 
     @property
     def exact(self) -> bool:
@@ -96,8 +80,8 @@ class StateFormats:
 
     def __str__(self) -> str:
         if self.uniform:
-            return self.host
-        return ", ".join(f"{tier} {self.of(tier)}" for tier in TIERS)
+            return self.by_tier[0]
+        return ", ".join(f"{tier} {self.of(tier)}" for tier in Tier)
 
 
 class UnknownNameError(ValueError):
@@ -142,39 +126,39 @@ def _dump_budget(value: int | Percent | None) -> int | str | None:
     return str(value) if isinstance(value, Percent) else value
 
 
-def _parse_split(value: Any) -> TierSplit | None:
+def _parse_split(value: Any) -> Placement | None:
     if value is None or value == "auto":
         return None
-    if isinstance(value, TierSplit):
+    if isinstance(value, Placement):
         return value
     if isinstance(value, str):
-        if value not in TIERS:
-            raise UnknownNameError(value, (*TIERS, "auto"), "a tier")
-        return TierSplit(**{value: 1.0})
+        if value not in _TIERS:
+            raise UnknownNameError(value, (*_TIERS, "auto"), "a tier")
+        return Placement.on(Tier(value))
     if not isinstance(value, dict) or not value:
         raise ValueError(
-            f"expected a tier (device, host, nvme), auto, or a split like "
+            f"expected a tier ({', '.join(_TIERS)}), auto, or a split like "
             f"{{host: 40%, nvme: 60%}}; found {value!r}"
         )
     shares = {tier: _parse_share(tier, share) for tier, share in value.items()}
     total = sum(shares.values())
     if abs(total - 1) > 1e-9:
         raise ValueError(f"the shares sum to {total * 100:.10g}%; they must sum to 100%")
-    return TierSplit(**shares)
+    return Placement(tuple((Tier(tier), share) for tier, share in shares.items()))
 
 
 def _parse_share(tier: Any, share: Any) -> float:
-    if tier not in TIERS:
-        raise UnknownNameError(str(tier), TIERS, "a tier")
+    if tier not in _TIERS:
+        raise UnknownNameError(str(tier), _TIERS, "a tier")
     if not isinstance(share, str):
         raise ValueError(f"the share of {tier} is {share!r}; write a percentage like 40%")
     return parse_percent(share)
 
 
-def _dump_split(value: TierSplit | None) -> str | dict[str, str] | None:
+def _dump_split(value: Placement | None) -> str | dict[str, str] | None:
     if value is None:
         return None
-    shares = value.fractions
+    shares = {tier.value: share for tier, share in value.shares}
     if list(shares.values()) == [1.0]:
         return next(iter(shares))
     return {tier: _percent(share) for tier, share in shares.items()}
@@ -185,16 +169,17 @@ def _parse_states(value: Any) -> StateFormats:
         return value
     if isinstance(value, str):
         name = _parse_state_format(value)
-        return StateFormats(name, name, name)
+        return StateFormats((name,) * len(Tier))
     if not isinstance(value, dict) or not value:
         raise ValueError(
             "expected fp32, bf16, int8, or a format per tier like {host: fp32, nvme: int8}; "
             f"found {value!r}"
         )
     for tier in value:
-        if tier not in TIERS:
-            raise UnknownNameError(str(tier), TIERS, "a tier")
-    return StateFormats(**{tier: _parse_state_format(name) for tier, name in value.items()})
+        if tier not in _TIERS:
+            raise UnknownNameError(str(tier), _TIERS, "a tier")
+    formats = {tier: _parse_state_format(name) for tier, name in value.items()}
+    return StateFormats(tuple(formats.get(tier, "fp32") for tier in _TIERS))
 
 
 def _parse_state_format(value: Any) -> StateFormatName:
@@ -205,7 +190,7 @@ def _parse_state_format(value: Any) -> StateFormatName:
 
 
 def _dump_states(value: StateFormats) -> str | dict[str, str]:
-    return value.host if value.uniform else {tier: value.of(tier) for tier in TIERS}
+    return value.by_tier[0] if value.uniform else dict(zip(_TIERS, value.by_tier, strict=True))
 
 
 def _parse_auto_bool(value: Any) -> Any:
@@ -289,10 +274,10 @@ _SIZE_SCHEMA = {
 _SHARE_SCHEMA = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
 _SPLIT_SCHEMA = {
     "anyOf": [
-        {"enum": [*TIERS, "auto"]},
+        {"enum": [*_TIERS, "auto"]},
         {
             "type": "object",
-            "properties": dict.fromkeys(TIERS, _SHARE_SCHEMA),
+            "properties": dict.fromkeys(_TIERS, _SHARE_SCHEMA),
             "additionalProperties": False,
             "minProperties": 1,
         },
@@ -313,7 +298,7 @@ Budget = Annotated[
     WithJsonSchema(_SIZE_SCHEMA),
 ]
 Split = Annotated[
-    TierSplit | None,
+    Placement | None,
     PlainValidator(_parse_split),
     PlainSerializer(_dump_split),
     WithJsonSchema(_SPLIT_SCHEMA),
@@ -323,7 +308,7 @@ _STATES_SCHEMA = {
         {"enum": list(STATE_FORMATS)},
         {
             "type": "object",
-            "properties": {tier: {"enum": list(STATE_FORMATS)} for tier in TIERS},
+            "properties": {tier: {"enum": list(STATE_FORMATS)} for tier in _TIERS},
             "additionalProperties": False,
             "minProperties": 1,
         },

@@ -19,12 +19,14 @@ from offload.config.fields import (
     AutoDepth,
     AutoThreads,
     Budget,
+    DeviceName,
     KeyedError,
     MicroBatches,
     PathText,
     Recompute,
     Section,
     Split,
+    TierText,
 )
 from offload.config.file import dump_yaml
 from offload.config.optimizer import OptimizerConfig
@@ -84,7 +86,7 @@ class NvmeConfig(Section):
 class ActivationConfig(Section):
     """Where saved activations live, and whether they are kept or recomputed."""
 
-    tier: Literal["device", "host", "nvme"] = Field(
+    tier: TierText = Field(
         "device",
         description="Where what forward saves waits for backward. host: of use with a GPU only.",
     )
@@ -213,7 +215,7 @@ class ZeroConfig(Section):
 class OffloadConfig(Section):
     """Everything a run needs to know; every key is optional."""
 
-    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where the model computes.")
+    device: DeviceName = Field("auto", description="Where the model computes.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Format of parameters and gradients; fp16 scales the loss."
     )
@@ -318,7 +320,7 @@ class OffloadConfig(Section):
 
     def _check_gradient_sums(self) -> None:
         split = self.placement.gradients
-        if self.sums_gradients and split is not None and split.fractions.get("nvme"):
+        if self.sums_gradients and split is not None and any(tier.is_file for tier in split.tiers):
             raise KeyedError(
                 f"placement.gradients: nvme contradicts gradient_accumulation_steps: "
                 f"{self.gradient_accumulation_steps} in {self.precision}: sums are kept in fp32, "

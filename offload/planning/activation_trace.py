@@ -32,6 +32,7 @@ from offload.planning.saved_elsewhere import SavedElsewhere
 from offload.planning.traced_blocks import CannotSkipError, watched_blocks
 from offload.planning.valueless import WithoutValues
 from offload.planning.workload import Workload
+from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.zero.discovery import Unit, discover, managed
 from offload.zero.handles import HandleTable
@@ -66,9 +67,7 @@ def trace_activations(
 
 
 def _device_of(config: OffloadConfig) -> str:
-    if config.device != "auto":
-        return config.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return accelerator.default_type() if config.device == "auto" else config.device
 
 
 def _trace(

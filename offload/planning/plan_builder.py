@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.config.fields import Percent, TierSplit
+from offload.config.fields import Percent
 from offload.planning.activation_plan import least_window, share_out
 from offload.planning.device_plan import plan_device, with_device
 from offload.planning.plan import Hardware, Plan, needed_nbytes
@@ -258,15 +258,13 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
 
 def explicit_placements(config: OffloadConfig) -> dict[StateClass, Placement]:
     """The classes that the configuration names a home for."""
-    named: dict[StateClass, TierSplit | None] = {
+    named = {
         StateClass.PARAMETERS: config.placement.parameters,
         StateClass.GRADIENTS: config.placement.gradients,
         StateClass.OPTIMIZER: config.placement.optimizer,
     }
     return {
-        state_class: Placement(tuple((TierName(t), s) for t, s in split.fractions.items()))
-        for state_class, split in named.items()
-        if split is not None
+        state_class: placement for state_class, placement in named.items() if placement is not None
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from offload.config.fields import TierSplit
 from offload.planning.plan import Hardware, Plan
 from offload.planning.plan_sizes import (
     ITEMSIZE,
@@ -30,10 +29,7 @@ def resolved_config(
 ) -> OffloadConfig:
     """`config` with every `auto` that the machine and the model decide filled in. `ranks_here`
     share the machine's cores."""
-    splits = {
-        str(state_class): TierSplit(**{str(tier): share for tier, share in placement.shares})
-        for state_class, placement in plan.placements.items()
-    }
+    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
     update = {
         "device": device,
         "budget": config.budget.model_copy(

@@ -12,6 +12,7 @@ from offload.gpt import LanguageModel, build_meta_model
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations
 from offload.planning.workload import Workload
+from offload.tiers import accelerator
 
 Sample = tuple[int, int, int, int, int, int]  # layers, hidden, mlp, heads, batch, sequence
 
@@ -35,7 +36,7 @@ def measure_models(
     `products` are FLOP/s of matrix products by precision. A 16-bit format without a fast kernel is
     not tried: its products take all of the time.
     """
-    gpu = device.type == "cuda"
+    gpu = accelerator.is_accelerator(device)
     facts, took_s = _passes("fp32", _CALLS, device)
     operation_s = took_s / _operations(facts)
     touching: dict[str, float] = {}
@@ -78,8 +79,7 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
         started = time.perf_counter()
         loss = model(tokens, tokens).loss
         loss.backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        accelerator.synchronize(device)
         times.append(time.perf_counter() - started)
         model.zero_grad()
     return facts, min(times[1:])

@@ -35,8 +35,10 @@ from offload.swap.io_backend import IOBackend
 from offload.swap.swap_file import SwapFile, free_space
 from offload.swap.transfer import Transfer, all_of
 from offload.swap.worker import ParallelRunner, available_cores
+from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory
 
+_CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FORMATS = {"fp32": PLAIN, "bf16": SPLIT_BF16, "int8": SPLIT_INT8}
 
@@ -88,31 +90,30 @@ class DiskSpeeds:
     request_s: float
 
 
-def seconds(work: Work, repeat: int = 3, *, gpu: bool = False) -> float:
-    """The fastest of `repeat` runs, after one that does not count; fewer where they take long."""
+def seconds(work: Work, repeat: int = 3, device: torch.device = _CPU) -> float:
+    """The fastest of `repeat` runs, after one that does not count; fewer where they take long.
+    A run is over when `device` has done it."""
     began = time.perf_counter()
-    _timed(work, gpu)
-    times = [_timed(work, gpu)]
+    _timed(work, device)
+    times = [_timed(work, device)]
     while len(times) < repeat and time.perf_counter() - began < _MOST_REPEAT_S:
-        times.append(_timed(work, gpu))
+        times.append(_timed(work, device))
     return min(times)
 
 
-def _timed(work: Work, gpu: bool) -> float:
-    if gpu:
-        torch.cuda.synchronize()
+def _timed(work: Work, device: torch.device) -> float:
+    accelerator.synchronize(device)
     started = time.perf_counter()
     work()
-    if gpu:
-        torch.cuda.synchronize()
+    accelerator.synchronize(device)
     return time.perf_counter() - started
 
 
 # ---------------------------------------------------------------- compute
 def measure_compute() -> ComputeSpeeds:
     """Blocks for two to four seconds. Holds some 300 MiB meanwhile."""
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
+    device = torch.device(accelerator.default_type())
+    gpu = accelerator.is_accelerator(device)
     with ExitStack() as stack:
         runner = ParallelRunner(available_cores())
         stack.callback(runner.close)
@@ -152,7 +153,7 @@ def matmul_rate(
 
     16-bit products of a CPU may have a fast kernel for some of the three only; training needs all.
     """
-    gpu = device.type == "cuda"
+    gpu = accelerator.is_accelerator(device)
     trial = _product_rate(dtype, device, _TRIAL)
     wanted = shape or (_PRODUCT_GPU if gpu else _PRODUCT)
     if is_slow(trial, wanted) and not gpu:
@@ -171,7 +172,7 @@ def _product(shape: tuple[int, int, int]) -> int:
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> float:
-    return 6 * _product(shape) / seconds(_layer(dtype, device, shape), 5, gpu=device.type == "cuda")
+    return 6 * _product(shape) / seconds(_layer(dtype, device, shape), 5, device)
 
 
 def _layer(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> Work:
@@ -197,8 +198,8 @@ def _random(device: torch.device, *shape: int) -> torch.Tensor:
 def _copy_rates(device: torch.device) -> tuple[float, float]:
     pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(pinned, device=device)
-    to_device = seconds(lambda: there.copy_(pinned, non_blocking=True), gpu=True)
-    to_host = seconds(lambda: pinned.copy_(there, non_blocking=True), gpu=True)
+    to_device = seconds(lambda: there.copy_(pinned, non_blocking=True), device=device)
+    to_host = seconds(lambda: pinned.copy_(there, non_blocking=True), device=device)
     return pinned.numel() / to_device, pinned.numel() / to_host
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.config.fields import TierSplit
 from offload.homes import compute_device, nvme_paths, this_machine
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations
@@ -29,6 +28,7 @@ from offload.planning.solver import Candidate, Known, Solution, solve
 from offload.planning.speeds import NOMINAL, Speeds
 from offload.planning.tuning import WORTH_MEASURING_NBYTES
 from offload.planning.workload import Workload
+from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.extent import TierName
 from offload.zero.discovery import discover
@@ -119,10 +119,11 @@ def forecast_of(
     device = compute_device(config)
     hardware = this_machine(config.nvme, device, sharding, here)
     speeds = _speeds(config, shape)
-    baseline = known_baseline(config.precision, gpu=device.type == "cuda")
+    gpu = accelerator.is_accelerator(device)
+    baseline = known_baseline(config.precision, gpu=gpu)
     try:
         known = Known(
-            workload, speeds or replace(NOMINAL, gpu=device.type == "cuda"),
+            workload, speeds or replace(NOMINAL, gpu=gpu),
             facts, baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes,
         )  # fmt: skip
@@ -143,10 +144,7 @@ def chosen_config(best: Candidate) -> OffloadConfig:
     """The candidate's configuration with its placement, chunk and prefetch as explicit values, and
     the budgets that it was chosen for: what is free may be less in a moment."""
     plan, config = best.plan, best.config
-    splits = {
-        str(state_class): TierSplit(**{str(tier): share for tier, share in placement.shares})
-        for state_class, placement in plan.placements.items()
-    }
+    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
     optimizer = config.optimizer.model_copy(update={"chunk": plan.chunk_numel})
     budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
     update = {

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.config.fields import TIERS
 from offload.homes import compute_device, this_machine
 from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.planning.activation_facts import ActivationFacts, PassCost
@@ -32,6 +31,7 @@ from offload.runs.forecast import forecast_of
 from offload.runs.metrics import StepMetrics
 from offload.runs.world import FollowersFolder, rank_here
 from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.tiers.tier import Tier
 from offload.zero.discovery import discover
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class OwnRun:
                 step=len(self._seconds), loss=math.nan, lr=math.nan, seconds=self._seconds[-1],
                 tokens_per_second=math.nan, gradient_norm=report.gradient_norm,
                 skipped_steps=report.skipped_steps, rss_nbytes=rss_nbytes(),
-                tiers={name: report.tiers[name].used_nbytes for name in TIERS},
+                tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
                 moved=dict(report.bytes_moved),
             )
         )  # fmt: skip

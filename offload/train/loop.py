@@ -17,7 +17,6 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from offload.config import OffloadConfig
-from offload.config.fields import TIERS
 from offload.gpt import LanguageModel, build_meta_model, generate, parameter_count
 from offload.homes import compute_device
 from offload.machine import peak_rss_nbytes, rss_nbytes
@@ -32,6 +31,7 @@ from offload.runs.folder import (
 from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.metrics import StepMetrics
 from offload.runs.world import FollowersFolder, World
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.train.display import make_display
 from offload.train.interrupts import Interrupts, noted_interrupts
@@ -266,7 +266,7 @@ class Trainer:
             gradient_norm=report.gradient_norm,
             skipped_steps=report.skipped_steps,
             rss_nbytes=int(world.greatest(rss_nbytes())),
-            tiers={name: report.tiers[name].used_nbytes for name in TIERS},
+            tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
             moved=dict(report.bytes_moved),
             validation_loss=self._validation_loss_if_due(),
         )

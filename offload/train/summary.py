@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from offload.config import OffloadConfig
-from offload.config.fields import TIERS
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def summary_table(
     for name in ("peak", "budget", "used"):
         table.add_column(name, justify="right")
     table.add_column("holds at the end", overflow="fold")
-    for name in TIERS:
+    for name in Tier:
         tier = report.tiers[name]
         share = f"{tier.peak_nbytes / tier.budget_nbytes:.0%}" if tier.budget_nbytes else "-"
         budget = format_bytes(tier.budget_nbytes)

@@ -51,6 +51,15 @@ def test_without_a_gpu_the_error_says_so() -> None:
     assert "torch sees no CUDA device" in run(IMPORTS + CALL)
 
 
+def test_a_device_that_the_kernels_are_not_made_for_is_named() -> None:
+    program = """
+import torch
+from offload.kernels.triton_launch import missing
+print([missing(torch.device(kind)) for kind in ("cuda", "xpu")])
+"""
+    assert run(program) == "[None, 'our Triton kernels have not been made to run on XPU']\n"
+
+
 def test_too_old_a_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.config import OffloadConfig
-from offload.config.fields import Percent, TierSplit
+from offload.config.fields import Percent
 from offload.config.optimizer_kinds import KINDS
 from offload.errors import ConfigError, PathError
+from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import parse_percent
 
 
@@ -63,9 +65,9 @@ zero: {stage: 3}
     assert config.budget.host == Percent(0.8)
     assert config.budget.nvme == 100 * 1000**3
     assert config.nvme.paths == ("/mnt/a", "/mnt/b")
-    assert config.placement.parameters == TierSplit(nvme=1.0)
+    assert config.placement.parameters == Placement.on(Tier.NVME)
     assert config.placement.optimizer is not None
-    assert config.placement.optimizer.fractions == {"host": 0.4, "nvme": 0.6}
+    assert dict(config.placement.optimizer.shares) == {"host": 0.4, "nvme": 0.6}
     assert config.optimizer.lr == 3e-4
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.clip_grad_norm == 1.0
@@ -143,7 +145,7 @@ BAD_VALUES = [
     ("loss_scale: {intial: 4}\nprecision: fp16", ["run.yaml:1: loss_scale.intial", "`initial`"]),
     ("precision: fp8", ["run.yaml:1: precision: 'fp8' is not allowed", "fp32, bf16, fp16"]),
     ("precision: bf61", ["did you mean `bf16`?"]),
-    ("device: gpu", ["device: 'gpu' is not allowed", "auto, cuda, cpu"]),
+    ("device: gpu", ["device: 'gpu' is not allowed", "auto, cpu, cuda, xpu, npu"]),
     ("optimizer: {type: adamww}", ["did you mean `adamw`?"]),
     ("nvme: {backend: io_uring}", ["nvme.backend: 'io_uring' is not allowed", "threads, libaio"]),
     ("budget: {host: 8Gib2}", ["run.yaml:1: budget.host", "not a size", "8GiB"]),
@@ -360,7 +362,7 @@ def test_overrides_win_and_later_ones_win_over_earlier(write: Any) -> None:
     config = OffloadConfig.load(path, overrides)
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-5, (0.1, 0.2))
     assert (config.seed, config.train.text, config.budget.host) == (2, "a=b", 1 << 30)
-    assert config.placement.parameters == TierSplit(nvme=1.0)
+    assert config.placement.parameters == Placement.on(Tier.NVME)
 
 
 @pytest.mark.parametrize(

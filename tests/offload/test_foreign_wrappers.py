@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import offload
 from offload.errors import UnsupportedError
+from offload.tiers import accelerator
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
 
 
@@ -57,6 +58,6 @@ def test_data_parallel_is_refused_where_it_copies_the_model(
     model = seeded(TinyLM)
     with offload.initialize(model, config(tmp_path)):
         assert DataParallel(model).module is model  # it calls the model and does no more
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        monkeypatch.setattr(accelerator, "device_count", lambda: 2)
         with pytest.raises(UnsupportedError, match="DataParallel around a model"):
             DataParallel(model)

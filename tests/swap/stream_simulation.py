@@ -1,4 +1,4 @@
-"""CUDA streams without a GPU: queues of copies that run when they have to, and no earlier.
+"""A GPU's streams without a GPU: queues of copies that run when they have to, and no earlier.
 
 A stream is a queue. An event stands for the front part of a queue that was there when it was
 recorded; waiting for it, from a thread or from another stream, is what makes that part run. Nothing
@@ -20,6 +20,8 @@ import torch
 
 from offload.device_homes import DeviceHomes
 from offload.swap import streams
+from offload.tiers import accelerator
+from offload.tiers.accelerator import Accelerator
 
 CUDA = torch.device("cuda", 0)
 _WATCHED_S = 2e-3  # how much later than it could be a watched copy is done
@@ -56,13 +58,11 @@ class Stream:
 
 
 class Event:
-    """The world patches it in for `torch.cuda.Event`."""
-
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self) -> None:
         self._stream: Stream | None = None
         self._count = 0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Any = None) -> None:
         self._stream, self._count = stream, len(stream.queue)
 
     def query(self) -> bool:
@@ -81,24 +81,22 @@ class Event:
         self.run()
 
 
-class World:
-    """Patched into torch.cuda for one test. `model` is the stream that is current by default.
+class World(Accelerator):
+    """The kind of `CUDA` for one test. `model` is the stream that is current by default.
 
     With `eager_model` this CPU does what is no copy, on whatever stream, at once; else tests put
     work on streams themselves.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *, eager_model: bool) -> None:
+        super().__init__(CUDA.type, "simulated")
         self.lock = threading.RLock()
         self.model = Stream(self, "model", eager=eager_model)
         self.delayed = 0  # copies that did not happen when they were started
         self.watching = threading.Event()  # cleared: no watched copy is done for its watcher
         self.watching.set()
         self._current = threading.local()
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "Stream", lambda device: Stream(self, "side"))
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current())
-        patch.setattr(torch.cuda, "stream", self._entered)
+        patch.setitem(accelerator.KINDS, CUDA.type, self)
         patch.setattr(streams, "_start", self._copy)
 
         def init_work_stream(work: Any, device: torch.device) -> None:
@@ -111,8 +109,18 @@ class World:
         found: Stream = getattr(self._current, "stream", self.model)
         return found
 
+    # ---------------------------------------------------------------- as an accelerator
+    def stream(self, device: torch.device) -> Stream:
+        return Stream(self, "side")
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current()
+
+    def event(self, device: torch.device, *, timing: bool = False) -> Any:
+        return Event()
+
     @contextmanager
-    def _entered(self, stream: Stream) -> Iterator[None]:
+    def entered(self, stream: Any) -> Iterator[None]:
         before = self.current()
         self._current.stream = stream
         try:
@@ -120,6 +128,7 @@ class World:
         finally:
             self._current.stream = before
 
+    # ---------------------------------------------------------------- copies
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         # as a copy engine does: addresses, which keep nothing alive
         to, of = weak(destination), weak(source)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.tiers.eviction import furthest_first
-from offload.tiers.extent import TierName
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, parse_bytes, parse_percent
 
-HOST, NVME, DEVICE = TierName.HOST, TierName.NVME, TierName.DEVICE
+HOST, NVME, DEVICE = Tier.HOST, Tier.NVME, Tier.DEVICE
 
 
 @given(
@@ -29,7 +29,7 @@ def test_every_tier_is_within_one_piece_of_its_share(sizes, percent):
     assert abs(held - share * sum(sizes)) <= max(sizes)
 
 
-def one_by_one(placement: Placement, sizes: list[int]) -> list[TierName]:
+def one_by_one(placement: Placement, sizes: list[int]) -> list[Tier]:
     """Each piece to the tier that is furthest behind its share, in millionths."""
     parts = {tier: round(share * 10**6) for tier, share in placement.shares if share > 0}
     first = next(iter(parts))
@@ -120,3 +120,16 @@ def test_what_is_needed_last_is_given_up_first_and_what_is_in_use_never():
     pieces = [Piece("a", 1, 3), Piece("b", 1, 9, clean=False), Piece("c", 1, 7), Piece("d", 2, 7)]
     order = furthest_first(pieces, lambda piece: piece.use)
     assert [piece.name for piece in order] == ["d", "c", "a"]
+
+
+def test_equal_shares_make_equal_placements_however_they_are_written():
+    written = Placement(((NVME, 0.6), (DEVICE, 0.0), (HOST, 0.4)))
+    assert written == Placement(((HOST, 0.4), (NVME, 0.6)))
+    assert written.tiers == (HOST, NVME)
+    assert written.describe() == "host 40% + nvme 60%"
+
+
+def test_tiers_are_in_order_and_each_lies_in_one_medium():
+    assert [tier.slower for tier in Tier] == [(HOST, NVME), (NVME,), ()]
+    assert [tier for tier in Tier if tier.on_device] == [DEVICE]
+    assert [tier for tier in Tier if tier.is_file] == [NVME]

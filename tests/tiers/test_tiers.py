@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from offload.tiers.errors import IntegrityError, StateError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.tier import Tier
 
 PARAMETERS = StateClass.PARAMETERS
 
@@ -22,7 +23,7 @@ def ledger():
 
 @pytest.fixture
 def host(ledger):
-    return MemoryTier(TierName.HOST, 1 << 20, HostMemory(1 << 20), ledger)
+    return MemoryTier(Tier.HOST, 1 << 20, HostMemory(1 << 20), ledger)
 
 
 def test_a_lease_beyond_the_budget_says_what_which_how_much_and_what_to_do(host):
@@ -39,7 +40,7 @@ def test_peaks_are_kept_per_tier_and_class(host, ledger):
     first = host.lease(8 * PAGE_NBYTES, owner="a", state_class=PARAMETERS)
     first.free()
     host.lease(PAGE_NBYTES, owner="b", state_class=StateClass.GRADIENTS)
-    account = ledger.accounts[TierName.HOST]
+    account = ledger.accounts[Tier.HOST]
     assert account.used_nbytes == PAGE_NBYTES
     assert account.peak_nbytes == 8 * PAGE_NBYTES
     assert account.peak_by_class[PARAMETERS] == 8 * PAGE_NBYTES
@@ -49,7 +50,7 @@ def test_peaks_are_kept_per_tier_and_class(host, ledger):
 
 def test_a_ledger_that_does_not_balance_prints_the_balance(host, ledger):
     host.lease(PAGE_NBYTES, owner="a", state_class=PARAMETERS)
-    ledger.accounts[TierName.HOST].by_class[PARAMETERS] += 1
+    ledger.accounts[Tier.HOST].by_class[PARAMETERS] += 1
     with pytest.raises(IntegrityError, match=r"parameters 4097 = 4097 by class, 4096 by account"):
         ledger.check_integrity()
 
@@ -98,7 +99,7 @@ def test_extents_follow_the_shares_of_the_paths(ledger):
     for extent in extents:
         tier.free(extent)
     ledger.check_integrity()
-    assert ledger.accounts[TierName.NVME].used_nbytes == 0
+    assert ledger.accounts[Tier.NVME].used_nbytes == 0
 
 
 def test_the_budget_of_a_file_tier_holds_over_all_paths(ledger):
@@ -113,3 +114,16 @@ def test_the_budget_of_a_file_tier_holds_over_all_paths(ledger):
 def test_shares_must_be_positive(ledger, shares):
     with pytest.raises(ValueError, match="positive"):
         FileTier(1 << 20, shares, ledger)
+
+
+@pytest.mark.parametrize(
+    ("tier", "remedy"),
+    [
+        (Tier.DEVICE, "raise budget.device or move parameters to host or nvme"),
+        (Tier.HOST, "raise budget.host or move parameters to nvme"),
+    ],
+)
+def test_a_full_tier_names_the_slower_ones(ledger, tier, remedy):
+    memory = MemoryTier(tier, PAGE_NBYTES, HostMemory(PAGE_NBYTES), ledger)
+    with pytest.raises(TierFullError, match=f"{remedy}$"):
+        memory.lease(2 * PAGE_NBYTES, owner="layer.3", state_class=PARAMETERS)

@@ -42,7 +42,7 @@ def test_what_was_planned_is_what_is_written(tmp_path: Path, capsys: Any) -> Non
     assert config.device == "cpu"
     assert config.budget.host == 96 << 20
     assert config.placement.gradients is not None
-    assert config.placement.gradients.fractions == {"host": 0.6, "nvme": 0.4}
+    assert dict(config.placement.gradients.shares) == {"host": 0.6, "nvme": 0.4}
     assert config.clip_grad_norm == 0.5
     assert config.optimizer.type == "lion"
     assert config.nvme.paths == ("a b", "c: d")

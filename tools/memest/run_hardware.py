@@ -52,9 +52,10 @@ def _named(option: str, shown: str) -> Iterator[None]:
 def _computing_where_it_should(
     profile: HardwareProfile, config: OffloadConfig
 ) -> HardwareProfile:  # fmt: skip
-    if config.device == "cuda" and not profile.gpu_nbytes:
+    if config.device not in ("auto", "cpu") and not profile.gpu_nbytes:
         raise ConfigError(
-            "device: cuda, but this hardware has no GPU; name one with --gpu, or set -o device=cpu"
+            f"device: {config.device}, but this hardware has no GPU; name one with --gpu, or set "
+            "-o device=cpu"
         )
     if config.device == "cpu" and profile.gpu_nbytes:
         return replace(profile, gpu=None, gpu_nbytes=0, gpu_free_nbytes=0, gpus=0, link=None)

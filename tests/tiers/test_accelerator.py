@@ -1,0 +1,348 @@
+"""Kinds of accelerators, over a module that stands in for the one that PyTorch has for them.
+
+None of their devices is there where these tests run: what a kind asks PyTorch for is tested, not
+what PyTorch makes of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from offload.config import OffloadConfig
+from offload.doctor import run_checks
+from offload.errors import ConfigError
+from offload.homes import compute_device
+from offload.swap.streams import CopyStream, WorkStream, mark_here
+from offload.tiers import accelerator
+from offload.tiers.accelerator import KINDS, Accelerator, Cuda
+from offload.tiers.memory import HostMemory
+
+SLEEPING = ("cuda", "npu")  # kinds whose events let a waiting thread sleep
+
+
+class Device(NamedTuple):
+    """Of a kind that this PyTorch may not have a name for."""
+
+    type: str
+    index: int = 0
+
+
+class FakeStream:
+    def __init__(self, module: FakeModule, name: str) -> None:
+        self.module, self.name = module, name
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.module.calls.append(f"{self.name} waits for {event.recorded}")
+
+    def synchronize(self) -> None:
+        self.module.calls.append(f"synchronize {self.name}")
+
+    def __enter__(self) -> None:
+        self.module.calls.append(f"enter {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.module.calls.append(f"leave {self.name}")
+
+
+class FakeEvent:
+    def __init__(self, module: FakeModule, options: dict[str, bool]) -> None:
+        self.module, self.options, self.recorded = module, options, ""
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = stream.name
+        self.module.calls.append(f"record {stream.name}")
+
+    def query(self) -> bool:
+        return True
+
+
+class FakeModule:
+    """As `torch.cuda` is for CUDA. `last_error` is kept by the driver until somebody asks."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.events: list[FakeEvent] = []
+        self.device_index, self.devices, self.available = 0, 2, True
+        self.status = self.last_error = 0
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def device_count(self) -> int:
+        return self.devices
+
+    def current_device(self) -> int:
+        return self.device_index
+
+    def set_device(self, index: int) -> None:
+        self.device_index = index
+
+    @contextmanager
+    def device(self, device: Device) -> Iterator[None]:
+        self.calls.append(f"on {device.index}")
+        yield
+
+    def synchronize(self, device: Device) -> None:
+        self.calls.append(f"synchronize device {device.index}")
+
+    def mem_get_info(self, device: Device) -> tuple[int, int]:
+        return 3 << 30, 4 << 30
+
+    def get_device_properties(self, device: Device) -> Any:
+        return SimpleNamespace(name="Fake 9000", total_memory=4 << 30)
+
+    def Stream(self, device: Device) -> FakeStream:
+        return FakeStream(self, "side")
+
+    def current_stream(self, device: Device) -> FakeStream:
+        return FakeStream(self, "model")
+
+    def stream(self, stream: FakeStream) -> FakeStream:
+        return stream
+
+    def Event(self, *_: Device, **options: bool) -> FakeEvent:
+        self.events.append(FakeEvent(self, options))
+        return self.events[-1]
+
+    def cudart(self) -> FakeModule:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.last_error = self.status
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.calls.append("unregister")
+
+    def kernel(self) -> None:
+        """After a kernel PyTorch asks for the last error, which forgets it, and raises it."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+    """What PyTorch has for every kind."""
+    fake = FakeModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: fake)
+    monkeypatch.setattr(torch, "Stream", fake.Stream)
+    monkeypatch.setattr(torch, "Event", fake.Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", fake.current_stream)
+    return fake
+
+
+@pytest.fixture
+def only(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Leave PyTorch one kind."""
+
+    def leave(kind: str) -> None:
+        monkeypatch.setattr(accelerator, "KINDS", {kind: KINDS[kind]})
+
+    return leave
+
+
+# ---------------------------------------------------------------- streams
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_waits_for_the_model_and_is_marked_in_its_own_stream(
+    kind: str, module: FakeModule
+) -> None:
+    device: Any = Device(kind)
+    source, there = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    mark = CopyStream(device).copy(there, source)
+    assert mark.event is not None
+    assert there.tolist() == source.tolist()
+    assert module.calls == [
+        "record model", "side waits for model", "enter side", "leave side", "record side",
+    ]  # fmt: skip
+    mark.before_compute()
+    assert module.calls[-1] == "model waits for side"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_that_waits_sleeps_where_the_events_can(kind: str, module: FakeModule) -> None:
+    device: Any = Device(kind)
+    mark_here(device)
+    assert module.events[0].options.get("blocking", False) == (kind in SLEEPING)
+    accelerator.of(device).event(device, timing=True)
+    assert [event.options["enable_timing"] for event in module.events] == [False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_beside_the_models_is_waited_for_when_it_closes(
+    kind: str, module: FakeModule
+) -> None:
+    device: Any = Device(kind)
+    work = WorkStream(device)
+    with work.entered():
+        module.calls.append("update")
+    work.close()
+    assert module.calls == ["enter side", "update", "leave side", "synchronize side"]
+
+
+def test_on_a_cpu_there_is_nothing_to_wait_for(module: FakeModule) -> None:
+    cpu = torch.device("cpu")
+    accelerator.synchronize(cpu)
+    work = WorkStream(cpu)
+    with work.entered():
+        assert mark_here(cpu).done()
+    work.close()
+    assert module.calls == []
+    assert accelerator.free_nbytes(cpu) == 0
+
+
+# ---------------------------------------------------------------- pinning
+def test_a_failed_pinning_leaves_no_error_to_the_next_kernel(
+    module: FakeModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blamed: list[Any] = []
+
+    class Filled:
+        def fill_(self, value: float) -> None:
+            module.kernel()
+
+    def empty(numel: int, *, device: Any) -> Filled:
+        blamed.append(device)
+        return Filled()
+
+    monkeypatch.setattr(torch, "empty", empty)
+    device: Any = Device("cuda", 1)
+    module.status = 2
+    with caplog.at_level(logging.WARNING, "offload"):
+        memory = HostMemory(1 << 20, pin_for=device)
+    module.kernel()  # raises if the error were left
+    assert not memory.pinned
+    assert blamed == [device]
+    (line,) = caplog.messages
+    assert "1.0 MiB could not be pinned (cudaHostRegister's error 2)" in line
+    memory.close()
+    assert "unregister" not in module.calls
+    assert memory.tensor(0, 16).sum() == 0
+
+
+def test_pinned_memory_is_given_back_when_its_device_has_done_everything(
+    module: FakeModule,
+) -> None:
+    device: Any = Device("cuda", 1)
+    memory = HostMemory(1 << 20, pin_for=device)
+    assert memory.pinned
+    module.calls.clear()
+    memory.close()
+    assert module.calls == ["on 1", "synchronize device 1", "unregister"]
+    assert not memory.pinned
+
+
+@pytest.mark.parametrize("kind", ["xpu", "npu"])
+def test_a_kind_that_cannot_pin_existing_memory_says_so_once(
+    kind: str, module: FakeModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    device: Any = Device(kind)
+    with caplog.at_level(logging.WARNING, "offload"):
+        assert not HostMemory(1 << 20, pin_for=device).pinned
+    (line,) = caplog.messages
+    assert f"PyTorch cannot pin existing memory for {kind.upper()}" in line
+
+
+def test_nothing_is_pinned_for_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "offload"):
+        assert not HostMemory(1 << 20, pin_for=torch.device("cpu")).pinned
+    assert caplog.messages == []
+
+
+# ---------------------------------------------------------------- which one
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_one_kind_there_is_the_default(
+    kind: str, only: Any, module: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(kind)
+    monkeypatch.setattr(torch, "device", Device)
+    for asked in ("auto", kind):
+        assert compute_device(OffloadConfig(device=asked)) == Device(kind, 0)
+    module.available = False
+    assert compute_device(OffloadConfig(device="auto")) == Device("cpu")
+    with pytest.raises(ConfigError, match=f"device: {kind}, but this PyTorch sees no"):
+        compute_device(OffloadConfig(device=kind))
+
+
+@pytest.mark.parametrize(
+    ("current", "local_rank", "expected"),
+    [(0, "1", 1), (0, "0", 0), (0, "2", 0), (1, "0", 1), (3, "1", 3)],
+)
+def test_a_rank_has_its_own_device_unless_one_was_chosen(
+    module: FakeModule, monkeypatch: pytest.MonkeyPatch, current: int, local_rank: str,
+    expected: int,
+) -> None:  # fmt: skip
+    module.device_index = current
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert KINDS["cuda"].current_device() == torch.device("cuda", expected)
+
+
+def test_a_kind_of_a_plug_in_that_is_not_installed_is_not_available() -> None:
+    assert not Accelerator("privateuseone", "a plug-in").is_available()
+    assert not Accelerator("nonsense", "a plug-in").is_available()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_what_is_asked_of_a_kinds_module_is_there_in_pytorch(kind: str) -> None:
+    asked = set(re.findall(r"\bmodule\.(\w+)", inspect.getsource(accelerator)))
+    asked |= set(re.findall(r"\b_module\.(\w+)", inspect.getsource(accelerator)))
+    missing = {name for name in asked if not hasattr(torch.get_device_module(kind), name)}
+    assert {"Stream", "mem_get_info", "synchronize"} <= asked
+    assert missing <= ({"cudart"} if kind != "cuda" else set())
+
+
+# ---------------------------------------------------------------- what it lacks, and is
+def test_triton_kernels_are_for_cuda_alone(module: FakeModule) -> None:
+    reasons = {kind: each.lacks_triton for kind, each in KINDS.items()}
+    assert reasons.pop("cuda") is None
+    assert all(reason and "Triton" in reason for reason in reasons.values())
+
+
+def test_what_a_kind_does_not_say_of_a_device_is_none(module: FakeModule) -> None:
+    facts = KINDS["npu"].facts(torch.device("cpu"))
+    assert (facts.name, facts.memory_nbytes) == ("Fake 9000", 4 << 30)
+    assert facts.compute_capability is facts.multiprocessors is None
+
+
+def gpu_lines() -> list[tuple[str, str]]:
+    return [(each.status, each.found) for each in run_checks() if each.name.startswith("gpu")]
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, **of: str | None) -> None:
+    for kind in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, kind, of.get(kind))
+
+
+def test_the_doctor_names_what_torch_was_built_for(
+    only: Any, module: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module.available = False
+    only("cuda")
+    versions(monkeypatch, hip="6.4.2")
+    assert gpu_lines() == [("off", "torch for ROCm 6.4.2 sees no device")]
+    versions(monkeypatch, cuda="13.0")
+    assert gpu_lines() == [("off", "torch for CUDA 13.0 sees no device")]
+    versions(monkeypatch)
+    assert gpu_lines() == [("off", "this torch is built for the CPU only; device: cpu is used")]
+
+
+def test_the_doctor_lists_the_devices_of_rocm(
+    only: Any, module: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only("cuda")
+    versions(monkeypatch, hip="6.4.2")
+    assert gpu_lines() == [("ok", "Fake 9000, 4.0 GiB, ROCm 6.4.2")] * 2
+
+
+def test_rocm_is_a_case_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, hip="6.4.2")
+    assert Cuda("cuda", "CUDA").built_for() == "ROCm 6.4.2"

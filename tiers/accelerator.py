@@ -1,0 +1,270 @@
+"""The one place that asks PyTorch for an accelerator: devices, streams, events, memory, pinning.
+
+    cuda   torch.cuda (CUDA and ROCm); events that let a waiting thread sleep, pinning, Triton
+    npu    torch.npu; events that let a waiting thread sleep
+    xpu    torch.Stream, torch.Event and torch.accelerator; so would be any other
+
+What a device is (its name, its memory, its generator) is asked of the module that its kind has in
+PyTorch, `torch.get_device_module`. A further accelerator is one more entry of `KINDS`; it gets a
+class of its own where its streams or its pinning are not PyTorch's common ones. What a kind lacks
+it says in one sentence (`register`, `lacks_triton`), and its callers go on without.
+
+Imports nothing of ours, so that every layer may import it, and torch only when it is asked. Of all
+this only `Cuda` without a device, and stand-ins, have been run where the tests run.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def record(self, stream: Any = None) -> object: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> object: ...
+    def elapsed_time(self, end: Any) -> float: ...  # in ms, of events that were made to time
+
+
+class Stream(Protocol):
+    """A queue of work on a device."""
+
+    def wait_event(self, event: Any) -> object: ...
+    def synchronize(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a device is; None for what its kind does not say."""
+
+    name: str
+    memory_nbytes: int
+    compute_capability: str | None
+    multiprocessors: int | None
+
+
+class Accelerator:
+    """A kind of device beside the CPU. Every method with a `device` takes one of this kind."""
+
+    def __init__(self, kind: str, title: str) -> None:
+        self.kind = kind  # PyTorch's name of the device type, and the word in the configuration
+        self.title = title
+
+    # ---------------------------------------------------------------- which devices are there
+    @property
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.kind)
+
+    def is_available(self) -> bool:
+        """Whether this process can compute on a device of this kind."""
+        try:
+            return bool(self._module.is_available())
+        except RuntimeError:  # the name is a plug-in's that is not installed
+            return False
+
+    def device_count(self) -> int:
+        return int(self._module.device_count())
+
+    def current_device(self) -> torch.device:
+        """The device of this process: `LOCAL_RANK`'s, made current, where none was chosen yet."""
+        import torch
+
+        module, local = self._module, int(os.environ.get("LOCAL_RANK", "0"))
+        if 0 < local < module.device_count() and module.current_device() == 0:
+            module.set_device(local)
+        return torch.device(self.kind, module.current_device())
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Inside, `device` is this thread's current one."""
+        where: AbstractContextManager[Any] = self._module.device(device)
+        return where
+
+    # ---------------------------------------------------------------- what they are
+    def built_for(self) -> str | None:
+        """What this PyTorch was built for, such as `CUDA 13.0`; None where not for this kind."""
+        import torch
+
+        version = getattr(torch.version, self.kind, None)
+        return version and f"{self.title} {version}"
+
+    def facts(self, device: torch.device) -> DeviceFacts:
+        found = self._module.get_device_properties(device)
+        capability = f"{found.major}.{found.minor}" if hasattr(found, "major") else None
+        processors = getattr(found, "multi_processor_count", None)
+        return DeviceFacts(found.name, int(found.total_memory), capability, processors)
+
+    def free_nbytes(self, device: torch.device) -> int:
+        return int(self._module.mem_get_info(device)[0])
+
+    def peak_nbytes(self, device: torch.device) -> int:
+        """The most that tensors took since the start."""
+        return int(self._module.max_memory_allocated(device))
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Of the random numbers that are drawn on the device by default."""
+        found: torch.Generator = self._module.default_generators[device.index]
+        return found
+
+    # ---------------------------------------------------------------- streams
+    def stream(self, device: torch.device) -> Stream:
+        """A new one."""
+        import torch
+
+        return torch.Stream(device)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The one that this thread's work on the device goes to."""
+        import torch
+
+        return torch.accelerator.current_stream(device)
+
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, `stream` is this thread's current one, and its device the current device."""
+        where: AbstractContextManager[Any] = stream
+        return where
+
+    def event(self, device: torch.device, *, timing: bool = False) -> Event:
+        """A new one. A thread that waits for it sleeps where the kind's events can do that: it must
+        not take a core from the optimizer."""
+        import torch
+
+        return torch.Event(device, enable_timing=timing)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for everything that the device was given."""
+        self._module.synchronize(device)
+
+    # ---------------------------------------------------------------- what not every kind has
+    def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
+        """Pin memory of ours, so that copies between it and the device are asynchronous; else why
+        it could not be: such copies then take their way through pageable memory, slower."""
+        return f"PyTorch cannot pin existing memory for {self.title}"
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        """Undo a `register` that succeeded, once nothing uses the memory any more."""
+
+    @property
+    def lacks_triton(self) -> str | None:
+        """Why our Triton kernels cannot run on this kind; None if they can."""
+        return f"our Triton kernels have not been made to run on {self.title}"
+
+
+class _OwnStreams(Accelerator):
+    """A kind whose module has streams and events of its own: its events let waiters sleep."""
+
+    def stream(self, device: torch.device) -> Stream:
+        made: Stream = self._module.Stream(device)
+        return made
+
+    def current_stream(self, device: torch.device) -> Stream:
+        found: Stream = self._module.current_stream(device)
+        return found
+
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        where: AbstractContextManager[Any] = self._module.stream(stream)
+        return where
+
+    def event(self, device: torch.device, *, timing: bool = False) -> Event:
+        made: Event = self._module.Event(enable_timing=timing, blocking=True)
+        return made
+
+
+class Cuda(_OwnStreams):
+    """NVIDIA's GPUs, and AMD's, which PyTorch for ROCm shows under the same names."""
+
+    def built_for(self) -> str | None:
+        import torch
+
+        return f"ROCm {torch.version.hip}" if torch.version.hip else super().built_for()
+
+    def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
+        with self.on(device):
+            status = int(self._module.cudart().cudaHostRegister(address, nbytes, 0))
+            if status != 0:
+                self._clear_last_error(device)
+        return f"cudaHostRegister's error {status}" if status else None
+
+    def _clear_last_error(self, device: torch.device) -> None:
+        """The driver keeps the error of a failed call until it is asked for, which PyTorch does
+        after its next kernel: a kernel that is not to blame would raise it. PyTorch has no call
+        that only asks, so a kernel of ours takes the blame."""
+        import torch
+
+        try:
+            torch.empty(1, device=device).fill_(0.0)
+        except RuntimeError:  # it is cleared when it is raised
+            return
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        with self.on(device):
+            self._module.synchronize(device)
+            self._module.cudart().cudaHostUnregister(address)
+
+    @property
+    def lacks_triton(self) -> str | None:
+        return None
+
+
+KINDS: dict[str, Accelerator] = {
+    each.kind: each
+    for each in (
+        Cuda("cuda", "CUDA"),
+        Accelerator("xpu", "XPU"),
+        _OwnStreams("npu", "NPU"),
+    )
+}
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a tensor there is out of the CPU's reach, and work on it is queued."""
+    return device.type in KINDS
+
+
+def of(device: torch.device) -> Accelerator:
+    """The kind of an accelerator's device."""
+    return KINDS[device.type]
+
+
+def default() -> Accelerator | None:
+    """The kind to compute on where none is named; None where there is only the CPU."""
+    return next((each for each in KINDS.values() if each.is_available()), None)
+
+
+def default_type() -> str:
+    """PyTorch's name of the device type to compute on where none is named."""
+    found = default()
+    return "cpu" if found is None else found.kind
+
+
+def default_device() -> torch.device:
+    """Where this process computes where nothing is named."""
+    import torch
+
+    found = default()
+    return torch.device("cpu") if found is None else found.current_device()
+
+
+def device_count() -> int:
+    """Of the kind to compute on where none is named."""
+    found = default()
+    return 0 if found is None else found.device_count()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that `device` was given: nothing, where work is done when it returns."""
+    if is_accelerator(device):
+        of(device).synchronize(device)
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Of an accelerator's memory; 0 for the CPU, which has none of its own."""
+    return of(device).free_nbytes(device) if is_accelerator(device) else 0
