@@ -122,5 +122,5 @@ class DeviceRecordState(DeviceHomeState):
     def blank(self) -> torch.Tensor:
         return self.host_blank()
 
-    def wrote(self, *, soon: bool = False) -> None:
+    def wrote(self, *, write_back: bool = True) -> None:
         self.host_wrote()

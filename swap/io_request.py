@@ -80,7 +80,7 @@ class IORequest:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class IOPiece:
     """A part of a request, moved by one call or, if that comes up short, by several."""
 
     request: IORequest

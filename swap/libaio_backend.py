@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from offload.swap.io_backend import IO_BLOCK_NBYTES, IOBackend
-from offload.swap.io_request import IORequest, Operation, Piece
+from offload.swap.io_request import IOPiece, IORequest, Operation
 from offload.tiers.errors import StorageError, UnsupportedError
 
 _log = logging.getLogger(__name__)
 
-_Entry = tuple[int, int, int, Piece]  # priority, sequence, index in its request; smallest first
+_Entry = tuple[int, int, int, IOPiece]  # priority, sequence, index in its request; smallest first
 
 
 DEPTH = 8  # requests in the kernel at a time
@@ -88,7 +88,7 @@ class LibaioBackend(IOBackend):
             ) from error
 
     def _start(self, request: IORequest) -> None:
-        whole = Piece(request, 0, request.buffer.nbytes)
+        whole = IOPiece(request, 0, request.buffer.nbytes)
         with self._changed:
             if self._dead:
                 raise request.failed("the threads of libaio have died; see the log for the reason")
@@ -156,7 +156,7 @@ class LibaioBackend(IOBackend):
                 self._changed.wait()
             return heapq.heappop(self._queue)
 
-    def _open(self, whole: Piece) -> Piece:
+    def _open(self, whole: IOPiece) -> IOPiece:
         """Run `before`, cut the request, queue all pieces but the first and return that."""
         request = whole.request
         if request.before is not None:
@@ -185,7 +185,7 @@ class LibaioBackend(IOBackend):
                 del self._flying[block]
             raise
 
-    def _submit_block(self, block: Any, piece: Piece) -> None:
+    def _submit_block(self, block: Any, piece: IOPiece) -> None:
         while True:
             try:
                 self._context.submit([block])

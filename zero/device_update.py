@@ -23,7 +23,7 @@ from offload.swap.streams import CopyMark, mark_here
 from offload.swap.transfer import Transfer
 from offload.tiers.units import round_up
 from offload.zero.bits import DTYPE_OF
-from offload.zero.chunks import Chunk, Part, Segment
+from offload.zero.chunks import Chunk, ChunkBytes, Segment
 from offload.zero.device_work import DeviceWork
 from offload.zero.records import ALIGN_NBYTES, RecordFormat
 
@@ -69,7 +69,7 @@ class DeviceUpdate:
             self._next = (self._next + 1) % len(self._left)
         return ended
 
-    def _fetch(self, missing: Sequence[Part]) -> CopyMark:
+    def _fetch(self, missing: Sequence[ChunkBytes]) -> CopyMark:
         """Copy what the device has not got from host memory into the next buffer."""
         mark, offset = CopyMark(), 0
         for part in missing:
@@ -81,7 +81,7 @@ class DeviceUpdate:
             offset = round_up(end, ALIGN_NBYTES)
         return mark
 
-    def _copy_back(self, weight: Part, stepped: CopyMark) -> CopyMark:
+    def _copy_back(self, weight: ChunkBytes, stepped: CopyMark) -> CopyMark:
         target = weight.wait()[: weight.nbytes]
         return self._work.links.to_host.copy(target, weight.device_bytes(), after=(stepped,))
 

@@ -26,11 +26,12 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
 from offload.zero.collectives import Collectives
+from offload.zero.group import RankCopies
 from offload.zero.layout import Layout
 from offload.zero.pass_log import PassLog
 
 
-class SharedState(State):
+class SharedState(State, RankCopies):
     """What both kinds have in common: the update side works on this rank's own part, piece by
     piece, wherever `home` has it."""
 
@@ -254,7 +255,7 @@ class GatheredState(SharedState):
         return self._lease, self._arrival
 
     # ---------------------------------------------------------------- compute side
-    def outdate(self) -> None:
+    def invalidate_gathered(self) -> None:
         if self.is_gathered:
             self._gatherer.give_up(self)
 
@@ -272,7 +273,7 @@ class GatheredState(SharedState):
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
-    def wrote(self, *, soon: bool = False) -> None:
+    def wrote(self, *, write_back: bool = True) -> None:
         """Whoever changed the whole copy changed this rank's part of it."""
         lease, _ = self._copy()
         if self.is_coded:
@@ -293,17 +294,17 @@ class GatheredState(SharedState):
         if self.is_held():  # by whoever wrote, and by others outside of that
             self._ends_unheld = True
         else:
-            self.outdate()
+            self.invalidate_gathered()
 
-    def left(self) -> None:
+    def on_last_release(self) -> None:
         if self.is_gathered and (self._ends_unheld or self.is_coded < self._gatherer.has_codes):
-            self.outdate()
+            self.invalidate_gathered()
 
     def residency(self) -> Residency:
         return Residency.CLEAN if self.is_gathered else self.home.residency()
 
     def host_wrote(self) -> None:
-        self.outdate()
+        self.invalidate_gathered()
         self.home.host_wrote()
 
     def settle(self) -> None:
@@ -312,11 +313,11 @@ class GatheredState(SharedState):
         super().settle()
 
     def discard(self) -> None:
-        self.outdate()
+        self.invalidate_gathered()
         super().discard()
 
     def close(self) -> None:
-        self.outdate()
+        self.invalidate_gathered()
         super().close()
 
 
@@ -349,16 +350,14 @@ class ReplicatedState(SharedState):
         return self.home.at_home_on_device
 
     @property
-    def is_outdated(self) -> bool:  # type: ignore[override]
+    def is_outdated(self) -> bool:
         return self._outdated or self._frozen_outdated
 
     # ---------------------------------------------------------------- compute side
-    def outdate(self) -> None:
+    def invalidate_gathered(self) -> None:
         self._outdated = True
 
     def refresh(self) -> None:
-        """Begin to get the other ranks' parts, if they have changed. All ranks refresh the same
-        groups in the same order, whichever of them they use."""
         if not self.is_outdated:
             return
         run = partial(self._refresh, self._update(), self._outdated, self._frozen_outdated)
@@ -400,8 +399,8 @@ class ReplicatedState(SharedState):
     def blank(self) -> torch.Tensor:
         return self.home.blank()
 
-    def wrote(self, *, soon: bool = False) -> None:
-        self.home.wrote(soon=soon)
+    def wrote(self, *, write_back: bool = True) -> None:
+        self.home.wrote(write_back=write_back)
 
     def host_tensor(self) -> torch.Tensor:
         self._await_arrival()

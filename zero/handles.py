@@ -71,7 +71,7 @@ def take_off_hooks(outer: Hooks | None) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-class Parked(Protocol):
+class KeptTensor(Protocol):
     """A saved tensor that a keeper has taken over."""
 
     def tensor(self) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Parked(Protocol):
 class Keeper(Protocol):
     """Takes saved tensors elsewhere until backward needs them."""
 
-    def keep(self, tensor: torch.Tensor) -> Parked | None:
+    def keep(self, tensor: torch.Tensor) -> KeptTensor | None:
         """What gives its values back; None where it stays."""
         ...
 
@@ -94,7 +94,7 @@ class SavedTensor:
 
     __slots__ = ("_detached", "_parked", "_shape", "_version")
 
-    def __init__(self, tensor: torch.Tensor, parked: Parked | None) -> None:
+    def __init__(self, tensor: torch.Tensor, parked: KeptTensor | None) -> None:
         # not the tensor itself: an output keeps the node that would keep it
         self._detached = tensor.detach()
         self._version = tensor._version

@@ -83,7 +83,7 @@ class UnitHooks:
         groups = [self._groups[index] for index in unit.groups]
 
         def before(module: nn.Module, args: Any) -> None:
-            if in_backward() and not all(group.in_use for group in groups):
+            if in_backward() and not all(group.is_entered for group in groups):
                 self._begin(module, groups)
 
         self._register(inner, before)

@@ -34,7 +34,7 @@ class Gradients(Protocol):
     def has_any(self) -> bool: ...
 
     @property
-    def is_here(self) -> bool:
+    def is_reduced_locally(self) -> bool:
         """Whether `landed` depends on nobody else."""
         ...
 

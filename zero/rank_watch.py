@@ -35,7 +35,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from offload.swap.streams import CopyMark, mark_here
 from offload.tiers.errors import RankError
 from offload.zero.rank_findings import Findings, find_missing
-from offload.zero.rank_records import Activity, Departure, RankRecords, Record
+from offload.zero.rank_records import Activity, Departure, RankRecord, RankRecords
 
 _log = logging.getLogger("offload")
 
@@ -221,11 +221,11 @@ class RankWatch:
         return Findings((host,), text + reason)
 
     # ---------------------------------------------------------------- telling the others
-    def _record(self) -> Record:
+    def _record(self) -> RankRecord:
         with self._lock:
             self._beat += 1
             failure = self._failure
-            return Record(
+            return RankRecord(
                 self._beat, time.time(), tuple(each.activity for each in self._doing),
                 dict(self._done), self._left, failure.ranks if failure is not None else (),
             )  # fmt: skip

@@ -15,11 +15,14 @@ from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.zero.collectives import Wire, Workspace
 from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
-from offload.zero.group import ParamGroup
+from offload.zero.group import ParamGroup, RankCopies
 from offload.zero.layout import Layout
 from offload.zero.pass_log import PassLog
 from offload.zero.ranks import Ranks
 from offload.zero.reduction import ReducedGradients, ReductionMemory, Reductions
+
+# Elements of a group that have a home here, and of the parts of it that are pieces of their own.
+MakeHome = Callable[[int, int | None], State]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +53,29 @@ class RankWork:
         self._reductions: Reductions | None = None
 
     # ---------------------------------------------------------------- parameters
-    def parameters_home(self, layout: Layout) -> tuple[int, int | None]:
-        """Elements of a group that have a home on this rank, and of the parts that are pieces of
-        their own."""
-        if self.sharding.parameters:
-            return layout.shard_numel, None
-        return layout.numel, layout.shard_trainable or None
-
     def parameters(
-        self, home: State, layout: Layout, is_held: Callable[[], bool],
+        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
-    ) -> State:  # fmt: skip
-        """The parameters of a group, as the model sees them. `home` is as `parameters_home` says;
-        `is_held` and `update` are the group's (see `GatheredState`)."""
+    ) -> tuple[State, RankCopies]:  # fmt: skip
+        """The parameters of a group, as the model sees them, and what they have of other ranks'
+        parts. `is_held` and `update` are the group's (see `GatheredState`)."""
         if self.sharding.ranks == 1:
-            return home
+            return make(layout.numel, None), RankCopies()
+        shared: GatheredState | ReplicatedState
         if self.sharding.parameters:
-            return GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
-        return ReplicatedState(
-            home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
-        )
+            home = make(layout.shard_numel, None)
+            shared = GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
+        else:
+            home = make(layout.numel, layout.shard_trainable or None)
+            shared = ReplicatedState(
+                home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
+            )
+        return shared, shared
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
         """Bring what other ranks have updated up to date, where it is kept whole."""
         for group in groups:
-            if isinstance(group.state, ReplicatedState):
-                group.state.refresh()
+            group.copies.refresh()
 
     def use(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
         """`group` is needed now: gather it, and what is needed next behind it."""
@@ -117,14 +117,20 @@ class RankWork:
 
     # ---------------------------------------------------------------- gradients
     def reduce(
-        self, groups: list[ReducedGradients], dtype: torch.dtype, trace: Trace, *, patient: bool
+        self,
+        groups: list[ReducedGradients],
+        dtype: torch.dtype,
+        trace: Trace,
+        *,
+        wait_for_complete_groups: bool,
     ) -> Reductions:
         """From here on gradients of `groups` are reduced (see `Reductions`)."""
         memory = self._memory
         self._reductions = Reductions(
             groups, self.ranks, self.collectives,
             ReductionMemory(memory.pool, memory.workspace, memory.fences),
-            self.collectives.wire.reduce_dtype or dtype, self.log, trace, patient=patient,
+            self.collectives.wire.reduce_dtype or dtype, self.log, trace,
+            wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
         return self._reductions
 

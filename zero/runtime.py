@@ -34,7 +34,7 @@ from offload.zero.gradient_handles import GradientHandles
 from offload.zero.gradient_paths import DevicePartials
 from offload.zero.gradient_sums import GradientSums
 from offload.zero.gradients import GradientAccumulator
-from offload.zero.group import ParamGroup
+from offload.zero.group import ParamGroup, RankCopies
 from offload.zero.handles import HandleTable, Keeper
 from offload.zero.hooks import UnitHooks
 from offload.zero.hyper import HyperOf
@@ -167,10 +167,10 @@ class Runtime:
         self.updates = UpdateQueue(
             self.own, run, options.seed, staging, self._expected_uses(), work
         )  # fmt: skip
-        late = self._shared if options.micro_batches > 1 else frozenset()
+        several = self._shared if options.micro_batches > 1 else frozenset()
         self.stepper = Stepper(
-            self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale, late,
-            self.reductions, tensor_parallel,
+            self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
+            several, self.reductions, tensor_parallel,
         )  # fmt: skip
         self.gradients = GradientHandles(
             self.optimizer_states, self.stepper, self.reductions, ranks, self._arrive,
@@ -198,10 +198,10 @@ class Runtime:
         def next_update() -> float:
             return self._next_update(index)
 
-        state = self._parameters(index, name, layout, next_use)
+        state, copies = self._parameters(index, name, layout, next_use)
         group = ParamGroup(
             index, name, layout, ordered, options.dtype, state, options.device,
-            self._released.classes_of,
+            self._released.classes_of, copies,
         )  # fmt: skip
         if self.rank_work is not None:
             group.on_hold = self._note_hold
@@ -229,14 +229,16 @@ class Runtime:
         )  # fmt: skip
         self.optimizer_states.append(kept)
 
-    def _parameters(self, index: int, name: str, layout: Layout, next_use: NextUse) -> State:
-        work = self.rank_work
-        if work is None:
-            return self._homes.parameters(index, name, layout.numel, next_use)
-        numel, stride = work.parameters_home(layout)
-        home = self._homes.parameters(index, name, numel, next_use, stride)
-        return work.parameters(
-            home, layout, lambda: self.groups[index].in_use, lambda: self.groups[index].pending
+    def _parameters(
+        self, index: int, name: str, layout: Layout, next_use: NextUse
+    ) -> tuple[State, RankCopies]:
+        def make(numel: int, stride: int | None) -> State:
+            return self._homes.parameters(index, name, numel, next_use, stride)
+
+        if self.rank_work is None:
+            return make(layout.numel, None), RankCopies()
+        return self.rank_work.parameters(
+            make, layout, lambda: self.groups[index].is_entered, lambda: self.groups[index].pending
         )
 
     def _gradients(self, index: int, name: str, part: Part, next_update: NextUse) -> Gradients:
@@ -267,7 +269,12 @@ class Runtime:
             )  # fmt: skip
 
         return ReducedGradients(
-            index, part, own, local, lambda: self.groups[index].wait_for_update(), late=several
+            index,
+            part,
+            own,
+            local,
+            lambda: self.groups[index].wait_for_update(),
+            summed_over_blocks=several,
         )
 
     def _reduce(self) -> Reductions | None:
@@ -276,7 +283,9 @@ class Runtime:
         found = [state.gradients for state in self.optimizer_states]
         reduced = [each for each in found if isinstance(each, ReducedGradients)]
         in_backward = self.options.step_rules.in_backward
-        return self.rank_work.reduce(reduced, self.options.dtype, self.trace, patient=in_backward)
+        return self.rank_work.reduce(
+            reduced, self.options.dtype, self.trace, wait_for_complete_groups=in_backward
+        )
 
     def start(self, model: nn.Module, values: Values, owner: Callable[[], object | None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime, while its `owner`
@@ -334,7 +343,7 @@ class Runtime:
         else:  # it gets its place before what comes next: that may leave no hole of its size
             group.state.bring(next_use=0, priority=Priority.URGENT)
         if self.rank_work is not None:
-            self.rank_work.log.note(partial(self._use_again, group, backward=backward))
+            self.rank_work.log.note(partial(self._replay_use, group, backward=backward))
             self._use_together(group, self.rank_work, backward=backward)
         if self.options.prefetch and self.trace.learnt:
             self._fetch_ahead()
@@ -343,11 +352,11 @@ class Runtime:
         """What all ranks do where they use `group`."""
         assert self.reductions is not None, "made with the ranks' work"
         if backward:
-            self.reductions.reach(group.index)
+            self.reductions.reduce_skipped_groups(group.index)
         upcoming = self.trace.rest() if backward else self.trace.upcoming()
         work.use(group, (self.groups[index] for index in upcoming))
 
-    def _use_again(self, group: ParamGroup, *, backward: bool) -> None:
+    def _replay_use(self, group: ParamGroup, *, backward: bool) -> None:
         """`use` of a rank without data: decided as on the others, from the same state."""
         assert self.rank_work is not None, "who else is there to wait"
         self.trace.use(group.index, backward=backward)
@@ -543,7 +552,7 @@ class Runtime:
 
     def _refuse_amid_use(self) -> None:
         for group in self.groups:
-            if group.in_use:
+            if group.is_entered:
                 raise StateError(
                     f"optimizer.step() while {group.name} is gathered: inside `with "
                     "engine.gathered(...)`, or amid a forward, an update would change what is "

@@ -70,11 +70,12 @@ class Stepper:
 
     def __init__(
         self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
-        trace: Trace, loss_scale: LossScale | None, late: frozenset[int] = frozenset(),
+        trace: Trace, loss_scale: LossScale | None,
+        summed_over_blocks: frozenset[int] = frozenset(),
         reductions: Reductions | None = None, tensor_parallel: TensorParallel | None = None,
     ) -> None:  # fmt: skip
-        """Groups in `late` get an unknown number of gradients and are never updated ahead.
-        `reductions` are there where other ranks have gradients of the same parameters, too,
+        """Groups in `summed_over_blocks` get an unknown number of gradients and are never updated
+        ahead. `reductions` are there where other ranks have gradients of the same parameters, too,
         `tensor_parallel` where they have those of other parts."""
         self._states = states
         self._updates = updates
@@ -100,7 +101,7 @@ class Stepper:
         self._short_step: int | None = None  # passes of the last step, if it had less than it says
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()
-        self._late = late
+        self._summed_over_blocks = summed_over_blocks
         self._reductions = reductions
         self._tensor_parallel = tensor_parallel
         self._counted_elsewhere = [
@@ -146,7 +147,7 @@ class Stepper:
         rest comes in the same backward pass."""
         self._unstepped = True
         self._norms = None
-        if more or not self._rules.in_backward or state.group.index in self._late:
+        if more or not self._rules.in_backward or state.group.index in self._summed_over_blocks:
             return
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
@@ -159,7 +160,7 @@ class Stepper:
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
         """A parameter got all of its gradient of one backward pass."""
-        if state.group.index not in self._late:
+        if state.group.index not in self._summed_over_blocks:
             self._passes[state.group.index][index] += 1
 
     def _follow_loss_scale(self) -> None:
@@ -445,7 +446,7 @@ class Stepper:
             if index in state.parts:
                 spec = state.parts[index].spec
                 segments.append(Segment(spec.offset, spec.stop, scalars[key], key[1]))
-        group.outdate()
+        group.invalidate()
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
 

@@ -30,7 +30,7 @@ from offload.swap.worker import ParallelRunner, Worker
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 from offload.zero.bits import array_of
-from offload.zero.chunks import Chunk, GroupUpdate, Part, Segment
+from offload.zero.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.device_update import DeviceUpdate
 from offload.zero.device_work import DeviceWork
 from offload.zero.group import ParamGroup
@@ -94,7 +94,7 @@ class UpdateQueue:
                 self._waiting.append(update)
         self._worker.wake()
         for update in updates:
-            if not update.state.gradients.is_here:
+            if not update.state.gradients.is_reduced_locally:
                 update.state.gradients.landed.then(lambda _: self._worker.wake())
 
     def promote(self, group: ParamGroup) -> None:
@@ -196,7 +196,7 @@ class UpdateQueue:
     def _begin_group(self) -> GroupUpdate | None:
         with self._lock:
             # one that waits for other ranks must not hold what the reduction needs to end
-            here = (each for each in self._waiting if each.state.gradients.is_here)
+            here = (each for each in self._waiting if each.state.gradients.is_reduced_locally)
             update = next(here, None)
             if update is None:
                 return None
@@ -219,8 +219,9 @@ class UpdateQueue:
             if self._expected.keep_records:
                 record.bring_host(next_use=self._expected.of_records(group))
             chunk = Chunk(
-                update, elements, record_format, Part(group.state, index), Part(record, 0),
-                Part(state.gradients.state, index, before=state.gradients.landed),
+                update, elements, record_format, ChunkBytes(group.state, index),
+                ChunkBytes(record, 0),
+                ChunkBytes(state.gradients.state, index, before=state.gradients.landed),
             )  # fmt: skip
             chunk.buffer = self._stage(chunk)
             yield chunk

@@ -32,7 +32,7 @@ from offload.zero.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _ParamInChunk:
     """A chunk that a parameter lies in: where in the chunk, and where in the parameter."""
 
     arrays: dict[str, Array]  # of its record
@@ -102,7 +102,7 @@ class ParameterValues:
             mine = values[lo - spec.offset : hi - spec.offset]
             encode(mine, weights[lo - part.start : hi - part.start], self._own)
 
-    def _master(self, chunk: _Chunk) -> Array:
+    def _master(self, chunk: _ParamInChunk) -> Array:
         arrays, here = chunk.arrays, chunk.here
         weights = chunk.weights[here]
         if "master" in arrays:
@@ -114,7 +114,7 @@ class ParameterValues:
             decode(weights, full, self._own)
         return full
 
-    def _set_master(self, full: Array, chunk: _Chunk) -> None:
+    def _set_master(self, full: Array, chunk: _ParamInChunk) -> None:
         full = np.ascontiguousarray(full)
         weights = chunk.weights[chunk.here]
         if "low" in chunk.arrays:
@@ -124,7 +124,7 @@ class ParameterValues:
         if "master" in chunk.arrays:
             chunk.arrays["master"][chunk.here] = full
 
-    def _chunks(self, group: ParamGroup, index: int, *, write: bool) -> Iterator[_Chunk]:
+    def _chunks(self, group: ParamGroup, index: int, *, write: bool) -> Iterator[_ParamInChunk]:
         """The chunks of this rank's part of a group that a parameter lies in."""
         state = self._state_of(group)
         if index not in state.parts:
@@ -141,7 +141,9 @@ class ParameterValues:
             there = slice(lo - spec.offset + part.start, hi - spec.offset + part.start)
             with _record(record, write=write) as buffer:
                 arrays = kept.arrays(buffer, len(elements))
-                yield _Chunk(arrays, kept, weights[elements.start : elements.stop], here, there)
+                yield _ParamInChunk(
+                    arrays, kept, weights[elements.start : elements.stop], here, there
+                )
                 arrays.clear()  # the caller's name for them must not keep the record in memory
                 del buffer
 
@@ -252,7 +254,7 @@ class ParameterValues:
             indices = [index for index, one in enumerate(changed[start:stop]) if one]
             if indices:
                 self.accept(group, indices)
-                group.state.overwritten()
+                group.copies.overwritten()
             start = stop
 
     def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
@@ -288,7 +290,7 @@ class ParameterValues:
                 param.copy_(copied)
 
     def _adopt(self, group: ParamGroup) -> None:
-        if group.residing is GroupState.GATHERED and not group.in_use:
+        if group.residing is GroupState.GATHERED and not group.is_entered:
             changed = group.changed()
             if changed:
                 self.accept(group, changed)

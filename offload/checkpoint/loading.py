@@ -137,7 +137,7 @@ class _Loader:
             self._read_parameters(state)
             self._read_optimizer(state)
             self._read_steps(group)
-            group.outdate()  # handles of activations saved before are stale
+            group.invalidate()  # handles of activations saved before are stale
             group.state.settle()
             for record in state.records:
                 record.settle()

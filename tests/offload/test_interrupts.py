@@ -87,7 +87,7 @@ def saved_tensor_hooks() -> Any:
 def assert_at_rest(engine: offload.Engine) -> None:
     assert _get_current_function_mode_stack() == []
     assert saved_tensor_hooks() is None
-    assert not any(group.in_use for group in engine.runtime.groups)
+    assert not any(group.is_entered for group in engine.runtime.groups)
 
 
 def uninterrupted(folder: Path, keys: dict[str, Any], build: Any = TinyLM) -> Any:
