@@ -237,8 +237,7 @@ class Engine:
             state = self._runtime.optimizer_states[group.index]
             load_group(state, self._runtime.own, values)
             group.adopt()
-            if self._runtime.rank_work is not None:
-                self._runtime.rank_work.refresh([group])
+            self._runtime.rank_work.refresh([group])
             machine.trim_memory()  # the values of one group are freed before the next ones come
         if initialiser is not None:
             initialiser.finish(files, self.device)
@@ -281,7 +280,7 @@ class Engine:
 
         Meanwhile a rank holds gradients whole, where `placement.gradients` puts them.
         """
-        with self._open().no_sync():
+        with self._open().reductions.no_sync():
             yield
 
     @contextmanager

@@ -1,11 +1,16 @@
-"""What a runtime does with other ranks: gather shards, reduce gradients, agree on steps."""
+"""What a runtime does with other ranks: gather shards, reduce gradients, agree on steps.
+
+`OneRank` has the same verbs and nothing to do, so that no one has to ask whether there are others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
 from offload.swap.fences import Fences
@@ -13,13 +18,21 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
 from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
+from offload.tiers.errors import UnsupportedError
 from offload.zero.collectives import Wire, Workspace
 from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup, RankCopies
 from offload.zero.layout import Layout
-from offload.zero.pass_log import PassLog
+from offload.zero.optimizer_state import Gradients
 from offload.zero.ranks import Ranks
-from offload.zero.reduction import ReducedGradients, ReductionMemory, Reductions
+from offload.zero.reduction import (
+    NoReductions,
+    ReducedGradients,
+    ReductionMemory,
+    Reductions,
+)
+from offload.zero.sharding import ALONE, Part, Sharding
 
 # Elements of a group that have a home here, and of the parts of it that are pieces of their own.
 MakeHome = Callable[[int, int | None], State]
@@ -33,6 +46,79 @@ class SharedMemory:
     gather_nbytes: int  # room for whole parameters
     workspace: Workspace
     fences: Fences
+
+
+class OneRank:
+    """The verbs of `RankWork` on one rank, which has everything there is."""
+
+    sharding: Sharding = ALONE
+
+    def __init__(self) -> None:
+        self.reductions = NoReductions()
+
+    def parameters(
+        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
+        update: Callable[[], Transfer[None] | None],
+    ) -> tuple[State, RankCopies]:  # fmt: skip
+        return make(layout.numel, None), RankCopies()
+
+    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
+        """Nothing is repeated."""
+
+    def refresh(self, groups: Iterable[ParamGroup]) -> None:
+        """Nothing is out of date."""
+
+    def refresh_updated(self) -> None:
+        """Nothing is out of date."""
+
+    def use(self, group: ParamGroup, *, backward: bool) -> None:
+        """Nothing is gathered."""
+
+    def exactly(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin_pass(self) -> None:
+        """No other rank takes part."""
+
+    def finish_pass(self) -> None:
+        """No other rank takes part."""
+
+    def idle(self) -> None:
+        """No other rank has a pass."""
+
+    def gradients(
+        self, index: int, part: Part, own: GradientAccumulator,
+        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
+        *, summed_over_blocks: bool,
+    ) -> Gradients:  # fmt: skip
+        return own
+
+    def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> NoReductions:
+        return self.reductions
+
+    def note_gradient(self) -> None:
+        """Nothing is repeated."""
+
+    def note(self, what: str) -> None:
+        """There is no other rank to compare with."""
+
+    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
+        return np.array([numbers])
+
+    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        return part
+
+    def refuse_forward_write(self, names: str) -> None:
+        """All data is here."""
+
+    def moved_nbytes(self) -> dict[str, int]:
+        return {}
+
+    def finish(self) -> None:
+        """No other rank waits."""
+
+    def close(self) -> None:
+        """There are no threads."""
 
 
 class RankWork:
@@ -50,7 +136,11 @@ class RankWork:
             self.collectives, memory.pool, room, ranks.device, memory.fences, dtype,
             memory.workspace.codes,
         )  # fmt: skip
-        self._reductions: Reductions | None = None
+        self._log = self._gatherer.log  # what the passes of this rank did that others took part in
+        self._reduced: list[ReducedGradients] = []
+        self.reductions: Reductions | NoReductions = NoReductions()  # until `reduce`
+        self._groups: Sequence[ParamGroup] = ()
+        self._trace: Trace
 
     # ---------------------------------------------------------------- parameters
     def parameters(
@@ -72,13 +162,45 @@ class RankWork:
             )
         return shared, shared
 
+    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
+        """These are all groups, and the order of their uses. What is done with them in a pass is
+        noted, for a rank without data to repeat."""
+        self._groups, self._trace = groups, trace
+        for group in groups:
+            group.on_hold = self._note_hold
+
+    def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
+        """A module has entered a group, or left it: what it holds is not given up meanwhile."""
+        self._log.note(partial(group.hold if entered else group.let_go, id(user)))
+
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
         """Bring what other ranks have updated up to date, where it is kept whole."""
         for group in groups:
             group.copies.refresh()
 
-    def use(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
-        """`group` is needed now: gather it, and what is needed next behind it."""
+    def refresh_updated(self) -> None:
+        """`refresh` what the step under way updates, in the order of use."""
+        self.refresh(self._groups[index] for index in self.reductions.forward_order)
+
+    def use(self, group: ParamGroup, *, backward: bool) -> None:
+        """`group` is needed now: do what all ranks do where they use it."""
+        self._log.note(partial(self._replay_use, group, backward=backward))
+        self._use(group, backward=backward)
+
+    def _replay_use(self, group: ParamGroup, *, backward: bool) -> None:
+        """`use` of a rank without data: decided as on the others, from the same state."""
+        self._trace.use(group.index, backward=backward)
+        self._use(group, backward=backward)
+
+    def _use(self, group: ParamGroup, *, backward: bool) -> None:
+        if backward:
+            self.reductions.reduce_skipped_groups(group.index)
+        upcoming = self._trace.rest() if backward else self._trace.upcoming()
+        groups = (self._groups[index] for index in upcoming if index < len(self._groups))
+        self._gather(group, groups)
+
+    def _gather(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
+        """Gather `group`, and what is needed next behind it."""
         if not isinstance(group.state, GatheredState):
             return
         if not group.state.is_gathered:
@@ -93,51 +215,75 @@ class RankWork:
         return self._gatherer.exactly()
 
     # ---------------------------------------------------------------- passes
-    @property
-    def log(self) -> PassLog:
-        """What the passes of this rank did that others took part in."""
-        return self._gatherer.log
-
     def begin_pass(self) -> None:
         """The model is called."""
+        self.finish_pass()
+        self.refresh(self._groups)
         self._gatherer.begin_pass()
 
     def finish_pass(self) -> None:
         """The model is called again, or a step is taken: a pass is over, if one was under way."""
-        if self._reductions is not None:
-            self._reductions.finish()
-        self.log.end_pass()
+        self.reductions.finish()
+        self._log.end_pass()
 
     def idle(self) -> None:
         """Take part in one forward and backward pass of the other ranks without data."""
-        assert self._reductions is not None, "made with the groups"
         self.finish_pass()
-        self.log.repeat(reduced=self._reductions.synchronising)
-        self._reductions.take_nothing()
+        try:
+            self._log.repeat(reduced=self.reductions.synchronising)
+            self.reductions.take_nothing()
+        finally:
+            for group in self._groups:
+                group.let_go_all()
 
     # ---------------------------------------------------------------- gradients
-    def reduce(
-        self,
-        groups: list[ReducedGradients],
-        dtype: torch.dtype,
-        trace: Trace,
-        *,
-        wait_for_complete_groups: bool,
-    ) -> Reductions:
-        """From here on gradients of `groups` are reduced (see `Reductions`)."""
+    def gradients(
+        self, index: int, part: Part, own: GradientAccumulator,
+        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
+        *, summed_over_blocks: bool,
+    ) -> Gradients:  # fmt: skip
+        """A group's gradients over all ranks, of which `own` accumulates this rank's part (see
+        `ReducedGradients`)."""
+        made = ReducedGradients(
+            index, part, own, make_local, await_update, summed_over_blocks=summed_over_blocks
+        )
+        self._reduced.append(made)
+        return made
+
+    def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> Reductions:
+        """From here on what `gradients` has made is reduced (see `Reductions`)."""
         memory = self._memory
-        self._reductions = Reductions(
-            groups, self.ranks, self.collectives,
+        self.reductions = Reductions(
+            self._reduced, self.ranks, self.collectives,
             ReductionMemory(memory.pool, memory.workspace, memory.fences),
-            self.collectives.wire.reduce_dtype or dtype, self.log, trace,
+            self.collectives.wire.reduce_dtype or dtype, self._log, self._trace,
             wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
-        return self._reductions
+        return self.reductions
 
-    def await_progress(self, *, in_backward: bool) -> bool:
-        """For a pool that is out of room; False if there is nothing to wait for."""
-        reductions = self._reductions
-        return reductions is not None and reductions.await_progress(in_backward=in_backward)
+    def note_gradient(self) -> None:
+        """The pass under way has a backward."""
+        self._log.note_gradient(reduced=self.reductions.synchronising)
+
+    # ---------------------------------------------------------------- agreeing
+    def note(self, what: str) -> None:
+        """All ranks should do this now (see `Ranks.note`)."""
+        self.ranks.note(what)
+
+    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
+        """What every rank has, one row each (see `Ranks.exchange`)."""
+        return self.ranks.exchange(numbers, what)
+
+    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        """The whole of what each rank has a part of, and zeros elsewhere."""
+        return self.ranks.combine(part, name)
+
+    def refuse_forward_write(self, names: str) -> None:
+        """UnsupportedError: a forward wrote to the parameters `names`."""
+        raise UnsupportedError(
+            f"a forward wrote to {names} on one of several ranks, each of which has other data "
+            "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
+        )
 
     def moved_nbytes(self) -> dict[str, int]:
         """Bytes of all buffers that were gathered and reduced with other ranks."""
@@ -148,18 +294,20 @@ class RankWork:
             "all-reduce": traffic.all_reduced_nbytes,
         }
 
+    # ---------------------------------------------------------------- ending
     def finish(self) -> None:
         """Before everything is closed: what all ranks have asked for, ends on all of them. Another
-        rank is in it already, perhaps, and would wait for this one. Not after an error."""
+        rank may be in it already, and would wait for this one. Not after an error."""
         watch = self.ranks.watch
         if watch.is_leaving:
             return
-        if self._reductions is not None:
-            self._reductions.drain(watch.timeout_s)
+        self.reductions.drain(watch.timeout_s)
         self._gatherer.order.drain(watch.timeout_s)
 
     def close(self) -> None:
-        if self._reductions is not None:
-            self._reductions.close()
+        self.reductions.close()
         self._gatherer.close()
         self.ranks.watch.close()
+
+
+AnyRankWork = OneRank | RankWork

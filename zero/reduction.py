@@ -14,7 +14,8 @@ it. A parameter that no rank has a gradient of is not updated, as on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -208,9 +209,55 @@ class ReductionMemory:
     fences: Fences
 
 
+class NoReductions:
+    """The verbs of `Reductions` on one rank, whose gradients are all there are."""
+
+    has_others = False
+    synchronising = True
+    forward_order: Sequence[int] = ()
+
+    def reduce_skipped_groups(self, index: int) -> None:
+        """Nothing is reduced."""
+
+    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
+        begin()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def clear(self, group_index: int, indices: Sequence[int]) -> None:
+        """No other rank has any."""
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def take_nothing(self) -> None:
+        """No other rank has a pass."""
+
+    def agree(self, use: str, name: str = "") -> None:
+        """What is here is all there is."""
+
+    def discard(self) -> None:
+        """Nothing is under way."""
+
+    def all_squares(self, squares: list[float]) -> np.ndarray:
+        return np.array([squares])
+
+    def await_progress(self, *, in_backward: bool) -> bool:
+        return False
+
+    def drain(self, timeout_s: float) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
 class Reductions:
     """All groups' reductions of one rank. For the thread that runs backward, and `agree` and
     `finish` for that of the model."""
+
+    has_others = True
 
     def __init__(
         self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
@@ -231,7 +278,7 @@ class Reductions:
         self._log = log
         self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
-        self.synchronising = True
+        self.synchronising = True  # False inside `no_sync`
         self._order: list[int] = []
         self._places: dict[int, int] = {}  # in it, of groups
         self._is_agreed = False  # ... on all ranks
@@ -245,6 +292,17 @@ class Reductions:
             group.reductions = self
 
     # ---------------------------------------------------------------- backward
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up on this rank alone; the next one outside, or the step,
+        reduces the sum."""
+        self.finish()
+        before, self.synchronising = self.synchronising, False
+        try:
+            yield
+        finally:
+            self.synchronising = before
+
     def take(self, group: ReducedGradients, index: int, gradient: torch.Tensor) -> bool:
         """A gradient of parameter `index`. False if it is reduced in the step only."""
         if not self.synchronising:

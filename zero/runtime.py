@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -45,14 +44,13 @@ from offload.zero.micro_batches import MicroBatching
 from offload.zero.one_thread import OneThread
 from offload.zero.optimizer_state import Gradients, OptimizerState
 from offload.zero.pipeline_stages import check_schedule
-from offload.zero.rank_work import RankWork, SharedMemory
+from offload.zero.rank_work import AnyRankWork, OneRank, RankWork, SharedMemory
 from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
-from offload.zero.reduction import ReducedGradients, Reductions
 from offload.zero.refusal import Refusal
 from offload.zero.released import ReleasedParameters, Values, is_released
 from offload.zero.session import in_backward
-from offload.zero.sharding import ALONE, Part
+from offload.zero.sharding import Part
 from offload.zero.stepper import StepOutcome, Stepper, StepRules
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import ExpectedUses, UpdateQueue
@@ -129,7 +127,6 @@ class Runtime:
         self.options = options
         self.ranks = ranks
         self.tensor_parallel = tensor_parallel
-        self._sharding = ALONE if ranks is None else ranks.sharding
         self.own = FLOAT_OF[options.dtype]
         self.loss_scale = loss_scale
         self.trace = Trace()
@@ -150,15 +147,17 @@ class Runtime:
         self._backward_thread = 0  # the one that gave the last gradient
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
-        self.rank_work = (
-            RankWork(ranks, homes.shared_memory(), options.dtype, options.wire)
-            if ranks is not None
-            else None
-        )
+        self.rank_work: AnyRankWork = OneRank()
+        if ranks is not None:
+            memory = homes.shared_memory()
+            self.rank_work = RankWork(ranks, memory, options.dtype, options.wire)
         self._shared = discovery.shape().shared
         for plan in discovery.groups:
             self._add_group(plan.name, plan.params)
-        self.reductions = self._reduce()
+        self.rank_work.watch(self.groups, self.trace)
+        self.reductions = self.rank_work.reduce(
+            options.dtype, wait_for_complete_groups=options.step_rules.in_backward
+        )
         self._where = {
             id(param): (group, index)
             for group in self.groups
@@ -173,7 +172,7 @@ class Runtime:
             several, self.reductions, tensor_parallel,
         )  # fmt: skip
         self.gradients = GradientHandles(
-            self.optimizer_states, self.stepper, self.reductions, ranks, self._arrive,
+            self.optimizer_states, self.stepper, self.rank_work, self._arrive,
             self._comes_in_parts,
         )  # fmt: skip
         self._handles = HandleTable(self.use, homes.keeper)
@@ -187,7 +186,7 @@ class Runtime:
     def _add_group(self, name: str, params: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
         options = self.options
         index = len(self.groups)
-        sharding = self._sharding
+        sharding = self.rank_work.sharding
         layout = lay_out(shapes_of(params), sharding.ranks, sharding.replicas)
         by_names = dict(params)
         ordered = [by_names[spec.names] for spec in layout.params]
@@ -203,8 +202,6 @@ class Runtime:
             index, name, layout, ordered, options.dtype, state, options.device,
             self._released.classes_of, copies,
         )  # fmt: skip
-        if self.rank_work is not None:
-            group.on_hold = self._note_hold
         part = Part.of(layout, sharding.rank)
         gradients = self._gradients(index, name, part, next_update)
         chunks = layout.chunks(options.chunk_numel)
@@ -235,8 +232,6 @@ class Runtime:
         def make(numel: int, stride: int | None) -> State:
             return self._homes.parameters(index, name, numel, next_use, stride)
 
-        if self.rank_work is None:
-            return make(layout.numel, None), RankCopies()
         return self.rank_work.parameters(
             make, layout, lambda: self.groups[index].is_entered, lambda: self.groups[index].pending
         )
@@ -254,8 +249,6 @@ class Runtime:
             self._run_blocks, rules.passes if rules.in_backward else None, self._partials,
             self._outbox,
         )  # fmt: skip
-        if self.rank_work is None:
-            return own
         layout = part.layout
 
         def local() -> GradientAccumulator:
@@ -268,24 +261,10 @@ class Runtime:
                 self._run_blocks,
             )  # fmt: skip
 
-        return ReducedGradients(
-            index,
-            part,
-            own,
-            local,
-            lambda: self.groups[index].wait_for_update(),
+        return self.rank_work.gradients(
+            index, part, own, local, lambda: self.groups[index].wait_for_update(),
             summed_over_blocks=several,
-        )
-
-    def _reduce(self) -> Reductions | None:
-        if self.rank_work is None:
-            return None
-        found = [state.gradients for state in self.optimizer_states]
-        reduced = [each for each in found if isinstance(each, ReducedGradients)]
-        in_backward = self.options.step_rules.in_backward
-        return self.rank_work.reduce(
-            reduced, self.options.dtype, self.trace, wait_for_complete_groups=in_backward
-        )
+        )  # fmt: skip
 
     def start(self, model: nn.Module, values: Values, owner: Callable[[], object | None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime, while its `owner`
@@ -317,10 +296,7 @@ class Runtime:
         self.gradients.drop_cleared()
         self.gradients.note_set()
         self._adopt_changes()
-        if self.rank_work is not None:
-            self.rank_work.finish_pass()
-            self.rank_work.refresh(self.groups)
-            self.rank_work.begin_pass()
+        self.rank_work.begin_pass()
         self.trace.begin_forward()
 
     def _adopt_changes(self) -> None:
@@ -342,30 +318,9 @@ class Runtime:
             self.updates.promote(group)
         else:  # it gets its place before what comes next: that may leave no hole of its size
             group.state.bring(next_use=0, priority=Priority.URGENT)
-        if self.rank_work is not None:
-            self.rank_work.log.note(partial(self._replay_use, group, backward=backward))
-            self._use_together(group, self.rank_work, backward=backward)
+        self.rank_work.use(group, backward=backward)
         if self.options.prefetch and self.trace.learnt:
             self._fetch_ahead()
-
-    def _use_together(self, group: ParamGroup, work: RankWork, *, backward: bool) -> None:
-        """What all ranks do where they use `group`."""
-        assert self.reductions is not None, "made with the ranks' work"
-        if backward:
-            self.reductions.reduce_skipped_groups(group.index)
-        upcoming = self.trace.rest() if backward else self.trace.upcoming()
-        work.use(group, (self.groups[index] for index in upcoming))
-
-    def _replay_use(self, group: ParamGroup, *, backward: bool) -> None:
-        """`use` of a rank without data: decided as on the others, from the same state."""
-        assert self.rank_work is not None, "who else is there to wait"
-        self.trace.use(group.index, backward=backward)
-        self._use_together(group, self.rank_work, backward=backward)
-
-    def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
-        """A module has entered a group, or left it: what it holds is not given up meanwhile."""
-        assert self.rank_work is not None, "set where there is"
-        self.rank_work.log.note(partial(group.hold if entered else group.let_go, id(user)))
 
     def _fetch_ahead(self) -> None:
         for distance, index in enumerate(self.trace.upcoming()):
@@ -420,9 +375,7 @@ class Runtime:
                 "precision fp16 scales the loss: call engine.backward(loss) instead of "
                 "loss.backward(); a GradScaler is not needed"
             )
-        if self.rank_work is not None:
-            assert self.reductions is not None, "made with it"
-            self.rank_work.log.note_gradient(reduced=self.reductions.synchronising)
+        self.rank_work.note_gradient()
         group = state.group
         gradient = spread_as(group.params[index], gradient)
         if self._sums is not None and self._comes_in_parts(group):
@@ -479,37 +432,18 @@ class Runtime:
             closed = [state.gradients.close() for state in self.optimizer_states]
             if any(closed):
                 return True
-        work = self.rank_work
-        if work is not None and work.await_progress(in_backward=in_backward):
+        if self.reductions.await_progress(in_backward=in_backward):
             return True
         return self.updates.await_progress()
 
     def idle(self) -> None:
         """Take part in a forward and backward pass of the other ranks, without data here."""
         self.check_usable()
-        if self.rank_work is not None:
+        if self.reductions.has_others:
             self._begin_forward()
             self.stepper.idled()
-            try:
-                self.rank_work.idle()
-            finally:
-                for group in self.groups:
-                    group.let_go_all()
+            self.rank_work.idle()
             self.gradients.repeat()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up on this rank alone; the next one outside, or the step,
-        reduces the sum."""
-        if self.reductions is None:
-            yield
-            return
-        self.reductions.finish()
-        before, self.reductions.synchronising = self.reductions.synchronising, False
-        try:
-            yield
-        finally:
-            self.reductions.synchronising = before
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
@@ -533,13 +467,10 @@ class Runtime:
         self._refuse_amid_use()
         self._adopt_changes()
         self.gradients.collect()
-        if self.rank_work is not None:
-            self.rank_work.finish_pass()
+        self.rank_work.finish_pass()
         outcome = self.stepper.step(hyper_of)
-        if self.rank_work is not None:
-            assert self.reductions is not None, "made with it"
-            self.gradients.complete()
-            self.rank_work.refresh(self.groups[i] for i in self.reductions.forward_order)
+        self.gradients.complete()
+        self.rank_work.refresh_updated()
         return outcome
 
     @uninterrupted
@@ -596,7 +527,7 @@ class Runtime:
 
     def exchanged_nbytes(self) -> dict[str, int]:
         """Bytes of whole buffers that were gathered and reduced with other ranks."""
-        return {} if self.rank_work is None else self.rank_work.moved_nbytes()
+        return self.rank_work.moved_nbytes()
 
     @interrupted_in_waits
     def settle(self) -> None:
@@ -609,11 +540,9 @@ class Runtime:
     def close(self) -> None:
         """Stop the update thread, replace the hooks by refusals, let go of all parameters."""
         self.unusable = "the engine is closed; make a new one with offload.initialize"
-        if self.rank_work is not None:
-            self.rank_work.finish()  # gathering may wait for updates
+        self.rank_work.finish()  # gathering may wait for updates
         self.updates.close()
-        if self.rank_work is not None:
-            self.rank_work.close()
+        self.rank_work.close()
         if self._micro_batching is not None:
             self._micro_batching.remove()
         if self._hooks is not None:

@@ -37,7 +37,7 @@ from offload.zero.gradients import total_square
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.loss_scale import LossScale
 from offload.zero.optimizer_state import OptimizerState
-from offload.zero.reduction import Reductions
+from offload.zero.reduction import NoReductions, Reductions
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import UpdateQueue, merge
 
@@ -72,11 +72,12 @@ class Stepper:
         self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
         trace: Trace, loss_scale: LossScale | None,
         summed_over_blocks: frozenset[int] = frozenset(),
-        reductions: Reductions | None = None, tensor_parallel: TensorParallel | None = None,
+        reductions: Reductions | NoReductions | None = None,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:  # fmt: skip
         """Groups in `summed_over_blocks` get an unknown number of gradients and are never updated
-        ahead. `reductions` are there where other ranks have gradients of the same parameters, too,
-        `tensor_parallel` where they have those of other parts."""
+        ahead. `reductions` are with other ranks that have gradients of the same parameters,
+        `tensor_parallel` is there where some have those of other parts."""
         self._states = states
         self._updates = updates
         self._rules = rules
@@ -102,7 +103,7 @@ class Stepper:
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()
         self._summed_over_blocks = summed_over_blocks
-        self._reductions = reductions
+        self._reductions = NoReductions() if reductions is None else reductions
         self._tensor_parallel = tensor_parallel
         self._counted_elsewhere = [
             frozenset() if tensor_parallel is None
@@ -153,10 +154,7 @@ class Stepper:
         arrived[index] += 1
         if (arrived >= self._rules.passes).all():
             begin = partial(self._update_ahead, state)
-            if self._reductions is None:
-                begin()
-            else:
-                self._reductions.when_issued(state.group.index, begin)
+            self._reductions.when_issued(state.group.index, begin)
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
         """A parameter got all of its gradient of one backward pass."""
@@ -252,8 +250,7 @@ class Stepper:
         self._refuse_to_drop(self._ahead)
         self._unstepped = False
         self._norms = None
-        if self._reductions is not None:
-            self._reductions.discard()
+        self._reductions.discard()
         for state in self._states:
             self._clear(state)
         self._forget_passes()
@@ -267,9 +264,8 @@ class Stepper:
         """Forget the gradients of some parameters of a group, as `zero_grad` does."""
         self._refuse_to_drop(self._ahead & {state.group.index})
         self._norms = None
-        if self._reductions is not None:
-            self._reductions.finish()
-            self._reductions.clear(state.group.index, indices)
+        self._reductions.finish()
+        self._reductions.clear(state.group.index, indices)
         state.gradients.drop(indices)
         if not state.gradients.holds_any:  # ... of other ranks, too
             self._clear(state)
@@ -293,8 +289,7 @@ class Stepper:
         """Forget all gradients, and that updates have begun ahead of a step: what they changed is
         about to be replaced. For settled states."""
         self._unstepped = False
-        if self._reductions is not None:
-            self._reductions.discard()
+        self._reductions.discard()
         self._norms = None
         having = [state for state in self._states if state.gradients.holds_any]
         self._end_ahead()
@@ -309,7 +304,7 @@ class Stepper:
         """The 2-norm of one parameter's gradient, 0-dim, fp32. Of several ranks all have to ask,
         and are answered from one exchange until a gradient changes."""
         group, index = place
-        if self._reductions is None and self._tensor_parallel is None:
+        if not self._reductions.has_others and self._tensor_parallel is None:
             square = self._states[group].gradients.square(index)
             return self._as_norms([square])[0]
         return self._gradient_norms()[self._places[place]]
@@ -322,9 +317,8 @@ class Stepper:
         """What was cleared is gone, and what other ranks have of the gradients is here: also where
         nothing has come since the norms were made."""
         self._wait_for_reading_updates()
-        if self._reductions is not None:
-            self._reductions.agree(use, name)
-            self._norms = None
+        self._reductions.agree(use, name)
+        self._norms = None
 
     def changed(self) -> None:
         """A gradient was written or scaled."""
@@ -336,8 +330,7 @@ class Stepper:
         The same on every rank."""
         if self._norms is None:
             squares = [self._square(*place) for place in self._order]
-            if self._reductions is not None:
-                squares = _added_up(self._reductions.all_squares(squares))
+            squares = _added_up(self._reductions.all_squares(squares))
             if self._tensor_parallel is not None:
                 squares = _added_up(self._tensor_parallel.exchange_sums(squares))
             self._norms = self._as_norms(squares)
@@ -404,9 +397,7 @@ class Stepper:
 
     def _submit_rest(self, hyper_of: HyperOf, grad_scale: float) -> None:
         """Submit every group with gradients that is not being updated yet."""
-        first = self._trace.first_uses()
-        if self._reductions is not None:
-            first = self._reductions.forward_order
+        first = self._reductions.forward_order or self._trace.first_uses()
         order = {index: rank for rank, index in enumerate(first)}
         having = [state for state in self._states if state.gradients.has_any]
         rest = [state for state in having if state.group.index not in self._ahead]

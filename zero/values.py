@@ -7,7 +7,7 @@ step works through: at most one group's weights and one record are in memory at 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from offload.kernels.floats import Array, Float
 from offload.kernels.variants import Master
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
-from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
+from offload.tiers.errors import BudgetError, StateError, TierFullError
 from offload.zero.bits import array_of, flat_array
 from offload.zero.given_copies import GivenCopies
 from offload.zero.group import GroupState, ParamGroup, digest
@@ -68,8 +68,7 @@ class ParameterValues:
 
     def _whole(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """What this rank has a part of, and zeros elsewhere."""
-        ranks = self._runtime.ranks
-        return part if ranks is None else ranks.combine(part, name)
+        return self._runtime.rank_work.combine(part, name)
 
     @uninterrupted
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
@@ -228,7 +227,7 @@ class ParameterValues:
         """BudgetError when they do not fit together."""
         for count, group in enumerate(groups):
             try:
-                with self._exactly():
+                with self._runtime.rank_work.exactly():
                     group.enter(user)
                 group.state.settle()  # what goes home must not be half of what the caller writes
             except TierFullError as error:
@@ -246,8 +245,8 @@ class ParameterValues:
             group.note_versions()
             pairs = zip(_digests(group), before, strict=True)
             changed += [int(now != digest) for now, digest in pairs]
-        if self._runtime.ranks is not None:
-            changed = self._runtime.ranks.exchange(changed).max(axis=0).tolist()
+        rows = self._runtime.rank_work.exchange(changed, "which parameters were written")
+        changed = rows.max(axis=0).tolist()
         start = 0
         for group in groups:
             stop = start + len(group.params)
@@ -300,12 +299,8 @@ class ParameterValues:
 
         What that forward has saved is not outdated by it.
         """
-        if self._runtime.ranks is not None:
-            names = ", ".join(group.layout.params[index].name for index in indices)
-            raise UnsupportedError(
-                f"a forward wrote to {names} on one of several ranks, each of which has other data "
-                "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
-            )
+        names = ", ".join(group.layout.params[index].name for index in indices)
+        self._runtime.rank_work.refuse_forward_write(names)
         version = group.version
         self.accept(group, indices)
         group.version = version
@@ -315,12 +310,8 @@ class ParameterValues:
         """A copy of a parameter in its own precision."""
         group, index = self._find(param)
         spec = group.layout.params[index]
-        with self._exactly():
+        with self._runtime.rank_work.exactly():
             return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
-
-    def _exactly(self) -> AbstractContextManager[None]:
-        work = self._runtime.rank_work
-        return nullcontext() if work is None else work.exactly()
 
     @interrupted_in_waits
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
