@@ -35,6 +35,7 @@ from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import CheckpointError, OffloadError, StateError, UnsupportedError
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, discover, managed
+from offload.zero.gradient_hooks import is_trained_here
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
@@ -185,7 +186,7 @@ class Engine:
         structure = ModelStructure(model, self._runtime.group_of)
         self.optimizer.register_step_pre_hook(lambda *_: structure.check())
         self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
-        self._runtime.on_reuse.append(self._state_dict_hooks.remove)
+        self._runtime.store.on_reuse.append(self._state_dict_hooks.remove)
         self._activations = Activations(
             model, discovery, config, self._homes.activations, self._runtime
         )
@@ -236,8 +237,7 @@ class Engine:
             values = _values(group, initialiser, files, self._ranks, self._tensor_parallel)
             state = self._runtime.optimizer_states[group.index]
             load_group(state, self._runtime.own, values)
-            group.adopt()
-            self._runtime.rank_work.refresh([group])
+            self._runtime.store.adopt(group)
             machine.trim_memory()  # the values of one group are freed before the next ones come
         if initialiser is not None:
             initialiser.finish(files, self.device)
@@ -361,7 +361,7 @@ class Engine:
     def _open(self) -> Runtime:
         if self._closed or self._runtime is None:
             raise StateError("the engine is closed; make a new one with offload.initialize")
-        self._runtime.check_process()
+        self._runtime.store.one_thread.check_process()
         return self._runtime
 
     def before_close(self, call: Callable[[], None]) -> None:
@@ -530,7 +530,7 @@ def _refuse_shared(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         taken = UnitHooks.has_an_engine(module)
         for name, param in module.named_parameters(prefix=prefix, recurse=taken):
-            if taken or (Runtime.has(param) and not any(each.has(param) for each in closed)):
+            if taken or (is_trained_here(param) and not any(each.has(param) for each in closed)):
                 raise StateError(
                     f"{name} trains through another engine that is open: one parameter cannot have "
                     "two. Close that one first (engine.close()), or give offload.initialize one "

@@ -60,7 +60,12 @@ class UnitHooks:
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
-        for unit, inner in _inner_modules(units):
+        self._units = units
+
+    def follow_recomputation(self) -> None:
+        """Gather also for modules within units that are called in a backward pass, to be computed
+        again: for a model that is trained."""
+        for unit, inner in _inner_modules(self._units):
             self._install_inner(unit, inner)
 
     @staticmethod

@@ -1,30 +1,19 @@
-"""What a runtime does with other ranks: gather shards, reduce gradients, agree on steps.
+"""What ranks that train together do beside sharing weights: reduce gradients, agree on steps.
 
-`OneRank` has the same verbs and nothing to do, so that no one has to ask whether there are others.
+`OneRank` has the same verbs and nothing to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from offload.swap.fences import Fences
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import State
-from offload.swap.trace import Trace
-from offload.swap.transfer import Transfer
-from offload.tiers.errors import UnsupportedError
-from offload.zero.collectives import Wire, Workspace
-from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.collectives import Wire
 from offload.zero.gradients import GradientAccumulator
-from offload.zero.group import ParamGroup, RankCopies
-from offload.zero.layout import Layout
+from offload.zero.group import ParamGroup
 from offload.zero.optimizer_state import Gradients
+from offload.zero.rank_weights import OneRankWeights, RankWeights, SharedMemory
 from offload.zero.ranks import Ranks
 from offload.zero.reduction import (
     NoReductions,
@@ -32,56 +21,17 @@ from offload.zero.reduction import (
     ReductionMemory,
     Reductions,
 )
-from offload.zero.sharding import ALONE, Part, Sharding
-
-# Elements of a group that have a home here, and of the parts of it that are pieces of their own.
-MakeHome = Callable[[int, int | None], State]
+from offload.zero.sharding import Part
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Memory where the model computes, for what belongs to several ranks."""
-
-    pool: SlotPool
-    gather_nbytes: int  # room for whole parameters
-    workspace: Workspace
-    fences: Fences
-
-
-class OneRank:
+class OneRank(OneRankWeights):
     """The verbs of `RankWork` on one rank, which has everything there is."""
-
-    sharding: Sharding = ALONE
 
     def __init__(self) -> None:
         self.reductions = NoReductions()
 
-    def parameters(
-        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
-        update: Callable[[], Transfer[None] | None],
-    ) -> tuple[State, RankCopies]:  # fmt: skip
-        return make(layout.numel, None), RankCopies()
-
-    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        """Nothing is repeated."""
-
-    def refresh(self, groups: Iterable[ParamGroup]) -> None:
-        """Nothing is out of date."""
-
     def refresh_updated(self) -> None:
         """Nothing is out of date."""
-
-    def use(self, group: ParamGroup, *, backward: bool) -> None:
-        """Nothing is gathered."""
-
-    def exactly(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def begin_pass(self) -> None:
-        """No other rank takes part."""
-
-    def finish_pass(self) -> None:
-        """No other rank takes part."""
 
     def idle(self) -> None:
         """No other rank has a pass."""
@@ -102,129 +52,30 @@ class OneRank:
     def note(self, what: str) -> None:
         """There is no other rank to compare with."""
 
-    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
-        return np.array([numbers])
 
-    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        return part
-
-    def refuse_forward_write(self, names: str) -> None:
-        """All data is here."""
-
-    def moved_nbytes(self) -> dict[str, int]:
-        return {}
-
-    def finish(self) -> None:
-        """No other rank waits."""
-
-    def close(self) -> None:
-        """There are no threads."""
-
-
-class RankWork:
+class RankWork(RankWeights):
     """One rank's part in everything that all ranks do together."""
 
     def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
-        """Every rank has to come here. `dtype` is the parameters'."""
-        self.ranks = ranks
-        self.sharding = ranks.sharding
-        self.collectives = ranks.collectives(wire)
+        super().__init__(ranks, memory, dtype, wire)
         self._memory = memory
-        self._itemsize = dtype.itemsize
-        room = ranks.least(memory.gather_nbytes)
-        self._gatherer = Gatherer(
-            self.collectives, memory.pool, room, ranks.device, memory.fences, dtype,
-            memory.workspace.codes,
-        )  # fmt: skip
-        self._log = self._gatherer.log  # what the passes of this rank did that others took part in
         self._reduced: list[ReducedGradients] = []
         self.reductions: Reductions | NoReductions = NoReductions()  # until `reduce`
-        self._groups: Sequence[ParamGroup] = ()
-        self._trace: Trace
 
-    # ---------------------------------------------------------------- parameters
-    def parameters(
-        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
-        update: Callable[[], Transfer[None] | None],
-    ) -> tuple[State, RankCopies]:  # fmt: skip
-        """The parameters of a group, as the model sees them, and what they have of other ranks'
-        parts. `is_held` and `update` are the group's (see `GatheredState`)."""
-        if self.sharding.ranks == 1:
-            return make(layout.numel, None), RankCopies()
-        shared: GatheredState | ReplicatedState
-        if self.sharding.parameters:
-            home = make(layout.shard_numel, None)
-            shared = GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
-        else:
-            home = make(layout.numel, layout.shard_trainable or None)
-            shared = ReplicatedState(
-                home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
-            )
-        return shared, shared
-
-    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        """These are all groups, and the order of their uses. What is done with them in a pass is
-        noted, for a rank without data to repeat."""
-        self._groups, self._trace = groups, trace
-        for group in groups:
-            group.on_hold = self._note_hold
-
-    def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
-        """A module has entered a group, or left it: what it holds is not given up meanwhile."""
-        self._log.note(partial(group.hold if entered else group.let_go, id(user)))
-
-    def refresh(self, groups: Iterable[ParamGroup]) -> None:
-        """Bring what other ranks have updated up to date, where it is kept whole."""
-        for group in groups:
-            group.copies.refresh()
-
-    def refresh_updated(self) -> None:
-        """`refresh` what the step under way updates, in the order of use."""
-        self.refresh(self._groups[index] for index in self.reductions.forward_order)
-
-    def use(self, group: ParamGroup, *, backward: bool) -> None:
-        """`group` is needed now: do what all ranks do where they use it."""
-        self._log.note(partial(self._replay_use, group, backward=backward))
-        self._use(group, backward=backward)
-
-    def _replay_use(self, group: ParamGroup, *, backward: bool) -> None:
-        """`use` of a rank without data: decided as on the others, from the same state."""
-        self._trace.use(group.index, backward=backward)
-        self._use(group, backward=backward)
-
+    # ---------------------------------------------------------------- passes
     def _use(self, group: ParamGroup, *, backward: bool) -> None:
         if backward:
             self.reductions.reduce_skipped_groups(group.index)
-        upcoming = self._trace.rest() if backward else self._trace.upcoming()
-        groups = (self._groups[index] for index in upcoming if index < len(self._groups))
-        self._gather(group, groups)
-
-    def _gather(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
-        """Gather `group`, and what is needed next behind it."""
-        if not isinstance(group.state, GatheredState):
-            return
-        if not group.state.is_gathered:
-            self._gatherer.gather(group.state)
-        following = next(upcoming, None)
-        if following is not None and isinstance(following.state, GatheredState):
-            self._gatherer.expect(following.state, group.state)
-        self._gatherer.used(group.state)
-
-    def exactly(self) -> AbstractContextManager[None]:
-        """Parameters that are gathered inside are exact, also where 8-bit codes travel."""
-        return self._gatherer.exactly()
-
-    # ---------------------------------------------------------------- passes
-    def begin_pass(self) -> None:
-        """The model is called."""
-        self.finish_pass()
-        self.refresh(self._groups)
-        self._gatherer.begin_pass()
+        super()._use(group, backward=backward)
 
     def finish_pass(self) -> None:
         """The model is called again, or a step is taken: a pass is over, if one was under way."""
         self.reductions.finish()
-        self._log.end_pass()
+        super().finish_pass()
+
+    def refresh_updated(self) -> None:
+        """`refresh` what the step under way updates, in the order of use."""
+        self.refresh(self._groups[index] for index in self.reductions.forward_order)
 
     def idle(self) -> None:
         """Take part in one forward and backward pass of the other ranks without data."""
@@ -236,7 +87,6 @@ class RankWork:
             for group in self._groups:
                 group.let_go_all()
 
-    # ---------------------------------------------------------------- gradients
     def gradients(
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
@@ -265,49 +115,18 @@ class RankWork:
         """The pass under way has a backward."""
         self._log.note_gradient(reduced=self.reductions.synchronising)
 
-    # ---------------------------------------------------------------- agreeing
     def note(self, what: str) -> None:
         """All ranks should do this now (see `Ranks.note`)."""
         self.ranks.note(what)
 
-    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
-        """What every rank has, one row each (see `Ranks.exchange`)."""
-        return self.ranks.exchange(numbers, what)
-
-    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        """The whole of what each rank has a part of, and zeros elsewhere."""
-        return self.ranks.combine(part, name)
-
-    def refuse_forward_write(self, names: str) -> None:
-        """UnsupportedError: a forward wrote to the parameters `names`."""
-        raise UnsupportedError(
-            f"a forward wrote to {names} on one of several ranks, each of which has other data "
-            "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
-        )
-
-    def moved_nbytes(self) -> dict[str, int]:
-        """Bytes of all buffers that were gathered and reduced with other ranks."""
-        traffic = self.collectives.traffic
-        return {
-            "all-gather": traffic.gathered_nbytes,
-            "reduce-scatter": traffic.reduced_nbytes,
-            "all-reduce": traffic.all_reduced_nbytes,
-        }
-
     # ---------------------------------------------------------------- ending
-    def finish(self) -> None:
-        """Before everything is closed: what all ranks have asked for, ends on all of them. Another
-        rank may be in it already, and would wait for this one. Not after an error."""
-        watch = self.ranks.watch
-        if watch.is_leaving:
-            return
-        self.reductions.drain(watch.timeout_s)
-        self._gatherer.order.drain(watch.timeout_s)
+    def _drain(self, timeout_s: float) -> None:
+        self.reductions.drain(timeout_s)
+        super()._drain(timeout_s)
 
     def close(self) -> None:
         self.reductions.close()
-        self._gatherer.close()
-        self.ranks.watch.close()
+        super().close()
 
 
 AnyRankWork = OneRank | RankWork

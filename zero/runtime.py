@@ -1,7 +1,7 @@
-"""The sharded training state of one model on one rank: groups, gradients, updates.
+"""What trains the weights of a `WeightStore`: gradients, optimizer states, updates.
 
-Down once, back once: a unit's pre-forward hook comes to `use`, a gradient to `_take_gradient`, the
-optimizer's step to `step`. Everything that moves does so behind `State`.
+A gradient comes to `_take`, the optimizer's step to `step`; weights are fetched by the store, which
+asks the update queue whether a group has to be updated first. What moves does so behind `State`.
 """
 
 from __future__ import annotations
@@ -18,58 +18,46 @@ from torch import nn
 
 from offload.kernels.floats import Float
 from offload.kernels.variants import Master
-from offload.swap.io_backend import Priority
-from offload.swap.shield import check_whole, interrupted_in_waits, uninterrupted
+from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
-from offload.swap.trace import Trace
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.bits import FLOAT_OF
 from offload.zero.collectives import Wire
-from offload.zero.compilers import uncompiled
 from offload.zero.device_work import DeviceWork
-from offload.zero.discovery import Discovery, Unit, shapes_of
+from offload.zero.discovery import Discovery, Unit
 from offload.zero.gradient_handles import GradientHandles
+from offload.zero.gradient_hooks import GradientHooks, check_no_graph
 from offload.zero.gradient_paths import DevicePartials
 from offload.zero.gradient_sums import GradientSums
 from offload.zero.gradients import GradientAccumulator
-from offload.zero.group import ParamGroup, RankCopies
-from offload.zero.handles import HandleTable, Keeper
-from offload.zero.hooks import UnitHooks
+from offload.zero.group import ParamGroup
+from offload.zero.handles import Keeper
 from offload.zero.hyper import HyperOf
-from offload.zero.layout import Layout, lay_out
 from offload.zero.local_tensors import spread_as
 from offload.zero.loss_scale import LossScale
 from offload.zero.micro_batches import MicroBatching
-from offload.zero.one_thread import OneThread
 from offload.zero.optimizer_state import Gradients, OptimizerState
 from offload.zero.pipeline_stages import check_schedule
-from offload.zero.rank_work import AnyRankWork, OneRank, RankWork, SharedMemory
+from offload.zero.rank_weights import SharedMemory
+from offload.zero.rank_work import AnyRankWork, OneRank, RankWork
 from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
-from offload.zero.refusal import Refusal
-from offload.zero.released import ReleasedParameters, Values, is_released
-from offload.zero.session import in_backward
+from offload.zero.released import Values
 from offload.zero.sharding import Part
 from offload.zero.stepper import StepOutcome, Stepper, StepRules
+from offload.zero.store import NextUse, WeightHomes, WeightStore
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import ExpectedUses, UpdateQueue
 
 _LEAST_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
 
 
-class Homes(Protocol):
-    """Makes the states of a group, each with the home that the placement gives it."""
+class Homes(WeightHomes, Protocol):
+    """Makes all states of a group, each with the home that the placement gives it."""
 
     @property
     def keeper(self) -> Keeper | None:
         """Takes saved activations, where they do not stay on the device."""
-        ...
-
-    def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
-    ) -> State:
-        """`stride`: elements of the parts that are pieces of their own."""
         ...
 
     def gradients(
@@ -93,9 +81,6 @@ class Homes(Protocol):
     def shared_memory(self) -> SharedMemory:
         """Memory where the model computes, for what belongs to several ranks."""
         ...
-
-
-NextUse = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +112,14 @@ class Runtime:
         self.options = options
         self.ranks = ranks
         self.tensor_parallel = tensor_parallel
-        self.own = FLOAT_OF[options.dtype]
         self.loss_scale = loss_scale
-        self.trace = Trace()
         self._run_blocks = run.sharing(_LEAST_NORM_BLOCKS)
         self._homes = homes
         work = homes.device_work()
         self._partials = DevicePartials(work.partials) if work.partials is not None else None
         self._outbox = work.outbox
-        self._needed: int | None = None  # the group that was asked for last
-        self._one_thread = OneThread()
-        self.unusable: str | None = None  # why nothing may be read or trained (a torn load)
         self._scaled_backward = False
         self._called = False  # ... for a forward
-        self._values: Values | None = None
-        self._released = ReleasedParameters(self.group_of)
-        self.groups: list[ParamGroup] = []
-        self.optimizer_states: list[OptimizerState] = []
         self._backward_thread = 0  # the one that gave the last gradient
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
@@ -151,94 +127,62 @@ class Runtime:
         if ranks is not None:
             memory = homes.shared_memory()
             self.rank_work = RankWork(ranks, memory, options.dtype, options.wire)
-        self._shared = discovery.shape().shared
-        for plan in discovery.groups:
-            self._add_group(plan.name, plan.params)
-        self.rank_work.watch(self.groups, self.trace)
+        self.store = WeightStore(
+            discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
+            ranks=self.rank_work, keeper=homes.keeper,
+        )  # fmt: skip
+        self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
+        self.group_of, self.versions = self.store.group_of, self.store.versions
+        shared = discovery.shape().shared if options.micro_batches > 1 else frozenset()
+        self._shared = shared  # used by several blocks, each over all micro-batches
+        self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
         self.reductions = self.rank_work.reduce(
             options.dtype, wait_for_complete_groups=options.step_rules.in_backward
         )
-        self._where = {
-            id(param): (group, index)
-            for group in self.groups
-            for index, param in enumerate(group.params)
-        }
         self.updates = UpdateQueue(
             self.own, run, options.seed, staging, self._expected_uses(), work
         )  # fmt: skip
-        several = self._shared if options.micro_batches > 1 else frozenset()
+        self.store.fetcher.updates = self.updates
         self.stepper = Stepper(
             self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
-            several, self.reductions, tensor_parallel,
+            shared, self.reductions, tensor_parallel,
         )  # fmt: skip
         self.gradients = GradientHandles(
             self.optimizer_states, self.stepper, self.rank_work, self._arrive,
             self._comes_in_parts,
         )  # fmt: skip
-        self._handles = HandleTable(self.use, homes.keeper)
-        self._units = discovery.units
-        self._hooks: UnitHooks | None = None
         self._micro_batching: MicroBatching | None = None
-        self._gradient_hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
+        self._gradient_hooks: GradientHooks | None = None
 
     # ---------------------------------------------------------------- building
-    def _add_group(self, name: str, params: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
-        options = self.options
-        index = len(self.groups)
-        sharding = self.rank_work.sharding
-        layout = lay_out(shapes_of(params), sharding.ranks, sharding.replicas)
-        by_names = dict(params)
-        ordered = [by_names[spec.names] for spec in layout.params]
-
-        def next_use() -> float:
-            return 0.0 if index == self._needed else self.trace.next_use(index)
+    def _optimizer_state(self, group: ParamGroup) -> OptimizerState:
+        index, layout, part = group.index, group.layout, self.store.part_of(group)
 
         def next_update() -> float:
             return self._next_update(index)
 
-        state, copies = self._parameters(index, name, layout, next_use)
-        group = ParamGroup(
-            index, name, layout, ordered, options.dtype, state, options.device,
-            self._released.classes_of, copies,
-        )  # fmt: skip
-        part = Part.of(layout, sharding.rank)
-        gradients = self._gradients(index, name, part, next_update)
-        chunks = layout.chunks(options.chunk_numel)
+        gradients = self._gradients(index, group.name, part, next_update)
+        chunks = layout.chunks(self.options.chunk_numel)
         formats = [self._homes.record_format(index, chunk) for chunk in range(len(chunks))]
         records = [
-            self._homes.record(index, name, chunk, format_.nbytes(len(elements)), next_update)
+            self._homes.record(index, group.name, chunk, format_.nbytes(len(elements)), next_update)
             for chunk, (elements, format_) in enumerate(zip(chunks, formats, strict=True))
         ]
-        trainable = sum(spec.trainable for spec in layout.params)
-        self.groups.append(group)
-        steps = np.zeros(trainable, dtype=np.int64)
-        kept = OptimizerState(
-            group, gradients, chunks, records, formats, steps, part, sharding.parameters
-        )
+        steps = np.zeros(sum(spec.trainable for spec in layout.params), dtype=np.int64)
+        kept = OptimizerState(group, gradients, chunks, records, formats, steps, part)
         group.has_masters = any(format_.master is not Master.NONE for format_ in formats)
         # What is at home on the device is not updated where the CPU could wait for it: the model
         # has to ask for it anew, so that its stream waits.
-        states = (state, gradients.state, *records)
+        states = (group.state, gradients.state, *records)
         group.permanent = (
-            kept.in_place and not group.has_masters and sharding.ranks == 1
+            kept.in_place and not group.has_masters and layout.ranks == 1
             and not any(each.at_home_on_device for each in states)
         )  # fmt: skip
-        self.optimizer_states.append(kept)
-
-    def _parameters(
-        self, index: int, name: str, layout: Layout, next_use: NextUse
-    ) -> tuple[State, RankCopies]:
-        def make(numel: int, stride: int | None) -> State:
-            return self._homes.parameters(index, name, numel, next_use, stride)
-
-        return self.rank_work.parameters(
-            make, layout, lambda: self.groups[index].is_entered, lambda: self.groups[index].pending
-        )
+        return kept
 
     def _gradients(self, index: int, name: str, part: Part, next_update: NextUse) -> Gradients:
         options, rules = self.options, self.options.step_rules
-        several = options.micro_batches > 1 and index in self._shared
+        several = index in self._shared
         accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
         specs = [each.spec for each in part.trained()]
         own = GradientAccumulator(
@@ -269,24 +213,17 @@ class Runtime:
     def start(self, model: nn.Module, values: Values, owner: Callable[[], object | None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime, while its `owner`
         is there."""
-        self._values = values
-        self._hooks = UnitHooks(
-            model, self._units, self.groups, self._handles, self.use, values.adopt_written,
-            self._begin_forward, owner, self._one_thread,
-        )  # fmt: skip
-        self._released.connect(self._handles, self._hooks.join_call, values)
+        hooks = self.store.start(model, values, owner, self._begin_forward)
+        hooks.follow_recomputation()
         if self.options.micro_batches > 1:
             self._micro_batching = MicroBatching(
-                self.options.micro_batches, self._units, self._block_backward
+                self.options.micro_batches, self.store.units, self._block_backward
             )
-        places = [self._where[id(p)] for p in model.parameters() if id(p) in self._where]
+        found = [self.group_of(param) for param in model.parameters()]
+        places = [place for place in found if place is not None]
         self.stepper.add_norms_in([(g.index, i) for g, i in places if g.layout.params[i].trainable])
         self.gradients.prepare()
-        for group in self.groups:
-            for param, spec in zip(group.params, group.layout.params, strict=True):
-                if spec.trainable:
-                    hook = param.register_post_accumulate_grad_hook(self._take_gradient)
-                    self._gradient_hooks.append(hook)
+        self._gradient_hooks = GradientHooks(self.store, self._take)
 
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
@@ -295,42 +232,7 @@ class Runtime:
             check_schedule(self.options.step_rules)
         self.gradients.drop_cleared()
         self.gradients.note_set()
-        self._adopt_changes()
-        self.rank_work.begin_pass()
-        self.trace.begin_forward()
-
-    def _adopt_changes(self) -> None:
-        assert self._values is not None, "set by `start`"
-        self._values.adopt_changes()
-
-    def use(self, group: ParamGroup) -> None:
-        """`group` is needed now: note it, hurry its update, fetch what comes next."""
-        with self._one_thread:
-            self._use(group)
-
-    def _use(self, group: ParamGroup) -> None:
-        self.check_usable()
-        self._needed = group.index  # what comes next must not take its place before it is gathered
-        backward = in_backward()
-        if self.trace.use(group.index, backward=backward):
-            group.state.note_use()
-        if self.updates.is_pending(group):
-            self.updates.promote(group)
-        else:  # it gets its place before what comes next: that may leave no hole of its size
-            group.state.bring(next_use=0, priority=Priority.URGENT)
-        self.rank_work.use(group, backward=backward)
-        if self.options.prefetch and self.trace.learnt:
-            self._fetch_ahead()
-
-    def _fetch_ahead(self) -> None:
-        for distance, index in enumerate(self.trace.upcoming()):
-            if distance >= self.options.prefetch:
-                return
-            group = self.groups[index]
-            if self.updates.is_pending(group):
-                continue  # its update brings it
-            if not group.state.bring(next_use=self.trace.next_use(index)):
-                return
+        self.store.begin_forward()
 
     def _next_update(self, index: int) -> float:
         return self.trace.next_cycle_use(index) + 0.5
@@ -342,31 +244,18 @@ class Runtime:
             keep_records=self.options.keep_records,
         )
 
-    @uncompiled
-    @uninterrupted
-    def _take_gradient(self, param: torch.Tensor) -> None:
-        with self._one_thread:
-            self._take(param)
-
-    def _take(self, param: torch.Tensor) -> None:
+    def _take(self, group: int, index: int, param: torch.Tensor) -> None:
         """Autograd has given a gradient, or has added one to the handle that was there."""
-        group, index = self._where[id(param)]
-        gradient = param.grad
-        key = group.index, index
+        state, gradient = self.optimizer_states[group], param.grad
+        key = group, index
         self.gradients.came(key)
         if gradient is None or self.gradients.is_current(key, gradient):
             return
         if self.gradients.is_set(key, gradient):
             return
         param.grad = None
-        if gradient.requires_grad:
-            raise UnsupportedError(
-                f"backward(create_graph=True): the gradient of {group.layout.params[index].name} "
-                "would have to keep its graph, and gradients leave for their tier as they come; "
-                "use torch.autograd.grad(loss, tensors, create_graph=True) for what is "
-                "differentiated twice, and an ordinary backward for the rest"
-            )
-        self.gradients.take(self.optimizer_states[group.index], index, gradient)
+        check_no_graph(state.group.layout.params[index].name, gradient)
+        self.gradients.take(state, index, gradient)
 
     def _arrive(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
         """A gradient of one parameter, of the whole pass or of a part of it."""
@@ -402,12 +291,11 @@ class Runtime:
     def _block_backward(self, indices: Sequence[int], more: bool) -> Iterator[None]:
         """Around the backward of one block over all micro-batches: its parameters stay, and each
         gives one gradient at the end. `more`: the block was called again, and that is to come."""
-        assert self._hooks is not None, "installed by `start`"
         assert self._sums is not None, "there are micro-batches"
         groups = [self.groups[index] for index in indices]
         own = [group for group in groups if group.index not in self._shared]
         with self._sums.open(own):
-            with self._hooks.held(groups):
+            with self.store.held(groups):
                 yield
             for group in own:
                 for index, total in self._sums.totals(group):
@@ -415,13 +303,9 @@ class Runtime:
 
     def held(self, unit: Unit) -> AbstractContextManager[None]:
         """Around a block that is computed again in backward: its parameters are there."""
-        if self._hooks is None or self._micro_batching is not None:  # `_block_backward` holds them
+        if self._micro_batching is not None:  # `_block_backward` holds them
             return nullcontext()
-        return self._hooks.computing(unit)
-
-    def versions(self, unit: Unit) -> tuple[int, ...]:
-        """Change with every update of a unit's parameters."""
-        return tuple(self.groups[index].version for index in unit.groups)
+        return self.store.computing(unit)
 
     def await_progress(self) -> bool:
         """For a pool that is out of room: send home gradients of groups whose backward is not over
@@ -438,7 +322,7 @@ class Runtime:
 
     def idle(self) -> None:
         """Take part in a forward and backward pass of the other ranks, without data here."""
-        self.check_usable()
+        self.store.check_usable()
         if self.reductions.has_others:
             self._begin_forward()
             self.stepper.idled()
@@ -458,14 +342,14 @@ class Runtime:
     @uninterrupted
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
-        with self._one_thread:
+        with self.store.one_thread:
             return self._step(hyper_of)
 
     def _step(self, hyper_of: HyperOf) -> StepOutcome:
-        self.check_usable()
+        self.store.check_usable()
         self._check_params()
         self._refuse_amid_use()
-        self._adopt_changes()
+        self.store.adopt_changes()
         self.gradients.collect()
         self.rank_work.finish_pass()
         outcome = self.stepper.step(hyper_of)
@@ -477,8 +361,8 @@ class Runtime:
     def drop_cleared_gradients(self) -> None:
         """Forget gradients that are not in `param.grad` any more, each as soon as a pending update
         has read it."""
-        self.check_usable()
-        with self._one_thread:
+        self.store.check_usable()
+        with self.store.one_thread:
             self.gradients.drop_cleared()
 
     def _refuse_amid_use(self) -> None:
@@ -501,30 +385,6 @@ class Runtime:
                         )
 
     # ---------------------------------------------------------------- the whole
-    def check_usable(self) -> None:
-        """StateError if the states are a mixture (a load that failed half-way), or another
-        process's."""
-        self._one_thread.check_process()
-        check_whole()
-        if self.unusable is not None:
-            raise StateError(self.unusable)
-
-    def check_process(self) -> None:
-        """StateError in a forked child."""
-        self._one_thread.check_process()
-
-    @staticmethod
-    def has(param: nn.Parameter) -> bool:
-        """Whether a runtime has a parameter: fetches its values, or waits for its gradients."""
-        if is_released(param):
-            return True
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        return any(isinstance(getattr(hook, "__self__", None), Runtime) for hook in hooks.values())
-
-    def group_of(self, param: nn.Parameter) -> tuple[ParamGroup, int] | None:
-        """A parameter's group and its index there; None if it is not managed."""
-        return self._where.get(id(param))
-
     def exchanged_nbytes(self) -> dict[str, int]:
         """Bytes of whole buffers that were gathered and reduced with other ranks."""
         return self.rank_work.moved_nbytes()
@@ -539,19 +399,12 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the update thread, replace the hooks by refusals, let go of all parameters."""
-        self.unusable = "the engine is closed; make a new one with offload.initialize"
+        self.store.refuse_use()
         self.rank_work.finish()  # gathering may wait for updates
         self.updates.close()
-        self.rank_work.close()
         if self._micro_batching is not None:
             self._micro_batching.remove()
-        if self._hooks is not None:
-            self._hooks.remove()
-        own = [pair for group in self.groups for pair in group.own_classes()]
-        Refusal(self._units, own, self.on_reuse)
-        self._released.close()
-        for group in self.groups:
-            group.withhold()
-        for hook in self._gradient_hooks:
-            hook.remove()
+        self.store.close()
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.remove()
         self.gradients.clear("the engine is closed")

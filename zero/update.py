@@ -97,17 +97,17 @@ class UpdateQueue:
             if not update.state.gradients.is_reduced_locally:
                 update.state.gradients.landed.then(lambda _: self._worker.wake())
 
-    def promote(self, group: ParamGroup) -> None:
-        """`group` is needed now: its update is the next to begin."""
+    def promote(self, index: int) -> None:
+        """A group is needed now: its update is the next to begin."""
         with self._lock:
             for update in self._waiting:
-                if update.group is group:
+                if update.group.index == index:
                     self._waiting.remove(update)
                     self._waiting.appendleft(update)
                     return
 
-    def is_pending(self, group: ParamGroup) -> bool:
-        return group.index in self._unfinished
+    def is_pending(self, index: int) -> bool:
+        return index in self._unfinished
 
     def settle(self) -> None:
         """Wait until nothing is pending and every byte is home; raises what went wrong."""

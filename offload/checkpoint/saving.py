@@ -46,7 +46,7 @@ Sections = Mapping[str, Sequence[TensorInfo]]
 
 def save_engine(engine: Engine, path: Path) -> None:
     """See `offload.checkpoint.save`."""
-    engine.runtime.check_usable()
+    engine.runtime.store.check_usable()
     model.check_stepped(engine)
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be saved")
