@@ -155,45 +155,70 @@ class Engine:
         parameters: ParamGroups | None, weights: str | Path | None,
     ) -> None:  # fmt: skip
         dtype = _DTYPES[config.precision]
+        self._make_plan(config, discovery)
+        trained = _listed(parameters)
+        files = None if weights is None else SafetensorsWeights(weights, dtype)
+        initialiser = self._replace_meta_tensors(config.seed, dtype, files)
+        self._open_tiers(config, dtype)
+        self._runtime = self._make_runtime(discovery, dtype)
+        self._load(initialiser, files)
+        self.values = ParameterValues(self._runtime)
+        self.optimizer = self._make_optimizer(trained)
+        self._watch_structure(self._runtime)
+        self._give_out_values(self._runtime)
+        self._keep_activations(config, discovery, self._runtime)
+        self._runtime.start(model, self.values, weakref.ref(self))
+        self._refuse_foreign(self._runtime)
+
+    def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
+        """What goes where. BudgetError, ConfigError or PathError where it cannot."""
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         shape = discovery.shape()
-        _say_if_another(config, model, shape.numel)
+        _say_if_another(config, self.module, shape.numel)
         self.plan: Plan = make_plan(config, shape, hardware)
-        self.config = resolved_config(
-            config, self.plan, self.device.type, ranks_here()
-        )  # fmt: skip
-        _look_ahead(self.plan, config, model)
+        self.config = resolved_config(config, self.plan, self.device.type, ranks_here())
+        _look_ahead(self.plan, config, self.module)
         _say_slow(config.precision, self.device)
-        optimized: Any = parameters
-        if parameters is not None and not isinstance(parameters, torch.Tensor):
-            optimized = list(parameters)
 
-        files = SafetensorsWeights(weights, dtype) if weights is not None else None
-        initialiser = _initialiser(model, config.seed)
+    def _replace_meta_tensors(
+        self, seed: int, dtype: torch.dtype, files: SafetensorsWeights | None
+    ) -> MetaInitialiser | None:
+        """A model on the meta device gets parameters without values of their own. UnsupportedError
+        for one that nothing will set; None where the model has values."""
+        initialiser = _initialiser(self.module, seed)
         if initialiser is not None:
             initialiser.check(files)
-            make_real(model, dtype, self.device)
+            make_real(self.module, dtype, self.device)
+        return initialiser
 
+    def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
         self._run = ParallelRunner(int(self.config.threads.optimizer))
         if self.config.threads.torch != "auto":
             torch.set_num_threads(self.config.threads.torch)
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
-        self._runtime = self._make_runtime(discovery, dtype)
-        self._load(initialiser, files)
-        self.values = ParameterValues(self._runtime)
-        self.optimizer = self._make_optimizer(optimized)
-        structure = ModelStructure(model, self._runtime.group_of)
+
+    def _watch_structure(self, runtime: Runtime) -> None:
+        """Before each step: are the parameters still those that the engine was made with?"""
+        structure = ModelStructure(self.module, runtime.group_of)
         self.optimizer.register_step_pre_hook(lambda *_: structure.check())
-        self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
-        self._runtime.store.on_reuse.append(self._state_dict_hooks.remove)
+
+    def _give_out_values(self, runtime: Runtime) -> None:
+        """`state_dict` has values, until another engine gets the model."""
+        hooks = StateDictHooks(self.module, runtime, self.values)
+        runtime.store.on_reuse.append(hooks.remove)
+        self._state_dict_hooks = hooks
+
+    def _keep_activations(
+        self, config: OffloadConfig, discovery: Discovery, runtime: Runtime
+    ) -> None:
         self._activations = Activations(
-            model, discovery, config, self._homes.activations, self._runtime
+            self.module, discovery, config, self._homes.activations, runtime
         )
-        self._runtime.start(model, self.values, weakref.ref(self))
-        self._refusals = [
-            refuse_foreign_optimizers(self._runtime), refuse_foreign_wrappers(self._runtime),
-        ]  # fmt: skip
+
+    def _refuse_foreign(self, runtime: Runtime) -> None:
+        """Other optimizers and wrappers must not take this model's parameters."""
+        self._refusals = [refuse_foreign_optimizers(runtime), refuse_foreign_wrappers(runtime)]
         for refusal in self._refusals:
             weakref.finalize(self, refusal.remove)
 
@@ -454,6 +479,12 @@ def _close_alone(*made: Any) -> None:
         _close_all(*made)
     except OffloadError as error:
         _log.warning("while closing an engine that was dropped: %s", error)
+
+
+def _listed(parameters: ParamGroups | None) -> Any:
+    """Read once, before anything is allocated: they may come from a generator."""
+    single = parameters is None or isinstance(parameters, torch.Tensor)
+    return parameters if single else list(parameters)
 
 
 def _alike(config: OffloadConfig, discovery: Discovery, model: nn.Module) -> dict[str, str]:
