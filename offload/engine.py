@@ -483,8 +483,9 @@ def _close_alone(*made: Any) -> None:
 
 def _listed(parameters: ParamGroups | None) -> Any:
     """Read once, before anything is allocated: they may come from a generator."""
-    single = parameters is None or isinstance(parameters, torch.Tensor)
-    return parameters if single else list(parameters)
+    if parameters is None or isinstance(parameters, torch.Tensor):
+        return parameters
+    return list(parameters)
 
 
 def _alike(config: OffloadConfig, discovery: Discovery, model: nn.Module) -> dict[str, str]:

@@ -25,6 +25,7 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
+from offload.zero.block_codes import BlockCodes
 from offload.zero.collectives import Collectives
 from offload.zero.group import RankCopies
 from offload.zero.layout import Layout
@@ -106,7 +107,7 @@ class Gatherer:
         self._pool = pool
         self._room = room_nbytes
         self._fences = fences
-        self._dtype = dtype
+        self._codec = BlockCodes(dtype)
         self._codes = codes
         self.gathers_codes = codes is not None
         self._gathered: dict[int, GatheredState] = {}  # the least recently used first
@@ -135,7 +136,7 @@ class Gatherer:
             self.collectives.gather(whole, own, name)
             return
         assert self._codes is not None, "room for them"
-        self.collectives.gather_codes(whole, own, name, self._dtype, self._codes)
+        self.collectives.gather_coded(whole, own, name, self._codec, self._codes)
 
     def used(self, state: GatheredState) -> None:
         """`state` is the most recently used now."""

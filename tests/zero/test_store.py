@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from offload.errors import StateError
 from offload.swap.block_store import BlockStore
+from offload.swap.codec import Codec
+from offload.swap.coded_state import CodedState
 from offload.swap.file_state import FileState
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
@@ -27,6 +29,7 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.units import round_up
+from offload.zero.block_codes import BlockCodes
 from offload.zero.discovery import discover
 from offload.zero.group import GroupState
 from offload.zero.layout import ParamSpec
@@ -48,6 +51,7 @@ class Homes:
     files: BlockStore
     pool: SlotPool
     in_files: bool
+    codec: Codec | None = None  # how weights are stored; None: as they are
     states: list[State] = field(default_factory=list)
 
     def parameters(
@@ -56,13 +60,17 @@ class Homes:
         return self.state(name, 4 * numel, next_use)
 
     def state(self, name: str, nbytes: int, next_use: NextUse) -> State:
-        if self.in_files:
-            made: State = FileState(
-                name, nbytes, PAGE_NBYTES, StateClass.PARAMETERS, self.files, self.pool, next_use
-            )
-        else:
+        def home(nbytes: int, piece_nbytes: int) -> State:
+            if self.in_files:
+                kind = StateClass.PARAMETERS
+                return FileState(name, nbytes, piece_nbytes, kind, self.files, self.pool, next_use)
             lease = self.pool.demand(nbytes, name, StateClass.PARAMETERS)
-            made = MemoryState(name, nbytes, PAGE_NBYTES, lease)
+            return MemoryState(name, nbytes, piece_nbytes, lease)
+
+        if self.codec is None:
+            made = home(nbytes, PAGE_NBYTES)
+        else:
+            made = CodedState(nbytes, PAGE_NBYTES, self.codec, home, self.pool, next_use)
         self.states.append(made)
         return made
 
@@ -71,12 +79,12 @@ class Homes:
 def make_homes(tmp_path: Path) -> Iterator[Callable[..., Homes]]:
     made: list[Homes] = []
 
-    def make(slots_nbytes: int, *, in_files: bool) -> Homes:
+    def make(slots_nbytes: int, *, in_files: bool, codec: Codec | None = None) -> Homes:
         lock, ledger = threading.RLock(), Ledger()
         host = MemoryTier(TierName.HOST, slots_nbytes, HostMemory(slots_nbytes), ledger)
         tier = FileTier(64 << 20, [1.0], ledger)
         files = BlockStore([SwapFile(tmp_path)], tier, ThreadsBackend(), lock=lock)
-        made.append(Homes(files, SlotPool(host, lock), in_files))
+        made.append(Homes(files, SlotPool(host, lock), in_files, codec))
         return made[-1]
 
     yield make
@@ -215,6 +223,38 @@ def test_a_closed_store_refuses_calls(make_homes: Callable[..., Homes]) -> None:
     store.close()
     with pytest.raises(StateError, match="closed"):
         generate(model)
+
+
+# ---------------------------------------------------------------- stored in fewer bytes
+@pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
+def test_the_same_stored_bytes_give_the_same_bits_wherever_they_are(
+    in_files: bool, make_homes: Callable[..., Homes]
+) -> None:
+    plain = seeded(lambda: TinyLM(4))
+    model = copy.deepcopy(plain)
+    codec = BlockCodes(torch.float32)
+    slots = 3 * largest(plain)
+    homes = make_homes(slots if in_files else 2 * slots, in_files=in_files, codec=codec)
+    store = stored(model, homes)
+    for group in store.groups:  # what the codes say, in blocks of the group's buffer
+        flat = torch.zeros(group.layout.numel)
+        names = dict(plain.named_parameters())
+        for spec in group.layout.params:
+            flat[spec.offset : spec.stop] = names[spec.name].detach().reshape(-1)
+        said = torch.empty(codec.stored_nbytes(flat.nbytes), dtype=torch.uint8)
+        for span in (slice(at, at + 1024) for at in range(0, group.layout.numel, 1024)):
+            values = flat[span].view(torch.uint8)
+            codec.encode(values, said[: codec.stored_nbytes(values.numel())])
+            codec.decode(said[: codec.stored_nbytes(values.numel())], values)
+        with torch.no_grad():
+            for spec in group.layout.params:
+                names[spec.name].copy_(flat[spec.offset : spec.stop].view(spec.shape))
+    tokens, logits = generate(model)
+    expected_tokens, expected = generate(plain)
+    assert tokens.tolist() == expected_tokens.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+    assert homes.pool.evictions > 0
+    store.close()
 
 
 # ---------------------------------------------------------------- parts that a module chooses
