@@ -54,7 +54,7 @@ class Backlog:
             tuple[int, int, SavedPiece]
         ] = []  # a heap, by number; checked when popped
         self._moving: dict[SavedPiece, Transfer[None]] = {}
-        self._lent: list[tuple[Slot, CopyMark]] = []  # of dead pieces: somebody looks, or a copy
+        self._lent: list[tuple[Slot, CopyMark]] = []  # of dead pieces: still viewed, or a copy
         self.disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
         self._failure: Failure | None = None  # a write that failed
 
@@ -103,7 +103,7 @@ class Backlog:
         return evicted
 
     def _reap(self) -> bool:
-        """Free the slots of dead pieces that nobody looks at any more."""
+        """Free the slots of dead pieces that no tensor views any more."""
         free = [(slot, mark) for slot, mark in self._lent if mark.done() and not slot.in_use()]
         if free:
             gone = {id(slot) for slot, _ in free}
@@ -223,7 +223,7 @@ class Backlog:
             heapq.heappush(self._clean, (piece.number, id(piece), piece))
 
     def bury(self, piece: SavedPiece) -> None:
-        """Nobody needs the piece: free its slot and block, after what moves it now (lock held)."""
+        """The piece is not needed: free its slot and block, after what moves it now (lock held)."""
         piece.dead = True
         if piece in self._unwritten:
             self._take_off_list(piece)
@@ -239,7 +239,7 @@ class Backlog:
         self._reap()
 
     def lend(self, slot: Slot, mark: CopyMark) -> None:
-        """`slot` is freed when `mark` is done and nobody looks at it (lock held)."""
+        """`slot` is freed when `mark` is done and no tensor views it (lock held)."""
         self._lent.append((slot, mark))
 
     def raise_failure(self) -> None:

@@ -76,7 +76,7 @@ class WeakMemory:
         return int(self._reference.cdata)
 
     def revive(self) -> torch.Tensor | None:
-        """The tensor, if somebody else keeps its storage alive and at its size."""
+        """The tensor, if other code keeps its storage alive and at its size."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         if storage is None or storage.nbytes() != self._storage_nbytes:
             return None

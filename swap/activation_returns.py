@@ -32,7 +32,7 @@ class CopiesInFlight:
         self._nbytes = 0
 
     def hold(self, mark: CopyMark, source: torch.Tensor, nbytes: int) -> None:
-        """Device memory that a copy reads must not be handed to somebody else before it is done.
+        """Device memory that a copy reads must not be given out again before it is done.
 
         Where too much is held, the compute stream waits for the oldest copy: what is allocated
         from here on may then take its place, without this thread waiting.
@@ -167,7 +167,7 @@ class ActivationReturns:
             read = self._backlog.read_directly(piece, pages)
         read.wait()
         mark = self._links.to_device.copy(target, pages[: piece.nbytes])
-        mark.wait()  # nobody else keeps `pages`
+        mark.wait()  # nothing else keeps `pages`
         return mark
 
     # ---------------------------------------------------------------- ahead of use

@@ -108,7 +108,7 @@ class ActivationTier:
 
     # ---------------------------------------------------------------- saving
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What `tensors` are views of stays: somebody else keeps it anyway. Until called again."""
+        """What `tensors` are views of stays: other code keeps it anyway. Until called again."""
         spared = {}
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.nbytes >= self._least_nbytes:
@@ -142,7 +142,7 @@ class ActivationTier:
         return Parked(self, token, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
-        """Whether it is plain strided memory that nobody but the graph may be keeping."""
+        """Whether it is plain strided memory that only the graph may be keeping."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
         if tensor.device.type != self._device.type or (tensor.is_leaf and tensor.requires_grad):
@@ -272,7 +272,7 @@ class ActivationTier:
                 del self._order[bisect.bisect_left(self._order, record.number)]
                 self._forget_storage(record)
                 ahead = self._returns.take_ahead(record)
-                if ahead is not None:  # nobody waits for it: not free before it has arrived
+                if ahead is not None:  # no thread waits for it: not free before it has arrived
                     self._copies.hold(ahead[1], ahead[0], record.nbytes)
                 for piece in record.pieces:
                     self._backlog.bury(piece)

@@ -4,7 +4,7 @@ A write never touches the extent it replaces. The old one is the undo record:
 
     write(source, replaces=old)     old: valid          new: being written
     ... fails                       old: valid          new: freed
-    ... succeeds                    old: freed, once nobody reads it any more      new: valid
+    ... succeeds                    old: freed, once no read of it is left         new: valid
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class BlockStore:
 
     @uninterrupted
     def drain(self, timeout_s: float | None = None) -> None:
-        """Block until nothing is in flight, then raise the first error nobody has waited for."""
+        """Block until nothing is in flight, then raise the first error that was not waited for."""
         self.backend.drain(timeout_s)
         self._unobserved.raise_first()
 
@@ -248,7 +248,7 @@ class BlockStore:
     @uninterrupted
     def close(self) -> None:
         """Finish what is in flight and close backend and files, so that all blocks are gone; then
-        raise the first error nobody has waited for. Calling it again does nothing."""
+        raise the first error that was not waited for. Calling it again does nothing."""
         try:
             self.backend.close()
         finally:

@@ -34,7 +34,7 @@ class Links:
     to_host: CopyStream
     device: torch.device = field(default=torch.device("cpu"))
     fences: Fences = field(default_factory=Fences)
-    # of each kind of state, whose copy in host memory somebody may be looking at
+    # of each kind of state, whose copy in host memory may be in use
     copied_out: dict[type, DeviceHomeState] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class MirroredState(SlotState):
         return True
 
     def _fill(self) -> None:
-        """Start copying what the slot lacks. Fresh memory is waited for by nobody: a copy waits
+        """Start copying what the slot lacks. No thread waits for fresh memory: a copy waits
         for the last reader of what the memory held before."""
         source = self._home.tensor()
         with self._lock:

@@ -286,7 +286,7 @@ class FileState(SlotState):
     def _write(self, piece: int, pages: memoryview) -> Transfer[StoredBlock]:
         before = self._blocks[piece]
         if before is not None and self._class is StateClass.GRADIENTS:
-            self._blocks[piece] = None  # nobody goes back to an old sum
+            self._blocks[piece] = None  # an old sum is never gone back to
             self._store.free(before)
         while True:
             try:

@@ -106,7 +106,7 @@ class LibaioBackend(IOBackend):
     # ---- both threads
 
     def _run(self, step: Any) -> None:
-        """Repeat `step` until it says False. A step that raises is a bug of ours: nobody must
+        """Repeat `step` until it says False. A step that raises is a bug of ours: no thread must
         wait for it for ever."""
         try:
             while step():
@@ -119,7 +119,7 @@ class LibaioBackend(IOBackend):
         with self._changed:
             self._dead = True
             # What is in the kernel may still be written to by it; its waiters are told all the
-            # same, since nobody is left to tell them later.
+            # same, since no thread is left to tell them later.
             lost = [*self._queue, *self._flying.values()]
             self._queue.clear()
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class LibaioBackend(IOBackend):
             if request.error is None:
                 self._hand_over((order[0], order[1], order[2], piece))
                 return True
-        except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(request, error)
         self._piece_ended(piece)
         return True

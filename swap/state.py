@@ -85,7 +85,7 @@ class State(abc.ABC):
     def blank(self) -> torch.Tensor:
         """Like `tensor`, for overwriting all of it: content undefined, nothing is read.
 
-        Whoever filled it calls `wrote`.
+        The caller fills it and then calls `wrote`.
         """
 
     @abc.abstractmethod

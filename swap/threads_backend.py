@@ -100,7 +100,7 @@ class ThreadsBackend(IOBackend):
                 piece = self._open(piece)
             if piece.request.error is None:
                 self._move(piece)
-        except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(piece.request, error)
         self._piece_ended(piece)
 
@@ -130,7 +130,7 @@ class ThreadsBackend(IOBackend):
                 piece.advance(count)
 
     def _leave(self) -> None:
-        """The last thread to go fails what is queued: nobody waits for a thread that is gone."""
+        """The last thread to go fails what is queued: no caller waits for a thread that is gone."""
         with self._ready:
             self._alive -= 1
             abandoned = [] if self._alive else [entry[3] for entry in self._queue]

@@ -1,9 +1,9 @@
 """Parameters of which this rank owns a shard: whole in memory while they are computed with, or
 whole for good and brought up to date after each update.
 
-Every gathering is a collective: all ranks begin the same ones in the same order. So what is
-gathered, and what is given up for it, is decided on the model's thread, from the order in which
-groups are used and from a room that all ranks agree on, never from what memory happens to be free.
+Every gathering is a collective: all ranks begin the same ones in the same order. So the
+model's thread decides what is gathered and what is given up for it: from the order in which groups
+are used and a limit in bytes that all ranks agree on, never from how much memory is free.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Gatherer:
                 self.give_up(state)
 
     def give_up(self, state: GatheredState) -> None:
-        """Forget a gathered copy; its memory is free once nobody looks at it."""
+        """Forget a gathered copy; its memory is free once no tensor views it."""
         del self._gathered[id(state)]
         self._held_nbytes -= state.nbytes
         lease = state.end()
@@ -212,7 +212,7 @@ class GatheredState(SharedState):
         self._lease: Lease | None = None
         self._arrival: Transfer[CopyMark] | None = None
         self.is_coded = False  # the copy is what 8-bit codes say
-        self._ends_unheld = False  # the copy is given up when nobody holds it any more
+        self._ends_unheld = False  # the copy is given up when no module holds it any more
 
     @property
     def is_gathered(self) -> bool:
@@ -275,7 +275,7 @@ class GatheredState(SharedState):
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
     def wrote(self, *, write_back: bool = True) -> None:
-        """Whoever changed the whole copy changed this rank's part of it."""
+        """The caller changed the whole copy, and so this rank's part of it."""
         lease, _ = self._copy()
         if self.is_coded:
             raise UnsupportedError(
@@ -292,7 +292,7 @@ class GatheredState(SharedState):
         self.home.wrote()
 
     def overwritten(self) -> None:
-        if self.is_held():  # by whoever wrote, and by others outside of that
+        if self.is_held():  # by the writer, and by others around that
             self._ends_unheld = True
         else:
             self.invalidate_gathered()
@@ -379,7 +379,7 @@ class ReplicatedState(SharedState):
             collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
         mark = mark_here(self._gatherer.device)
         self.home.wrote()
-        del whole  # not before: what is in nobody's hands may be dropped
+        del whole  # not before: a copy without views may be dropped
         return mark
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
@@ -432,7 +432,7 @@ class ReplicatedState(SharedState):
 
 
 class _Outlived:
-    """Memory of a copy that was given up, while somebody still looks at it (`CachedPiece`)."""
+    """Memory of a copy that was given up, while a tensor still views it (`CachedPiece`)."""
 
     def __init__(self, lease: Lease, pool: SlotPool) -> None:
         self._lease = lease

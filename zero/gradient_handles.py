@@ -5,13 +5,13 @@
     vector_norm       from the sums of squares that the copy into the accumulator made
     mul_(scalar)      kept as a factor of the coming update
     zero_             there is a gradient, and it is zero
-    grad = None       what was accumulated is forgotten when somebody looks next (`collect`, a
-                      forward): nothing tells of an attribute that is set
+    grad = None       what was accumulated is forgotten at the next look (`collect`, a forward):
+                      setting an attribute tells no one
     grad = tensor     it stays there, autograd adds to it, and the step takes its values in
     anything else     reads the accumulator, or writes it
 
 `param.grad` alone says what the gradient is, as in PyTorch; the accumulator holds the value of the
-handle that is in it. A handle that somebody keeps after its parameter's gradient was cleared takes
+handle that is in it. A handle that the user keeps after its parameter's gradient was cleared takes
 its value along; any other is used again for the next gradient: small things that were allocated
 between large gradients would keep the C library's heap from giving those back.
 """
@@ -276,7 +276,7 @@ class GradientHandles:
         return bool(state.gradients.passes[index])
 
     def _detach(self, keys: Sequence[Place]) -> None:
-        """A handle that somebody has kept, or a view of it, takes its value along."""
+        """A handle that the user has kept, or a view of it, takes its value along."""
         for key in keys:
             if key not in self._sources or not self._is_kept(key):
                 continue

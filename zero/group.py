@@ -3,12 +3,12 @@
 Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
 
     RELEASED   a one-element placeholder (NaN) of the parameter's full shape; the state owns
-               the bytes, wherever they are. The parameter's class fetches them for who reads it
+               the bytes, wherever they are. The parameter's class fetches them when it is read
                (zero/released.py)
     GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
 
 A group whose home is the memory it is used in stays GATHERED, except while an update of it runs in
-the background: nobody can read half of an update. Where all its states are in memory there is
+the background: no one reads half of an update. Where all its states are in memory there is
 nothing to hide, the update is waited for in the step, and it stays GATHERED for good. One with
 masters is released there as well: what is written to its parameters has to reach the masters.
 """
@@ -172,7 +172,7 @@ class ParamGroup:
             for param, spec, classes in zip(
                 self.params, self.layout.params, self._classes, strict=True
             ):
-                param.__class__ = classes.released  # first: nobody may read the placeholder
+                param.__class__ = classes.released  # first: the placeholder must not be read
                 hold(param, self._placeholder.expand(spec.shape))
 
     def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
@@ -250,7 +250,7 @@ class ParamGroup:
     def take_over(self) -> list[int]:
         """Copy what `param.data` was set to while gathered into the buffer; which ones (by index).
 
-        UnsupportedError for values of another shape, format or device, and where somebody keeps
+        UnsupportedError for values of another shape, format or device, and where the user keeps
         what `.data` was before: that is the buffer, whose values would change under it.
         """
         if self.residing is not GroupState.GATHERED:

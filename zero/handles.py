@@ -66,7 +66,7 @@ def active_hooks() -> Hooks | None:
 
 
 def take_off_hooks(outer: Hooks | None) -> None:
-    """Let `outer`, once active, be active again: whoever came after it was cut short."""
+    """Let `outer`, once active, be active again: the hooks set after it were cut short."""
     while (hooks := active_hooks()) is not None and (outer is None or hooks[0] is not outer[0]):
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
@@ -88,7 +88,7 @@ class Keeper(Protocol):
 
 
 class SavedTensor:
-    """A tensor kept as it is, or parked. Autograd leaves it to hooks to see that nobody changed it
+    """A tensor kept as it is, or parked. Autograd leaves it to hooks to see that it was not changed
     since: a detached tensor counts versions together with the one it is of, also without values.
     """
 

@@ -193,7 +193,7 @@ class UnitHooks:
 
     @contextmanager
     def computing(self, unit: Unit) -> Iterator[None]:
-        """Around a unit's own forward, for who computes it without calling the module."""
+        """Around a unit's own forward, for a caller that computes it without calling the module."""
         outer = len(self._calls)
         try:
             self._begin(unit.module, [self._groups[index] for index in unit.groups])
@@ -244,7 +244,7 @@ class _Guard:
     """Around a module's call: what began in it has ended after it, whatever it raised.
 
     Installed where `Module.compile` puts what is called instead of the module; copies and pickles
-    leave that out. Who compiles the module later has its hooks alone.
+    leave that out. A module that is compiled later has its hooks alone.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ class _BatchedBlock:
         self.unit = unit
         self.count = count
         self.backward = backward
-        # how it was called when it was seen to treat samples alone; None: nobody looks
+        # how it was called when it was seen to treat samples alone; None: not looked at
         self._alone: set[tuple[tuple[bool, ...], tuple[bool, ...]]] | None = (
             set() if compare else None
         )

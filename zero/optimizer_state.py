@@ -35,7 +35,7 @@ class Gradients(Protocol):
 
     @property
     def is_reduced_locally(self) -> bool:
-        """Whether `landed` depends on nobody else."""
+        """Whether `landed` waits for no other rank."""
         ...
 
     @property

@@ -72,7 +72,7 @@ def _elsewhere(mine: Activity, before: RankRecord | None, after: RankRecord | No
 
 
 def _idle(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Has not come to it, and waits for nobody."""
+    """Has not come to it, and is in no collective."""
     if after is None or after.doing or after.blames or after.number_in(mine.lane) >= mine.number:
         return None
     return f"lives and has not come to it: it {_last_of(after)}"

@@ -6,7 +6,7 @@
 
 The store is that of the process group, which every rank has reached before. A record is replaced by
 the next one (a `FileStore` alone keeps all of them: some 20 MB per rank and day). While all is well
-nobody reads them, only whether somebody has left because of an error: the store may go with it.
+no rank reads them, only whether a rank has left because of an error: the store may go with it.
 """
 
 from __future__ import annotations

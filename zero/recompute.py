@@ -102,7 +102,7 @@ class _RecomputedBlock:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return self._own(*args, **kwargs)  # in backward: somebody else computes it again
+            return self._own(*args, **kwargs)  # in backward: an outer checkpoint computes it again
         if _in_checkpoint():
             self._owner.say_nested(self._unit.name)
             return self._own(*args, **kwargs)

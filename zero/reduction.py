@@ -7,7 +7,7 @@
 A *round* is one backward pass that is reduced. In it every group that any rank had gradients of in
 the last step is reduced once on every rank, with zeros for what is missing here (a parameter that
 this rank did not use, a batch without data), so that ranks that went different ways stay in step.
-Whatever a round leaves out - passes under `no_sync`, groups nobody expected, gradients that came
+What a round leaves out - passes under `no_sync`, groups that were not expected, gradients that came
 after their group was reduced - adds up locally and is reduced in the step, once all ranks know of
 it. A parameter that no rank has a gradient of is not updated, as on one rank.
 """

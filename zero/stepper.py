@@ -93,7 +93,7 @@ class Stepper:
         # updated ahead of their step, and gradients since the last step, per group and parameter
         self.hyper_source: Callable[[], HyperOf] | None = None
         # told which groups' gradients have no values any more, and why
-        self.on_used_up: Callable[[Sequence[int], str], None] = _nobody_to_tell
+        self.on_used_up: Callable[[Sequence[int], str], None] = _no_handles
         self._order: list[Place] = []  # parameters, as the norms of their gradients are added
         self._places: dict[Place, int] = {}
         self._norms: torch.Tensor | None = None  # of the gradients as they are now
@@ -181,7 +181,7 @@ class Stepper:
             self._ahead.add(state.group.index)
         self._submit([state], self._hyper_ahead, 1.0)
         if state.group.state.in_place:
-            state.group.withhold()  # nobody reads half an update
+            state.group.withhold()  # half an update must not be read
 
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.
@@ -355,7 +355,7 @@ class Stepper:
 
     def _check_passes(self) -> None:
         """`gradient_accumulation_steps` says how many passes come before a step. It gates nothing,
-        so who counts on that (as with DeepSpeed) would step too often."""
+        so a loop that counts on that (as with DeepSpeed) would step too often."""
         passes = max((int(each.max()) for each in self._passes if each.size), default=0)
         passes += self._idle_passes
         is_short = 0 < passes < self._rules.passes
@@ -459,8 +459,8 @@ class Stepper:
                 self._read_by_update.discard(index)
 
 
-def _nobody_to_tell(groups: Sequence[int], why: str) -> None:
-    """Nobody holds gradients."""
+def _no_handles(groups: Sequence[int], why: str) -> None:
+    """There are no handles of gradients."""
 
 
 def _added_up(rows: np.ndarray) -> list[float]:

@@ -156,8 +156,8 @@ class WeightStore:
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
         """A module that is being called chose what it needs next, in this order (a router its
-        experts): begin to bring it. Whoever computes with a group holds it (`held`); what is not
-        one and was added to the `fetcher` is used through that and its state."""
+        experts): begin to bring it. To compute with a group, hold it (`held`); what is not a group
+        and was added to the `fetcher` is used through that and its state."""
         with self.one_thread:
             self.check_usable()
             self.fetcher.announce(chosen)

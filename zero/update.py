@@ -5,7 +5,7 @@
     compute         ├─┤     ├─┤     ├─┤     ├─┤
     write              ├──────┤├──────┤├──────┤├──────┤
 
-`submit` returns at once: every group's update becomes *pending*, and whoever reads a group waits
+`submit` returns at once: every group's update becomes *pending*, and a reader of a group waits
 for that group's alone, so the optimizer of one step hides behind the next forward. Chunks whose
 records are at home on the device are queued there in their turn, and this thread goes on with the
 CPU's. The arithmetic and its order within each parameter do not depend on when or where a chunk is
@@ -86,7 +86,7 @@ class UpdateQueue:
         """
         so_far = mark_here(self._device.stream.device)
         with self._lock:
-            self._raise_failure()  # nobody would ever end what is submitted to a dead thread
+            self._raise_failure()  # a dead thread would never end what is submitted to it
             for update in updates:
                 update.after = so_far
                 update.group.pending = update.ready
