@@ -18,7 +18,6 @@ import torch
 
 from offload.kernels import triton_optimizer
 from offload.kernels.floats import Float
-from offload.kernels.rules import SCALE_SUFFIX, SgdScalars, StateFormat
 from offload.swap.streams import CopyMark, mark_here
 from offload.swap.transfer import Transfer
 from offload.tiers.units import round_up
@@ -99,16 +98,10 @@ class DeviceUpdate:
         self, chunk: Chunk, segment: Segment, span: slice, weights: torch.Tensor,
         grads: torch.Tensor, arrays: dict[str, torch.Tensor],
     ) -> None:  # fmt: skip
-        kept = chunk.record_format
-        without = isinstance(segment.scalars, SgdScalars) and not segment.scalars.momentum
-        places = kept.field_spans(span)
-        own = {name: array[places[name]] for name, array in arrays.items()}
-        names = () if without else kept.states
-        blocks = kept.state_format is StateFormat.INT8
+        own = chunk.record_format.operands(arrays, span, segment.scalars)
         triton_optimizer.optimizer_step(
-            grads[span], weights[span], [own[name] for name in names], segment.scalars,
-            scales=[own[name + SCALE_SUFFIX] for name in names] if blocks else (),
-            low=own.get("low"), master=own.get("master"),
+            grads[span], weights[span], own.states, segment.scalars,
+            scales=own.scales, low=own.low, master=own.master,
             noise=chunk.noise(self._seed, segment, span),
         )  # fmt: skip
 

@@ -23,7 +23,7 @@ import torch
 
 from offload.kernels.floats import Array, Float
 from offload.kernels.optimizer import optimizer_step
-from offload.kernels.rules import SgdScalars, StateFormat
+from offload.kernels.rules import StateFormat
 from offload.swap.streams import mark_here
 from offload.swap.transfer import Transfer, all_of
 from offload.swap.worker import ParallelRunner, Worker
@@ -275,15 +275,12 @@ class UpdateQueue:
         arrays: dict[str, Array],
     ) -> None:  # fmt: skip
         kept = chunk.record_format
-        without = isinstance(segment.scalars, SgdScalars) and not segment.scalars.momentum
+        own = kept.operands(arrays, span, segment.scalars)
         blocks = kept.state_format is StateFormat.INT8
         optimizer_step(
-            grads[span], weights[span], [] if without else kept.states_of(arrays, span),
-            segment.scalars, grad_float=chunk.update.state.gradients.format,
-            weight_float=self._own, state_format=kept.state_format,
-            scales=[] if without else kept.scales_of(arrays, span),
-            low=arrays["low"][span] if "low" in arrays else None,
-            master=arrays["master"][span] if "master" in arrays else None,
+            grads[span], weights[span], own.states, segment.scalars,
+            grad_float=chunk.update.state.gradients.format, weight_float=self._own,
+            state_format=kept.state_format, scales=own.scales, low=own.low, master=own.master,
             noise=chunk.noise(self._seed, segment, span),
             run=self._run_blocks if blocks else self._run,
         )  # fmt: skip
