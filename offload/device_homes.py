@@ -21,7 +21,7 @@ from offload.tiers import accelerator
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.zero.device_work import DeviceWork
-from offload.zero.runtime import NextUse
+from offload.zero.store import NextUse
 
 _log = logging.getLogger("offload")
 

@@ -35,6 +35,7 @@ from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import CheckpointError, OffloadError, StateError, UnsupportedError
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, discover, managed
+from offload.zero.gradient_hooks import is_trained_here
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
@@ -154,45 +155,70 @@ class Engine:
         parameters: ParamGroups | None, weights: str | Path | None,
     ) -> None:  # fmt: skip
         dtype = _DTYPES[config.precision]
+        self._make_plan(config, discovery)
+        trained = _listed(parameters)
+        files = None if weights is None else SafetensorsWeights(weights, dtype)
+        initialiser = self._replace_meta_tensors(config.seed, dtype, files)
+        self._open_tiers(config, dtype)
+        self._runtime = self._make_runtime(discovery, dtype)
+        self._load(initialiser, files)
+        self.values = ParameterValues(self._runtime)
+        self.optimizer = self._make_optimizer(trained)
+        self._watch_structure(self._runtime)
+        self._give_out_values(self._runtime)
+        self._keep_activations(config, discovery, self._runtime)
+        self._runtime.start(model, self.values, weakref.ref(self))
+        self._refuse_foreign(self._runtime)
+
+    def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
+        """What goes where. BudgetError, ConfigError or PathError where it cannot."""
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         shape = discovery.shape()
-        _say_if_another(config, model, shape.numel)
+        _say_if_another(config, self.module, shape.numel)
         self.plan: Plan = make_plan(config, shape, hardware)
-        self.config = resolved_config(
-            config, self.plan, self.device.type, ranks_here()
-        )  # fmt: skip
-        _look_ahead(self.plan, config, model)
+        self.config = resolved_config(config, self.plan, self.device.type, ranks_here())
+        _look_ahead(self.plan, config, self.module)
         _say_slow(config.precision, self.device)
-        optimized: Any = parameters
-        if parameters is not None and not isinstance(parameters, torch.Tensor):
-            optimized = list(parameters)
 
-        files = SafetensorsWeights(weights, dtype) if weights is not None else None
-        initialiser = _initialiser(model, config.seed)
+    def _replace_meta_tensors(
+        self, seed: int, dtype: torch.dtype, files: SafetensorsWeights | None
+    ) -> MetaInitialiser | None:
+        """A model on the meta device gets parameters without values of their own. UnsupportedError
+        for one that nothing will set; None where the model has values."""
+        initialiser = _initialiser(self.module, seed)
         if initialiser is not None:
             initialiser.check(files)
-            make_real(model, dtype, self.device)
+            make_real(self.module, dtype, self.device)
+        return initialiser
 
+    def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
         self._run = ParallelRunner(int(self.config.threads.optimizer))
         if self.config.threads.torch != "auto":
             torch.set_num_threads(self.config.threads.torch)
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
-        self._runtime = self._make_runtime(discovery, dtype)
-        self._load(initialiser, files)
-        self.values = ParameterValues(self._runtime)
-        self.optimizer = self._make_optimizer(optimized)
-        structure = ModelStructure(model, self._runtime.group_of)
+
+    def _watch_structure(self, runtime: Runtime) -> None:
+        """Before each step: are the parameters still those that the engine was made with?"""
+        structure = ModelStructure(self.module, runtime.group_of)
         self.optimizer.register_step_pre_hook(lambda *_: structure.check())
-        self._state_dict_hooks = StateDictHooks(model, self._runtime, self.values)
-        self._runtime.on_reuse.append(self._state_dict_hooks.remove)
+
+    def _give_out_values(self, runtime: Runtime) -> None:
+        """`state_dict` has values, until another engine gets the model."""
+        hooks = StateDictHooks(self.module, runtime, self.values)
+        runtime.store.on_reuse.append(hooks.remove)
+        self._state_dict_hooks = hooks
+
+    def _keep_activations(
+        self, config: OffloadConfig, discovery: Discovery, runtime: Runtime
+    ) -> None:
         self._activations = Activations(
-            model, discovery, config, self._homes.activations, self._runtime
+            self.module, discovery, config, self._homes.activations, runtime
         )
-        self._runtime.start(model, self.values, weakref.ref(self))
-        self._refusals = [
-            refuse_foreign_optimizers(self._runtime), refuse_foreign_wrappers(self._runtime),
-        ]  # fmt: skip
+
+    def _refuse_foreign(self, runtime: Runtime) -> None:
+        """Other optimizers and wrappers must not take this model's parameters."""
+        self._refusals = [refuse_foreign_optimizers(runtime), refuse_foreign_wrappers(runtime)]
         for refusal in self._refusals:
             weakref.finalize(self, refusal.remove)
 
@@ -236,9 +262,7 @@ class Engine:
             values = _values(group, initialiser, files, self._ranks, self._tensor_parallel)
             state = self._runtime.optimizer_states[group.index]
             load_group(state, self._runtime.own, values)
-            group.adopt()
-            if self._runtime.rank_work is not None:
-                self._runtime.rank_work.refresh([group])
+            self._runtime.store.adopt(group)
             machine.trim_memory()  # the values of one group are freed before the next ones come
         if initialiser is not None:
             initialiser.finish(files, self.device)
@@ -281,7 +305,7 @@ class Engine:
 
         Meanwhile a rank holds gradients whole, where `placement.gradients` puts them.
         """
-        with self._open().no_sync():
+        with self._open().reductions.no_sync():
             yield
 
     @contextmanager
@@ -362,7 +386,7 @@ class Engine:
     def _open(self) -> Runtime:
         if self._closed or self._runtime is None:
             raise StateError("the engine is closed; make a new one with offload.initialize")
-        self._runtime.check_process()
+        self._runtime.store.one_thread.check_process()
         return self._runtime
 
     def before_close(self, call: Callable[[], None]) -> None:
@@ -457,6 +481,13 @@ def _close_alone(*made: Any) -> None:
         _log.warning("while closing an engine that was dropped: %s", error)
 
 
+def _listed(parameters: ParamGroups | None) -> Any:
+    """Read once, before anything is allocated: they may come from a generator."""
+    if parameters is None or isinstance(parameters, torch.Tensor):
+        return parameters
+    return list(parameters)
+
+
 def _alike(config: OffloadConfig, discovery: Discovery, model: nn.Module) -> dict[str, str]:
     """What ranks that train together have to agree on; budgets, placements and folders are each
     rank's own."""
@@ -531,7 +562,7 @@ def _refuse_shared(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         taken = UnitHooks.has_an_engine(module)
         for name, param in module.named_parameters(prefix=prefix, recurse=taken):
-            if taken or (Runtime.has(param) and not any(each.has(param) for each in closed)):
+            if taken or (is_trained_here(param) and not any(each.has(param) for each in closed)):
                 raise StateError(
                     f"{name} trains through another engine that is open: one parameter cannot have "
                     "two. Close that one first (engine.close()), or give offload.initialize one "

@@ -40,10 +40,10 @@ from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 from offload.zero.collectives import Workspace
 from offload.zero.device_work import DeviceWork
-from offload.zero.rank_work import SharedMemory
+from offload.zero.rank_weights import SharedMemory
 from offload.zero.records import RecordFormat
-from offload.zero.runtime import NextUse
 from offload.zero.sharding import ALONE, Sharding
+from offload.zero.store import NextUse
 
 if TYPE_CHECKING:
     from offload.config import NvmeConfig, OffloadConfig

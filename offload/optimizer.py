@@ -189,7 +189,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for param, state in states:
                 self._values.write_state(param, state)
         except BaseException:
-            self._runtime.unusable = (
+            self._runtime.store.unusable = (
                 "loading an optimizer's state dict failed half-way, so states are a mixture; "
                 "load a checkpoint, or make a new engine"
             )

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from offload.swap.activation_record import Piece
+from offload.swap.activation_record import SavedPiece
 from offload.swap.activation_window import ActivationWindow, Slot
 from offload.swap.block_store import BlockStore, StoredBlock
 from offload.swap.io_backend import Priority
@@ -48,11 +48,13 @@ class Backlog:
         self.lock = lock
         self.stored_nbytes = 0  # on disk, or being written
         self._disk_nbytes = disk_nbytes
-        self._unwritten: dict[Piece, None] = {}  # in the order they were filled
+        self._unwritten: dict[SavedPiece, None] = {}  # in the order they were filled
         self._unwritten_nbytes = 0
-        self._clean: list[tuple[int, int, Piece]] = []  # a heap, by number; checked when popped
-        self._moving: dict[Piece, Transfer[None]] = {}
-        self._lent: list[tuple[Slot, CopyMark]] = []  # of dead pieces: somebody looks, or a copy
+        self._clean: list[
+            tuple[int, int, SavedPiece]
+        ] = []  # a heap, by number; checked when popped
+        self._moving: dict[SavedPiece, Transfer[None]] = {}
+        self._lent: list[tuple[Slot, CopyMark]] = []  # of dead pieces: still viewed, or a copy
         self.disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
         self._failure: Failure | None = None  # a write that failed
 
@@ -82,7 +84,7 @@ class Backlog:
 
     def _evict(self, below: float) -> bool:
         """Let the clean piece that was saved first give up its slot."""
-        looked_at: list[tuple[int, int, Piece]] = []
+        looked_at: list[tuple[int, int, SavedPiece]] = []
         evicted = False
         while self._clean and self._clean[0][0] < below and not evicted:
             entry = heapq.heappop(self._clean)
@@ -101,7 +103,7 @@ class Backlog:
         return evicted
 
     def _reap(self) -> bool:
-        """Free the slots of dead pieces that nobody looks at any more."""
+        """Free the slots of dead pieces that no tensor views any more."""
         free = [(slot, mark) for slot, mark in self._lent if mark.done() and not slot.in_use()]
         if free:
             gone = {id(slot) for slot, _ in free}
@@ -121,7 +123,7 @@ class Backlog:
         return marks[0].wait if marks else None
 
     # ---------------------------------------------------------------- to the disk
-    def filled(self, piece: Piece) -> None:
+    def filled(self, piece: SavedPiece) -> None:
         """The piece's slot holds its bytes now, or will when the copy into it is done."""
         if self.store is None:
             return
@@ -139,13 +141,13 @@ class Backlog:
                 return
             pieces -= 1
 
-    def _take_off_list(self, piece: Piece) -> None:
+    def _take_off_list(self, piece: SavedPiece) -> None:
         """It leaves, or dies before it had to."""
         assert piece.slot is not None, "unwritten"
         del self._unwritten[piece]
         self._unwritten_nbytes -= piece.slot.nbytes
 
-    def _depart(self, piece: Piece) -> bool:
+    def _depart(self, piece: SavedPiece) -> bool:
         """Start writing; False where the disk has no room for it."""
         slot = piece.slot
         assert slot is not None, "a piece to be written is in the window"
@@ -172,11 +174,11 @@ class Backlog:
         departure.then(lambda ended: self._departed(piece, ended))
         return True
 
-    def _stored(self, piece: Piece, block: StoredBlock) -> None:
+    def _stored(self, piece: SavedPiece, block: StoredBlock) -> None:
         with self.lock:
             piece.block = block
 
-    def _departed(self, piece: Piece, ended: Transfer[None]) -> None:
+    def _departed(self, piece: SavedPiece, ended: Transfer[None]) -> None:
         """In the thread that wrote it."""
         with self.lock:
             piece.departure = None
@@ -187,7 +189,7 @@ class Backlog:
             self._settled(piece)
 
     # ---------------------------------------------------------------- from the disk
-    def read(self, piece: Piece, slot: Slot, priority: Priority) -> None:
+    def read(self, piece: SavedPiece, slot: Slot, priority: Priority) -> None:
         """Start reading an absent piece into `slot` (lock held)."""
         assert self.store is not None, "absent"
         assert piece.block is not None, "absent"
@@ -196,7 +198,7 @@ class Backlog:
         piece.arrival = self._moving[piece] = arrival
         arrival.then(lambda ended: self._arrived(piece, ended))
 
-    def _arrived(self, piece: Piece, ended: Transfer[None]) -> None:
+    def _arrived(self, piece: SavedPiece, ended: Transfer[None]) -> None:
         with self.lock:
             del self._moving[piece]
             piece.arrival = None
@@ -205,7 +207,7 @@ class Backlog:
                 piece.slot = None
             self._settled(piece)
 
-    def read_directly(self, piece: Piece, destination: torch.Tensor) -> Transfer[None]:
+    def read_directly(self, piece: SavedPiece, destination: torch.Tensor) -> Transfer[None]:
         """Start reading an absent piece into page-aligned memory (lock held)."""
         assert self.store is not None, "absent"
         assert piece.block is not None, "absent"
@@ -213,15 +215,15 @@ class Backlog:
         return self.store.read(piece.block, pages, priority=Priority.URGENT)
 
     # ---------------------------------------------------------------- ends
-    def _settled(self, piece: Piece) -> None:
+    def _settled(self, piece: SavedPiece) -> None:
         """Nothing moves it any more (lock held)."""
         if piece.dead:
             self.bury(piece)
         elif piece.residency is Residency.CLEAN:
             heapq.heappush(self._clean, (piece.number, id(piece), piece))
 
-    def bury(self, piece: Piece) -> None:
-        """Nobody needs the piece: free its slot and block, after what moves it now (lock held)."""
+    def bury(self, piece: SavedPiece) -> None:
+        """The piece is not needed: free its slot and block, after what moves it now (lock held)."""
         piece.dead = True
         if piece in self._unwritten:
             self._take_off_list(piece)
@@ -237,7 +239,7 @@ class Backlog:
         self._reap()
 
     def lend(self, slot: Slot, mark: CopyMark) -> None:
-        """`slot` is freed when `mark` is done and nobody looks at it (lock held)."""
+        """`slot` is freed when `mark` is done and no tensor views it (lock held)."""
         self._lent.append((slot, mark))
 
     def raise_failure(self) -> None:

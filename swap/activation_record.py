@@ -32,7 +32,7 @@ class Token:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class SavedPiece:
     """A range of a saved storage that moves in one transfer."""
 
     number: int  # of its record: a larger one was saved later and is needed earlier
@@ -76,7 +76,7 @@ class WeakMemory:
         return int(self._reference.cdata)
 
     def revive(self) -> torch.Tensor | None:
-        """The tensor, if somebody else keeps its storage alive and at its size."""
+        """The tensor, if other code keeps its storage alive and at its size."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         if storage is None or storage.nbytes() != self._storage_nbytes:
             return None
@@ -91,7 +91,7 @@ def bytes_of(
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class SavedStorage:
     """Bytes `[start_bytes, start_bytes + nbytes)` of a storage as they were at `version`."""
 
     number: int
@@ -101,7 +101,7 @@ class Record:
     version: int
     token: weakref.ref[Token]
     on_device: WeakMemory  # the storage that was saved, later the one that was given out last
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[SavedPiece] = field(default_factory=list)
     complete: bool = False  # all pieces are there
     given_out: bool = False  # `on_device` is what was given out
     ahead: tuple[torch.Tensor, CopyMark] | None = None  # brought to the device before its use

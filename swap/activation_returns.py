@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from offload.swap.activation_backlog import Backlog
-from offload.swap.activation_record import Piece, Record
+from offload.swap.activation_record import SavedPiece, SavedStorage
 from offload.swap.device_state import Links
 from offload.swap.io_backend import Priority
 from offload.swap.state import HostPiece
@@ -32,7 +32,7 @@ class CopiesInFlight:
         self._nbytes = 0
 
     def hold(self, mark: CopyMark, source: torch.Tensor, nbytes: int) -> None:
-        """Device memory that a copy reads must not be handed to somebody else before it is done.
+        """Device memory that a copy reads must not be given out again before it is done.
 
         Where too much is held, the compute stream waits for the oldest copy: what is allocated
         from here on may then take its place, without this thread waiting.
@@ -55,7 +55,7 @@ class ActivationReturns:
     """Brings records back. The backlog's lock guards it."""
 
     def __init__(
-        self, backlog: Backlog, links: Links, saved_before: Callable[[int], Iterator[Record]],
+        self, backlog: Backlog, links: Links, saved_before: Callable[[int], Iterator[SavedStorage]],
         count_forwarded: Callable[[int], None], *, in_place: bool,
     ) -> None:  # fmt: skip
         """`saved_before` gives the living records with smaller numbers, the latest first;
@@ -69,11 +69,11 @@ class ActivationReturns:
         self._ahead_nbytes = 0
         self._last_fetched = self._looked_to = 0
 
-    def bring_back(self, record: Record) -> torch.Tensor:
+    def bring_back(self, record: SavedStorage) -> torch.Tensor:
         """The record's bytes on the device, 1D uint8; waits for them."""
         return self._fetch_here(record) if self._in_place else self._fetch_to_device(record)
 
-    def _fetch_here(self, record: Record) -> torch.Tensor:
+    def _fetch_here(self, record: SavedStorage) -> torch.Tensor:
         """On a CPU a slot is used as it is; what lies in several pieces is put together."""
         if len(record.pieces) == 1:
             with self._lock:
@@ -97,7 +97,7 @@ class ActivationReturns:
             read.wait()
         return whole[: record.nbytes]
 
-    def _look(self, piece: Piece) -> HostPiece | None:
+    def _look(self, piece: SavedPiece) -> HostPiece | None:
         """A view of the piece's slot, which keeps it there; None if it has none (lock held)."""
         if piece.slot is None:
             return None
@@ -107,7 +107,7 @@ class ActivationReturns:
         arrivals = () if piece.arrival is None else (piece.arrival,)
         return HostPiece(piece.slot.tensor[: piece.nbytes], arrivals)
 
-    def _bring(self, piece: Piece, priority: Priority) -> bool:
+    def _bring(self, piece: SavedPiece, priority: Priority) -> bool:
         """Start reading the piece into the place of what is needed later; False where that is not
         enough (lock held)."""
         if piece.slot is None:
@@ -118,21 +118,21 @@ class ActivationReturns:
         return True
 
     # ---------------------------------------------------------------- to a GPU
-    def _fetch_to_device(self, record: Record) -> torch.Tensor:
+    def _fetch_to_device(self, record: SavedStorage) -> torch.Tensor:
         with self._lock:
             ahead = self.take_ahead(record)
         found, mark = self._copy_to_device(record) if ahead is None else ahead
         mark.before_compute()
         return found
 
-    def take_ahead(self, record: Record) -> tuple[torch.Tensor, CopyMark] | None:
+    def take_ahead(self, record: SavedStorage) -> tuple[torch.Tensor, CopyMark] | None:
         """What was copied to the device for the record before it was asked for (lock held)."""
         ahead, record.ahead = record.ahead, None
         if ahead is not None:
             self._ahead_nbytes -= record.nbytes
         return ahead
 
-    def _copy_to_device(self, record: Record) -> tuple[torch.Tensor, CopyMark]:
+    def _copy_to_device(self, record: SavedStorage) -> tuple[torch.Tensor, CopyMark]:
         """Start copying; waits for what has to be read from the disk first."""
         whole = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
         mark = CopyMark()
@@ -148,7 +148,7 @@ class ActivationReturns:
                 mark = piece.copied = self._links.to_device.copy(target, source)
         return whole, mark
 
-    def _stage(self, piece: Piece) -> HostPiece | None:
+    def _stage(self, piece: SavedPiece) -> HostPiece | None:
         """The piece in the window, if need be once there is room; None where there never is."""
         with self._lock:
             look = self._look(piece)
@@ -161,13 +161,13 @@ class ActivationReturns:
             self._backlog.read(piece, slot, Priority.URGENT)
             return self._look(piece)
 
-    def _copy_unstaged(self, piece: Piece, target: torch.Tensor) -> CopyMark:
+    def _copy_unstaged(self, piece: SavedPiece, target: torch.Tensor) -> CopyMark:
         pages = _aligned(piece.nbytes)
         with self._lock:
             read = self._backlog.read_directly(piece, pages)
         read.wait()
         mark = self._links.to_device.copy(target, pages[: piece.nbytes])
-        mark.wait()  # nobody else keeps `pages`
+        mark.wait()  # nothing else keeps `pages`
         return mark
 
     # ---------------------------------------------------------------- ahead of use

@@ -1,6 +1,6 @@
 """Host memory for saved activations: one lease, cut into slots.
 
-Activations come and go in sizes that nobody knows beforehand. In an arena of their own they cannot
+The sizes of activations are not known beforehand. In an arena of their own they cannot
 leave holes in the memory that parameters and gradients are counted on to fit into.
 """
 
@@ -40,7 +40,7 @@ class Slot:
 
 
 class ActivationWindow:
-    """Slots of one lease of host memory. Not thread-safe: whoever uses it holds one lock."""
+    """Slots of one lease of host memory. Not thread-safe: its users hold one lock."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease

@@ -25,8 +25,8 @@ import torch
 
 from offload.swap.activation_backlog import Backlog
 from offload.swap.activation_record import (
-    Piece,
-    Record,
+    SavedPiece,
+    SavedStorage,
     Token,
     WeakMemory,
     bytes_of,
@@ -90,10 +90,12 @@ class ActivationTier:
         self._lock = lock
         self._device = device
         self._least_nbytes = LEAST_NBYTES if least_nbytes is None else least_nbytes
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, SavedStorage] = {}
         self._order: list[int] = []  # numbers of living records, rising
         self._next_number = 0
-        self._of_storage: dict[int, list[Record]] = {}  # what was saved of a storage still there
+        self._of_storage: dict[
+            int, list[SavedStorage]
+        ] = {}  # what was saved of a storage still there
         self._dead: deque[int] = deque()
         self._spared: dict[int, WeakMemory] = {}
         self._copies = CopiesInFlight(lock)
@@ -106,7 +108,7 @@ class ActivationTier:
 
     # ---------------------------------------------------------------- saving
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What `tensors` are views of stays: somebody else keeps it anyway. Until called again."""
+        """What `tensors` are views of stays: other code keeps it anyway. Until called again."""
         spared = {}
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.nbytes >= self._least_nbytes:
@@ -140,7 +142,7 @@ class ActivationTier:
         return Parked(self, token, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
-        """Whether it is plain strided memory that nobody but the graph may be keeping."""
+        """Whether it is plain strided memory that only the graph may be keeping."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
         if tensor.device.type != self._device.type or (tensor.is_leaf and tensor.requires_grad):
@@ -149,7 +151,7 @@ class ActivationTier:
 
     def _known(
         self, storage: torch.UntypedStorage, start: int, stop: int, tensor: torch.Tensor
-    ) -> tuple[Record, Token] | None:
+    ) -> tuple[SavedStorage, Token] | None:
         with self._lock:
             for record in self._of_storage.get(storage._cdata, ()):
                 token = record.token()
@@ -157,7 +159,7 @@ class ActivationTier:
                     return record, token
         return None
 
-    def _save(self, source: torch.Tensor, version: int) -> tuple[Record, Token] | None:
+    def _save(self, source: torch.Tensor, version: int) -> tuple[SavedStorage, Token] | None:
         record, token = self._open_record(source, version)
         for offset in range(0, record.nbytes, self._window.piece_nbytes):
             nbytes = min(self._window.piece_nbytes, record.nbytes - offset)
@@ -165,7 +167,7 @@ class ActivationTier:
             if slot is None:
                 self._say_full(record.nbytes)
                 return None  # with its token, what was parked of it dies
-            piece = Piece(record.number, offset, nbytes, slot)
+            piece = SavedPiece(record.number, offset, nbytes, slot)
             piece.copied = self._links.to_host.copy(
                 slot.tensor[:nbytes], source[offset : offset + nbytes]
             )
@@ -186,14 +188,14 @@ class ActivationTier:
             self._untrimmed_nbytes = 0
             self._trim()
 
-    def _open_record(self, source: torch.Tensor, version: int) -> tuple[Record, Token]:
+    def _open_record(self, source: torch.Tensor, version: int) -> tuple[SavedStorage, Token]:
         with self._lock:
             number = self._next_number
             self._next_number += 1
             token = Token(number)
             gone = weakref.ref(token, lambda _: self._token_died(number))
             start = int(source.storage_offset())
-            record = Record(
+            record = SavedStorage(
                 number, source.device, start, source.numel(), version, gone, WeakMemory(source)
             )
             self._records[number] = record
@@ -238,12 +240,12 @@ class ActivationTier:
         if self._backlog.store is not None:
             self.statistics.forwarded_nbytes += nbytes
 
-    def _saved_before(self, number: int) -> Iterator[Record]:
+    def _saved_before(self, number: int) -> Iterator[SavedStorage]:
         """Living records, latest first (lock held)."""
         for index in range(bisect.bisect_left(self._order, number) - 1, -1, -1):
             yield self._records[self._order[index]]
 
-    def _forget_storage(self, record: Record) -> None:
+    def _forget_storage(self, record: SavedStorage) -> None:
         """The record no longer holds what tells its storage from every other one (lock held)."""
         key = record.on_device.key
         found = self._of_storage.get(key, [])
@@ -270,7 +272,7 @@ class ActivationTier:
                 del self._order[bisect.bisect_left(self._order, record.number)]
                 self._forget_storage(record)
                 ahead = self._returns.take_ahead(record)
-                if ahead is not None:  # nobody waits for it: not free before it has arrived
+                if ahead is not None:  # no thread waits for it: not free before it has arrived
                     self._copies.hold(ahead[1], ahead[0], record.nbytes)
                 for piece in record.pieces:
                     self._backlog.bury(piece)

@@ -4,7 +4,7 @@ A write never touches the extent it replaces. The old one is the undo record:
 
     write(source, replaces=old)     old: valid          new: being written
     ... fails                       old: valid          new: freed
-    ... succeeds                    old: freed, once nobody reads it any more      new: valid
+    ... succeeds                    old: freed, once no read of it is left         new: valid
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StoreStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _LiveBlock:
     """The state of one live block. Its extent goes back to the tier when `doomed` and unread."""
 
     block: StoredBlock
@@ -121,7 +121,7 @@ class BlockStore:
         self._growth_nbytes = growth_nbytes
         self._memory_alignment = max(file.memory_alignment for file in files)
         self._length_alignment = max(file.offset_alignment for file in files)
-        self._records: dict[int, _Record] = {}  # by version
+        self._records: dict[int, _LiveBlock] = {}  # by version
         self._versions = itertools.count(1)
         self._checksum_failures = 0
         self._unobserved = UnobservedErrors()
@@ -225,7 +225,7 @@ class BlockStore:
 
     @uninterrupted
     def drain(self, timeout_s: float | None = None) -> None:
-        """Block until nothing is in flight, then raise the first error nobody has waited for."""
+        """Block until nothing is in flight, then raise the first error that was not waited for."""
         self.backend.drain(timeout_s)
         self._unobserved.raise_first()
 
@@ -248,7 +248,7 @@ class BlockStore:
     @uninterrupted
     def close(self) -> None:
         """Finish what is in flight and close backend and files, so that all blocks are gone; then
-        raise the first error nobody has waited for. Calling it again does nothing."""
+        raise the first error that was not waited for. Calling it again does nothing."""
         try:
             self.backend.close()
         finally:
@@ -294,7 +294,7 @@ class BlockStore:
                 write.extent, write.source.nbytes, write.checksum, write.owner,
                 next(self._versions),
             )  # fmt: skip
-            self._records[block.version] = _Record(block)
+            self._records[block.version] = _LiveBlock(block)
             self._writes -= 1
             self._freed.notify_all()
             if write.replaces is not None:
@@ -307,7 +307,7 @@ class BlockStore:
             self._free_extent(write.extent)
             self._stop_replacing(write.replaces)
 
-    def _live(self, block: StoredBlock) -> _Record:
+    def _live(self, block: StoredBlock) -> _LiveBlock:
         record = self._records.get(block.version)
         if record is None or record.doomed:
             raise StateError(f"{block.owner}: block {block.version} is used after it was freed")
@@ -323,16 +323,16 @@ class BlockStore:
         if block is not None:
             self._records[block.version].being_replaced = False
 
-    def _doom(self, record: _Record) -> None:
+    def _doom(self, record: _LiveBlock) -> None:
         record.doomed = True
         self._free_if_unread(record)
 
-    def _end_reading(self, record: _Record) -> None:
+    def _end_reading(self, record: _LiveBlock) -> None:
         with self._lock:
             record.readers -= 1
             self._free_if_unread(record)
 
-    def _free_if_unread(self, record: _Record) -> None:
+    def _free_if_unread(self, record: _LiveBlock) -> None:
         if record.doomed and not record.readers:
             del self._records[record.block.version]
             self._free_extent(record.block.extent)

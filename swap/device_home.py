@@ -17,8 +17,8 @@ from offload.tiers.memory_tier import Lease
 
 
 class DeviceHomeState(MemoryState):
-    """Device memory is the home. What other streams do in it is remembered by marks: whoever works
-    in it next waits for them, on its own stream."""
+    """Device memory is the home. What other streams do in it is remembered by marks: the
+    stream that works in it next waits for them."""
 
     at_home_on_device = True
 
@@ -113,8 +113,8 @@ class DeviceHomeState(MemoryState):
 
 
 class DeviceRecordState(DeviceHomeState):
-    """What the update alone works with, on the device. Whoever else looks at it (loading, reading
-    values out) looks at a copy in host memory, one such copy at a time."""
+    """What the update alone works with, on the device. Other readers and writers (loading, reading
+    values out) get a copy in host memory, one such copy at a time."""
 
     def tensor(self) -> torch.Tensor:
         return self.host_tensor()
@@ -122,5 +122,5 @@ class DeviceRecordState(DeviceHomeState):
     def blank(self) -> torch.Tensor:
         return self.host_blank()
 
-    def wrote(self, *, soon: bool = False) -> None:
+    def wrote(self, *, write_back: bool = True) -> None:
         self.host_wrote()

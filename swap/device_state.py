@@ -34,7 +34,7 @@ class Links:
     to_host: CopyStream
     device: torch.device = field(default=torch.device("cpu"))
     fences: Fences = field(default_factory=Fences)
-    # of each kind of state, whose copy in host memory somebody may be looking at
+    # of each kind of state, whose copy in host memory may be in use
     copied_out: dict[type, DeviceHomeState] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class MirroredState(SlotState):
         return True
 
     def _fill(self) -> None:
-        """Start copying what the slot lacks. Fresh memory is waited for by nobody: a copy waits
+        """Start copying what the slot lacks. No thread waits for fresh memory: a copy waits
         for the last reader of what the memory held before."""
         source = self._home.tensor()
         with self._lock:
@@ -178,7 +178,7 @@ class MirroredState(SlotState):
         if not mirrored:
             self._home.note_use()
 
-    def wrote(self, *, soon: bool = False) -> None:
+    def wrote(self, *, write_back: bool = True) -> None:
         with self._lock:
             if self._slot is None or self._lacking:
                 raise StateError(f"{self.name} holds no device memory that could have been written")
@@ -212,16 +212,16 @@ class MirroredState(SlotState):
 
     def wrote_piece(self, piece: int) -> None:
         self._home.wrote_piece(piece)
-        self._outdate(piece)
+        self._home_changed(piece)
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
         return self._home.read_piece(piece, destination)
 
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
-        self._outdate(piece)
+        self._home_changed(piece)
         return self._home.write_piece(piece, source)
 
-    def _outdate(self, piece: int) -> None:
+    def _home_changed(self, piece: int) -> None:
         """The home has new bytes of a piece: so has the slot only if they were made there."""
         with self._lock:
             if piece in self._updated:

@@ -1,9 +1,9 @@
 """Memory that changes hands while a stream still works in it.
 
 The model's thread runs ahead of the GPU: a slot is given up when the last *call* that reads it has
-returned, long before the last *read*. So what is given up leaves a mark, and whoever gets memory of
-that range, at whatever offset and size, has its first copy or kernel wait for the marks that it
-overlaps, on its stream, and for nothing else.
+returned, long before the last *read*. So what is given up leaves a mark. The first copy
+or kernel in memory of that range, at whatever offset and size, waits on its stream for the marks
+that it overlaps, and for nothing else.
 
     range of the arena      ├── slot of layer 3 ──┤├── layer 4 ──┤
     given up, with marks    ├── read until e1 ────┤├─ until e2 ──┤
@@ -48,7 +48,7 @@ class Fences:
     def claim(self, extent: Extent) -> tuple[CopyMark, ...]:
         """What the first writer of a range that was just leased has to wait for.
 
-        Whoever gives it up again need not retire these: they stay until they are done.
+        They need not be retired again with the memory: they stay until they are done.
         """
         start, stop = extent.offset_bytes, extent.offset_bytes + extent.nbytes
         with self._lock:
@@ -72,7 +72,7 @@ class Reader(Protocol):
 
 
 class OpenReads:
-    """Slots that the model's stream is reading or was given to read, as far as anybody knows.
+    """Slots that the model's stream is reading or was given to read, as far as is known.
 
     A view's death says that nothing more will be queued that reads it, so a mark made right after
     it has the last reader before it and nothing that comes later. Looking at each use of a group
@@ -88,7 +88,7 @@ class OpenReads:
         self._readers[id(reader)] = reader
 
     def mark(self) -> None:
-        """One mark for all slots that nobody can read any more."""
+        """One mark for all slots that cannot be read any more."""
         over = [reader for reader in self._readers.values() if not reader.still_read()]
         if over:
             mark = mark_here(self._device)

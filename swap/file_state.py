@@ -175,12 +175,12 @@ class FileState(SlotState):
         return view
 
     @uninterrupted
-    def wrote(self, *, soon: bool = False) -> None:
+    def wrote(self, *, write_back: bool = True) -> None:
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             self._dirty = set(range(self.pieces))  # first: a dirty copy is not dropped
-            if soon:
+            if not write_back:
                 return
             leaving = list(self._departures.values())
         _wait_all(leaving)  # a piece has one write on its way at a time
@@ -286,7 +286,7 @@ class FileState(SlotState):
     def _write(self, piece: int, pages: memoryview) -> Transfer[StoredBlock]:
         before = self._blocks[piece]
         if before is not None and self._class is StateClass.GRADIENTS:
-            self._blocks[piece] = None  # nobody goes back to an old sum
+            self._blocks[piece] = None  # an old sum is never gone back to
             self._store.free(before)
         while True:
             try:

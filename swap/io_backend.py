@@ -1,7 +1,7 @@
 """What a backend is: something that moves bytes between memory and a file descriptor.
 
 `IOBackend` does what all backends have in common (requests, splitting, accounting, errors that
-nobody waited for); a backend adds how a `Piece` is moved.
+that was not waited for); a backend adds how an `IOPiece` is moved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from offload.swap.io_request import IORequest, Operation, Piece, Priority
+from offload.swap.io_request import IOPiece, IORequest, Operation, Priority
 from offload.swap.shield import uninterrupted
 from offload.swap.transfer import STALL_S, Transfer, UnobservedErrors
 from offload.tiers.errors import OffloadError, StateError, StorageError
@@ -121,7 +121,7 @@ class IOBackend(ABC):
     @uninterrupted
     def drain(self, timeout_s: float | None = None) -> None:
         """Block until nothing is in flight, callbacks included; then raise the first error that
-        nobody has waited for. StorageError after `timeout_s`. Never call it from a callback."""
+        that was not waited for. StorageError after `timeout_s`. Never call it from a callback."""
         with self._idle:
             if not self._wait_idle(timeout_s):
                 raise StorageError(
@@ -132,7 +132,7 @@ class IOBackend(ABC):
 
     @uninterrupted
     def close(self) -> None:
-        """Finish what is in flight, end the threads, then raise the first error nobody has
+        """Finish what is in flight, end the threads, then raise the first error that was not
         waited for. Calling it again does nothing."""
         with self._idle:
             if self._closed:
@@ -163,10 +163,10 @@ class IOBackend(ABC):
     def _stop(self) -> None:
         """End and join all threads. Nothing is in flight."""
 
-    def _cut(self, request: IORequest) -> list[Piece]:
+    def _cut(self, request: IORequest) -> list[IOPiece]:
         """Cut a request into pieces of at most `io_block_nbytes`."""
         total, step = request.buffer.nbytes, self.io_block_nbytes
-        pieces = [Piece(request, at, min(step, total - at)) for at in range(0, total, step)]
+        pieces = [IOPiece(request, at, min(step, total - at)) for at in range(0, total, step)]
         request.pieces_left = len(pieces)
         pieces[0].begun = True
         return pieces
@@ -181,7 +181,7 @@ class IOBackend(ABC):
             error = wrapped
         request.error = error
 
-    def _piece_ended(self, piece: Piece) -> None:
+    def _piece_ended(self, piece: IOPiece) -> None:
         """Book a piece that is moved, failed or skipped; the last one finishes the request."""
         request = piece.request
         with self._idle:
@@ -201,7 +201,7 @@ class IOBackend(ABC):
         try:
             if request.error is None and request.after is not None:
                 request.after()
-        except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(request, error)
         try:
             transfer = self._unobserved.watch(request.transfer)
@@ -247,7 +247,7 @@ class IOBackend(ABC):
         self._count_on(request)
         try:
             self._start(request)
-        except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(request, error)
             self._finish(request)
         return transfer

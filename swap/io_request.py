@@ -31,7 +31,7 @@ _REMEDIES = {
 
 
 class Priority(enum.IntEnum):
-    """Who is waiting. Served strictly in this order, within one priority first come, first out."""
+    """What the request is for. Served in this order, within one priority first come, first out."""
 
     URGENT = 0  # a gather is waiting
     NORMAL = 1  # prefetch, optimizer
@@ -80,7 +80,7 @@ class IORequest:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class IOPiece:
     """A part of a request, moved by one call or, if that comes up short, by several."""
 
     request: IORequest
@@ -115,7 +115,7 @@ class Piece:
             missing = self.nbytes - self.moved_nbytes
             raise self.request.failed(
                 f"the file ends {format_bytes(missing)} too early, at offset {self.offset_bytes}; "
-                "somebody truncated it"
+                "it was truncated"
             )
         if self.moved_nbytes + count < self.nbytes:
             self.continued += 1

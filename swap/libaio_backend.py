@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from offload.swap.io_backend import IO_BLOCK_NBYTES, IOBackend
-from offload.swap.io_request import IORequest, Operation, Piece
+from offload.swap.io_request import IOPiece, IORequest, Operation
 from offload.tiers.errors import StorageError, UnsupportedError
 
 _log = logging.getLogger(__name__)
 
-_Entry = tuple[int, int, int, Piece]  # priority, sequence, index in its request; smallest first
+_Entry = tuple[int, int, int, IOPiece]  # priority, sequence, index in its request; smallest first
 
 
 DEPTH = 8  # requests in the kernel at a time
@@ -88,7 +88,7 @@ class LibaioBackend(IOBackend):
             ) from error
 
     def _start(self, request: IORequest) -> None:
-        whole = Piece(request, 0, request.buffer.nbytes)
+        whole = IOPiece(request, 0, request.buffer.nbytes)
         with self._changed:
             if self._dead:
                 raise request.failed("the threads of libaio have died; see the log for the reason")
@@ -106,7 +106,7 @@ class LibaioBackend(IOBackend):
     # ---- both threads
 
     def _run(self, step: Any) -> None:
-        """Repeat `step` until it says False. A step that raises is a bug of ours: nobody must
+        """Repeat `step` until it says False. A step that raises is a bug of ours: no thread must
         wait for it for ever."""
         try:
             while step():
@@ -119,7 +119,7 @@ class LibaioBackend(IOBackend):
         with self._changed:
             self._dead = True
             # What is in the kernel may still be written to by it; its waiters are told all the
-            # same, since nobody is left to tell them later.
+            # same, since no thread is left to tell them later.
             lost = [*self._queue, *self._flying.values()]
             self._queue.clear()
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class LibaioBackend(IOBackend):
             if request.error is None:
                 self._hand_over((order[0], order[1], order[2], piece))
                 return True
-        except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(request, error)
         self._piece_ended(piece)
         return True
@@ -156,7 +156,7 @@ class LibaioBackend(IOBackend):
                 self._changed.wait()
             return heapq.heappop(self._queue)
 
-    def _open(self, whole: Piece) -> Piece:
+    def _open(self, whole: IOPiece) -> IOPiece:
         """Run `before`, cut the request, queue all pieces but the first and return that."""
         request = whole.request
         if request.before is not None:
@@ -185,7 +185,7 @@ class LibaioBackend(IOBackend):
                 del self._flying[block]
             raise
 
-    def _submit_block(self, block: Any, piece: Piece) -> None:
+    def _submit_block(self, block: Any, piece: IOPiece) -> None:
         while True:
             try:
                 self._context.submit([block])

@@ -1,7 +1,7 @@
 """Work that has to happen in the order in which it was asked for, on a thread of its own.
 
 Collectives are such work: every rank has to begin them in the same order, while what each of them
-needs arrives in any order. Whoever asks goes on; the thread waits for what a piece of work needs.
+needs arrives in any order. The caller goes on; the thread waits for what a piece of work needs.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class OrderedWork:
         try:
             with self._stream.entered():
                 value = job.run()
-        except BaseException as error:  # noqa: BLE001 - raised in whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             job.ended.fail(error)
             assert job.ended.failure is not None, "just failed"
             self._end_with(job.ended.failure)
         else:
-            del job.run  # what it refers to is free before anybody goes on
+            del job.run  # what it refers to is free before a waiting thread goes on
             job.ended.complete(value)
         with self._lock:
             self._oldest = None

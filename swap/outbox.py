@@ -3,7 +3,7 @@
     model's stream   ┤ fill 0 ├┤ fill 1 ├┤ fill 2 ├──(wait)──┤ fill 0 ├
     to host                    ├── copy 0 ──┤├── copy 1 ──┤├── copy 2 ──┤
 
-A kernel fills a buffer, so that the gradient itself is autograd's to free at once, whoever copies;
+A kernel fills a buffer, so that autograd can free the gradient itself at once;
 no thread waits. Where the link is slower than backward, the model's stream waits for a buffer.
 """
 

@@ -8,9 +8,9 @@ of them ends:
     user's code ──┤ a verb of ours ├── user's code
                      ▲ signal      ▲ KeyboardInterrupt
 
-What handles it is the user's own handler, put aside meanwhile. What is `interrupted_in_waits` keeps
-nobody waiting: a transfer that it waits for ends the wait at once, as with an error. Threads other
-than the main one never see a signal and are not concerned.
+What handles it is the user's own handler, put aside meanwhile. Inside `interrupted_in_waits` a
+signal ends the wait for a transfer at once, as an error would. Threads other than the main one
+never see a signal and are not concerned.
 """
 
 from __future__ import annotations
@@ -187,5 +187,5 @@ def check_whole() -> None:
     if _deferral.torn:
         raise StateError(
             f"a second interrupt, {PATIENCE_S:g} s after the first, cut short what has to be "
-            "whole, and nobody knows what became of it; go on from a checkpoint in a new process"
+            "whole, and what became of it is unknown; go on from a checkpoint in a new process"
         )

@@ -1,6 +1,6 @@
 """Memory for pieces of state that live elsewhere: one tier's leases, given up by next use.
 
-A demand (somebody waits) may take any clean copy's place, send dirty copies home and wait for
+A demand (a caller waits) may take any clean copy's place, send dirty copies home and wait for
 copies that are on their way. A prefetch may only take the place of a copy that is needed later
 than what it brings, and never waits.
 """
@@ -66,7 +66,7 @@ class SlotPool:
         self.tier = tier
         self.lock = lock
         self._held: dict[int, CachedPiece] = {}
-        # Waits until somebody else lets go of copies; False if nobody will. Set by the owner of
+        # Waits until another user lets go of copies; False if none will. Set by the owner of
         # the work that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
         self.evictions = 0
@@ -97,7 +97,7 @@ class SlotPool:
                 return self._last_try(nbytes, owner, state_class)
 
     def _last_try(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
-        """What somebody let go of since the last look counts, too."""
+        """What was let go of since the last look counts, too."""
         with self.lock:
             lease = self._try(nbytes, owner, state_class, before=None)
             if lease is None:

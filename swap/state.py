@@ -66,7 +66,6 @@ class State(abc.ABC):
 
     in_place = False  # True: `tensor()` is the home itself and never moves
     at_home_on_device = False  # True: device memory is the home; the CPU's update stages it
-    is_outdated = False  # True: `tensor` has to get other ranks' parts first
 
     # compute side -------------------------------------------------------------------------
     @abc.abstractmethod
@@ -86,24 +85,16 @@ class State(abc.ABC):
     def blank(self) -> torch.Tensor:
         """Like `tensor`, for overwriting all of it: content undefined, nothing is read.
 
-        Whoever filled it calls `wrote`.
+        The caller fills it and then calls `wrote`.
         """
 
     @abc.abstractmethod
-    def wrote(self, *, soon: bool = False) -> None:
+    def wrote(self, *, write_back: bool = True) -> None:
         """The compute side changed the buffer: start taking it home.
 
-        With `soon`, it is used up soon: it goes home only if its memory is needed before that.
+        Without `write_back` it goes home only if its memory is needed for something else: the
+        caller discards the buffer soon.
         """
-
-    def outdate(self) -> None:  # noqa: B027 - what only this rank updates is never out of date
-        """An update was submitted: copies that were made of other ranks' parts are of the past."""
-
-    def overwritten(self) -> None:  # noqa: B027 - what only this rank has is as it was written
-        """Every rank has overwritten the whole buffer: each part counts as its owner wrote it."""
-
-    def left(self) -> None:  # noqa: B027 - memory that nobody needs is taken when it is wanted
-        """Nobody computes with the whole buffer any more, for now."""
 
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
         """The compute side needs the buffer: counted, to tell how much was still in memory."""
@@ -201,7 +192,7 @@ class MemoryState(State):
     def blank(self) -> torch.Tensor:
         return self.tensor()
 
-    def wrote(self, *, soon: bool = False) -> None:
+    def wrote(self, *, write_back: bool = True) -> None:
         """Home already."""
 
     def residency(self) -> Residency:

@@ -243,7 +243,7 @@ class SwapFile:
 def _open_unnamed(directory: Path) -> int:
     """A read-write descriptor of a new file, mode 0600, that has no name. Raises PathError."""
     try:
-        # O_EXCL: nobody can give it a name later on (linkat), either.
+        # O_EXCL: it cannot be given a name later on (linkat), either.
         flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
         return os.open(directory, flags, 0o600)
     except OSError as error:

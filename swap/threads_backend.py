@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from offload.swap.io_backend import IO_BLOCK_NBYTES, IOBackend
-from offload.swap.io_request import IORequest, Operation, Piece
+from offload.swap.io_request import IOPiece, IORequest, Operation
 from offload.tiers.errors import StorageError
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class ThreadsBackend(IOBackend):
             raise ValueError(f"workers is {workers}; at least 1 is needed")
         self._calls = {Operation.READ: preadv, Operation.WRITE: pwritev}
         self._ready = threading.Condition()  # guards the queue, `_stopping` and `_alive`
-        self._queue: list[tuple[int, int, int, Piece]] = []
+        self._queue: list[tuple[int, int, int, IOPiece]] = []
         self._stopping = False
         self._alive = workers
         self._threads = [
@@ -53,7 +53,7 @@ class ThreadsBackend(IOBackend):
 
     def _start(self, request: IORequest) -> None:
         # Provisional, holds the place in the queue: cut for good by the worker that takes it.
-        whole = Piece(request, 0, request.buffer.nbytes)
+        whole = IOPiece(request, 0, request.buffer.nbytes)
         with self._ready:
             if not self._alive:
                 raise request.failed("all I/O threads have died; see the log for the reason")
@@ -71,7 +71,7 @@ class ThreadsBackend(IOBackend):
     # ---- in the workers
 
     def _work(self) -> None:
-        taken: tuple[int, Piece] | None = None
+        taken: tuple[int, IOPiece] | None = None
         try:
             while (taken := self._take()) is not None:
                 self._serve(*taken)
@@ -83,7 +83,7 @@ class ThreadsBackend(IOBackend):
         finally:
             self._leave()
 
-    def _take(self) -> tuple[int, Piece] | None:
+    def _take(self) -> tuple[int, IOPiece] | None:
         """The next piece and its index in its request; None to end. Blocks while there is none."""
         with self._ready:
             while not self._queue:
@@ -93,18 +93,18 @@ class ThreadsBackend(IOBackend):
             _, _, index, piece = heapq.heappop(self._queue)
             return index, piece
 
-    def _serve(self, index: int, piece: Piece) -> None:
+    def _serve(self, index: int, piece: IOPiece) -> None:
         """Move one piece. Whatever goes wrong is the request's error, never the thread's."""
         try:
             if index == 0:
                 piece = self._open(piece)
             if piece.request.error is None:
                 self._move(piece)
-        except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(piece.request, error)
         self._piece_ended(piece)
 
-    def _open(self, whole: Piece) -> Piece:
+    def _open(self, whole: IOPiece) -> IOPiece:
         """Run `before`, cut the request, queue all pieces but the first and return that."""
         request = whole.request
         if request.before is not None:
@@ -118,7 +118,7 @@ class ThreadsBackend(IOBackend):
                 self._ready.notify(len(others))
         return first
 
-    def _move(self, piece: Piece) -> None:
+    def _move(self, piece: IOPiece) -> None:
         """Call until the piece is moved, or raise the typed error. Blocks on the device."""
         call, fd = self._calls[piece.request.operation], piece.request.fd
         while not piece.finished:
@@ -130,7 +130,7 @@ class ThreadsBackend(IOBackend):
                 piece.advance(count)
 
     def _leave(self) -> None:
-        """The last thread to go fails what is queued: nobody waits for a thread that is gone."""
+        """The last thread to go fails what is queued: no caller waits for a thread that is gone."""
         with self._ready:
             self._alive -= 1
             abandoned = [] if self._alive else [entry[3] for entry in self._queue]

@@ -1,4 +1,4 @@
-"""One move in flight. Whoever moves the bytes completes it; whoever needs them waits.
+"""One move in flight. The code that moves the bytes completes it; the code that needs them waits.
 
     PENDING ──complete(value)/fail(error)──> SETTLED ──callbacks run──> DONE
               in the completing thread                                  waiters wake up
@@ -33,7 +33,7 @@ class _State(enum.Enum):
 
 
 class Failure:
-    """An error and whether somebody has been told. Shared by the transfers it spreads to."""
+    """An error and whether it was reported. Shared by the transfers it spreads to."""
 
     __slots__ = ("_traceback", "also", "error", "observed")
 
@@ -74,7 +74,7 @@ class Transfer(Generic[T]):
         self._callbacks: list[Callable[[Transfer[T]], object]] = []
         self._gates: list[threading.Lock] = []  # one held lock per waiter, released when done
 
-    # ---- for the one who waits
+    # ---- for the waiting thread
 
     def done(self) -> bool:
         """True once `wait()` would not block. Never blocks."""
@@ -99,7 +99,7 @@ class Transfer(Generic[T]):
 
     @property
     def failure(self) -> Failure | None:
-        """What went wrong, or None (yet). Does not count as telling anybody."""
+        """What went wrong, or None (yet). Does not count as reporting it."""
         return self._failure
 
     def then(self, callback: Callable[[Transfer[T]], object]) -> None:
@@ -124,7 +124,7 @@ class Transfer(Generic[T]):
                 return
             try:
                 value = function(cast(T, source._value))
-            except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
                 result.fail(error)
             else:
                 result.complete(value)
@@ -167,7 +167,7 @@ class Transfer(Generic[T]):
         for callback in callbacks:
             try:
                 callback(self)
-            except BaseException as error:  # noqa: BLE001  it is raised in whoever waits
+            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
                 self._blame(error)
         with self._lock:
             self._state = _State.DONE
@@ -242,14 +242,14 @@ def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[li
 
 
 class UnobservedErrors:
-    """Keeps the failures nobody has waited for, so that none is lost in silence. Thread-safe."""
+    """Keeps the failures that were not waited for, so that none is lost in silence. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failures: list[Failure] = []
 
     def keep(self, failure: Failure) -> None:
-        """Remember `failure` until somebody has seen it."""
+        """Remember `failure` until it was seen."""
         with self._lock:
             self._failures = [kept for kept in self._failures if not kept.observed]
             if all(kept is not failure for kept in self._failures):
@@ -266,7 +266,7 @@ class UnobservedErrors:
         return transfer
 
     def raise_first(self) -> None:
-        """Raise the first failure nobody has seen, with a count of the others, and forget all."""
+        """Raise the first failure that was not seen, with a count of the others, and forget all."""
         with self._lock:
             unseen = [kept for kept in self._failures if not kept.observed]
             self._failures = []
@@ -274,6 +274,6 @@ class UnobservedErrors:
             return
         first, *others = unseen
         if others:
-            first.error.add_note(f"{len(others)} more transfers failed that nobody waited for")
+            first.error.add_note(f"{len(others)} more transfers failed that were not waited for")
         first.also = (*first.also, *others)
         raise first.observe()

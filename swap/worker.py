@@ -66,7 +66,7 @@ class Worker:
     """A thread that calls `work()` again and again while it returns True, then sleeps.
 
     `wake()` makes it look again. An error ends the loop: `failure` keeps it and `on_failure` is
-    told, so that whoever waits for this worker's results can be woken instead of hanging.
+    told, so that threads that wait for this worker's results can be woken instead of hanging.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Worker:
                 self._wanted.clear()
                 while not self._closing and self._work():
                     pass
-        except BaseException as error:  # noqa: BLE001 - kept, and raised in whoever waits
+        except BaseException as error:  # noqa: BLE001 - kept, and raised where it is waited for
             self.failure = error
             self._on_failure(error)
 

@@ -1,4 +1,4 @@
-"""Tensors in 8 bits per element for the way between ranks (ZeRO++: Wang et al., 2023). Approximate.
+"""Tensors in 8 bits per element (on the way between ranks: ZeRO++, Wang et al., 2023). Approximate.
 
 A block of 256 elements shares a scale, its largest magnitude / 127; an element becomes the nearest
 multiple of it, so it is off by at most half a scale. A block with an infinity or a NaN comes back
@@ -8,12 +8,39 @@ as NaN: what is not finite stays noticed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from offload.zero.sharding import CODE_BLOCK_NUMEL
+from offload.zero.sharding import CODE_BLOCK_NUMEL, codes_nbytes
 
 _STEP_NUMEL = 1 << 20  # elements worked on at a time: what is there in fp32 beside the tensors
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodes:
+    """Elements of `dtype` stored as their codes, and behind those the scales (a `swap.Codec`)."""
+
+    dtype: torch.dtype
+
+    def stored_nbytes(self, nbytes: int) -> int:
+        numel, rest = divmod(nbytes, self.dtype.itemsize)
+        if rest or numel % CODE_BLOCK_NUMEL:
+            raise ValueError(f"{nbytes} bytes of {self.dtype} are no blocks of {CODE_BLOCK_NUMEL}")
+        return codes_nbytes(numel)
+
+    def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        encode(values.view(self.dtype), *self._parts(values, stored))
+
+    def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
+        decode(*self._parts(values, stored), values.view(self.dtype))
+
+    def _parts(
+        self, values: torch.Tensor, stored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        numel = values.numel() // self.dtype.itemsize
+        end = codes_nbytes(numel)
+        return stored[:numel].view(torch.int8), stored[numel:end].view(torch.float32)
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

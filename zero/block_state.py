@@ -1,6 +1,6 @@
 """What a block keeps from one call to the next, besides parameters: buffers and attributes.
 
-Whoever runs a block once more than its model does (recomputation, a comparison) has to give it what
+Code that runs a block once more than its model does (recomputation, a comparison) gives it what
 it had then, and to leave what it has now:
 
     forward        BlockState(block), keep ▶ the block's forward ▶ settle
@@ -114,7 +114,7 @@ class BlockState:
         self._kept = {}
 
     def changed(self) -> list[str]:
-        """Parameters, and tensors without a copy, that somebody has changed in place since."""
+        """Parameters, and tensors without a copy, that were changed in place since."""
         return [each.name for each in self._watched if each.tensor._version != each.version]
 
     @contextmanager

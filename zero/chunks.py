@@ -52,7 +52,7 @@ class GroupUpdate:
 
 
 @dataclass(slots=True)
-class Part:
+class ChunkBytes:
     """One class's bytes of a chunk."""
 
     home: State
@@ -122,9 +122,9 @@ class Chunk:
     update: GroupUpdate
     elements: range
     record_format: RecordFormat
-    weight: Part
-    record: Part
-    gradient: Part
+    weight: ChunkBytes
+    record: ChunkBytes
+    gradient: ChunkBytes
     buffer: torch.Tensor | None = None  # in host memory, for what is staged
 
     @property
@@ -133,7 +133,7 @@ class Chunk:
         return self.record.home.at_home_on_device
 
     @property
-    def parts(self) -> tuple[Part, Part, Part]:
+    def parts(self) -> tuple[ChunkBytes, ChunkBytes, ChunkBytes]:
         return self.weight, self.record, self.gradient
 
     def segments(self) -> Iterator[tuple[Segment, slice]]:

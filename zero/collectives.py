@@ -21,9 +21,10 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from offload.zero.block_codes import add_decoded, decode, encode
+from offload.swap.codec import Codec
+from offload.zero.block_codes import add_decoded, encode
 from offload.zero.rank_watch import RankWatch
-from offload.zero.sharding import codes_nbytes, scales_numel
+from offload.zero.sharding import codes_nbytes
 
 Group = dist.ProcessGroup
 
@@ -89,22 +90,18 @@ class Collectives:
         with self.watch.during("gather", what, group) as limit:
             _all_gather(whole, own, group, _Arrival(what, limit))
 
-    def gather_codes(
-        self, whole: torch.Tensor, own: torch.Tensor, name: str, dtype: torch.dtype,
-        room: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """As `gather`, approximately, of elements of `dtype`: all ranks, the owner too, get what
-        the codes say. `room` (1D uint8) holds the codes meanwhile."""
-        rank, values, shard = self.gather_group.rank(), whole.view(dtype), own.view(dtype)
-        numel, step, blocks = values.numel(), shard.numel(), scales_numel(shard.numel())
-        cut = codes_nbytes(numel)
-        codes, scales = room[:numel].view(torch.int8), room[numel:cut].view(torch.float32)
-        own_codes = codes[rank * step : (rank + 1) * step]
-        own_scales = scales[rank * blocks : (rank + 1) * blocks]
-        encode(shard, own_codes, own_scales)
-        for part, its_own in ((codes, own_codes), (scales, own_scales)):
-            self.gather(part.view(torch.uint8), its_own.view(torch.uint8), name)
-        decode(codes, scales, values)
+    def gather_coded(
+        self, whole: torch.Tensor, own: torch.Tensor, name: str, codec: Codec, room: torch.Tensor
+    ) -> None:
+        """As `gather`, of what `codec` stores for each shard: all ranks, the owner too, get what
+        that says. `room` (1D uint8) holds the stored bytes of all shards meanwhile."""
+        rank, step = self.gather_group.rank(), codec.stored_nbytes(own.numel())
+        stored = room[: step * self.gather_group.size()]
+        mine = stored[rank * step : (rank + 1) * step]
+        codec.encode(own, mine)
+        self.gather(stored, mine, name)
+        for its, values in zip(stored.split(step), whole.split(own.numel()), strict=True):
+            codec.decode(its, values)
 
     def reduce(self, contribution: torch.Tensor, work: Workspace, name: str) -> torch.Tensor:
         """The average over all ranks of the world, of this rank's shard of it: 1D fp32, valid until

@@ -1,7 +1,7 @@
 """What torch.compile must not look into: hooks that move parameters, and what they call.
 
 `torch.compiler.disable` would do, but imports the compiler at once: two seconds and 80 MiB for who
-does not compile. These wait until somebody else has imported it.
+does not compile. These wait until other code has imported it.
 """
 
 from __future__ import annotations

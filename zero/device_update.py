@@ -18,12 +18,11 @@ import torch
 
 from offload.kernels import triton_optimizer
 from offload.kernels.floats import Float
-from offload.kernels.rules import SCALE_SUFFIX, SgdScalars, StateFormat
 from offload.swap.streams import CopyMark, mark_here
 from offload.swap.transfer import Transfer
 from offload.tiers.units import round_up
 from offload.zero.bits import DTYPE_OF
-from offload.zero.chunks import Chunk, Part, Segment
+from offload.zero.chunks import Chunk, ChunkBytes, Segment
 from offload.zero.device_work import DeviceWork
 from offload.zero.records import ALIGN_NBYTES, RecordFormat
 
@@ -69,7 +68,7 @@ class DeviceUpdate:
             self._next = (self._next + 1) % len(self._left)
         return ended
 
-    def _fetch(self, missing: Sequence[Part]) -> CopyMark:
+    def _fetch(self, missing: Sequence[ChunkBytes]) -> CopyMark:
         """Copy what the device has not got from host memory into the next buffer."""
         mark, offset = CopyMark(), 0
         for part in missing:
@@ -81,7 +80,7 @@ class DeviceUpdate:
             offset = round_up(end, ALIGN_NBYTES)
         return mark
 
-    def _copy_back(self, weight: Part, stepped: CopyMark) -> CopyMark:
+    def _copy_back(self, weight: ChunkBytes, stepped: CopyMark) -> CopyMark:
         target = weight.wait()[: weight.nbytes]
         return self._work.links.to_host.copy(target, weight.device_bytes(), after=(stepped,))
 
@@ -99,16 +98,10 @@ class DeviceUpdate:
         self, chunk: Chunk, segment: Segment, span: slice, weights: torch.Tensor,
         grads: torch.Tensor, arrays: dict[str, torch.Tensor],
     ) -> None:  # fmt: skip
-        kept = chunk.record_format
-        without = isinstance(segment.scalars, SgdScalars) and not segment.scalars.momentum
-        places = kept.field_spans(span)
-        own = {name: array[places[name]] for name, array in arrays.items()}
-        names = () if without else kept.states
-        blocks = kept.state_format is StateFormat.INT8
+        own = chunk.record_format.operands(arrays, span, segment.scalars)
         triton_optimizer.optimizer_step(
-            grads[span], weights[span], [own[name] for name in names], segment.scalars,
-            scales=[own[name + SCALE_SUFFIX] for name in names] if blocks else (),
-            low=own.get("low"), master=own.get("master"),
+            grads[span], weights[span], own.states, segment.scalars,
+            scales=own.scales, low=own.low, master=own.master,
             noise=chunk.noise(self._seed, segment, span),
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Parameters of which this rank owns a shard: whole in memory while they are computed with, or
 whole for good and brought up to date after each update.
 
-Every gathering is a collective: all ranks begin the same ones in the same order. So what is
-gathered, and what is given up for it, is decided on the model's thread, from the order in which
-groups are used and from a room that all ranks agree on, never from what memory happens to be free.
+Every gathering is a collective: all ranks begin the same ones in the same order. So the
+model's thread decides what is gathered and what is given up for it: from the order in which groups
+are used and a limit in bytes that all ranks agree on, never from how much memory is free.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
+from offload.zero.block_codes import BlockCodes
 from offload.zero.collectives import Collectives
+from offload.zero.group import RankCopies
 from offload.zero.layout import Layout
 from offload.zero.pass_log import PassLog
 
 
-class SharedState(State):
+class SharedState(State, RankCopies):
     """What both kinds have in common: the update side works on this rank's own part, piece by
     piece, wherever `home` has it."""
 
@@ -105,7 +107,7 @@ class Gatherer:
         self._pool = pool
         self._room = room_nbytes
         self._fences = fences
-        self._dtype = dtype
+        self._codec = BlockCodes(dtype)
         self._codes = codes
         self.gathers_codes = codes is not None
         self._gathered: dict[int, GatheredState] = {}  # the least recently used first
@@ -134,7 +136,7 @@ class Gatherer:
             self.collectives.gather(whole, own, name)
             return
         assert self._codes is not None, "room for them"
-        self.collectives.gather_codes(whole, own, name, self._dtype, self._codes)
+        self.collectives.gather_coded(whole, own, name, self._codec, self._codes)
 
     def used(self, state: GatheredState) -> None:
         """`state` is the most recently used now."""
@@ -174,7 +176,7 @@ class Gatherer:
                 self.give_up(state)
 
     def give_up(self, state: GatheredState) -> None:
-        """Forget a gathered copy; its memory is free once nobody looks at it."""
+        """Forget a gathered copy; its memory is free once no tensor views it."""
         del self._gathered[id(state)]
         self._held_nbytes -= state.nbytes
         lease = state.end()
@@ -210,7 +212,7 @@ class GatheredState(SharedState):
         self._lease: Lease | None = None
         self._arrival: Transfer[CopyMark] | None = None
         self.is_coded = False  # the copy is what 8-bit codes say
-        self._ends_unheld = False  # the copy is given up when nobody holds it any more
+        self._ends_unheld = False  # the copy is given up when no module holds it any more
 
     @property
     def is_gathered(self) -> bool:
@@ -254,7 +256,7 @@ class GatheredState(SharedState):
         return self._lease, self._arrival
 
     # ---------------------------------------------------------------- compute side
-    def outdate(self) -> None:
+    def invalidate_gathered(self) -> None:
         if self.is_gathered:
             self._gatherer.give_up(self)
 
@@ -272,8 +274,8 @@ class GatheredState(SharedState):
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
-    def wrote(self, *, soon: bool = False) -> None:
-        """Whoever changed the whole copy changed this rank's part of it."""
+    def wrote(self, *, write_back: bool = True) -> None:
+        """The caller changed the whole copy, and so this rank's part of it."""
         lease, _ = self._copy()
         if self.is_coded:
             raise UnsupportedError(
@@ -290,20 +292,20 @@ class GatheredState(SharedState):
         self.home.wrote()
 
     def overwritten(self) -> None:
-        if self.is_held():  # by whoever wrote, and by others outside of that
+        if self.is_held():  # by the writer, and by others around that
             self._ends_unheld = True
         else:
-            self.outdate()
+            self.invalidate_gathered()
 
-    def left(self) -> None:
+    def on_last_release(self) -> None:
         if self.is_gathered and (self._ends_unheld or self.is_coded < self._gatherer.has_codes):
-            self.outdate()
+            self.invalidate_gathered()
 
     def residency(self) -> Residency:
         return Residency.CLEAN if self.is_gathered else self.home.residency()
 
     def host_wrote(self) -> None:
-        self.outdate()
+        self.invalidate_gathered()
         self.home.host_wrote()
 
     def settle(self) -> None:
@@ -312,11 +314,11 @@ class GatheredState(SharedState):
         super().settle()
 
     def discard(self) -> None:
-        self.outdate()
+        self.invalidate_gathered()
         super().discard()
 
     def close(self) -> None:
-        self.outdate()
+        self.invalidate_gathered()
         super().close()
 
 
@@ -349,16 +351,14 @@ class ReplicatedState(SharedState):
         return self.home.at_home_on_device
 
     @property
-    def is_outdated(self) -> bool:  # type: ignore[override]
+    def is_outdated(self) -> bool:
         return self._outdated or self._frozen_outdated
 
     # ---------------------------------------------------------------- compute side
-    def outdate(self) -> None:
+    def invalidate_gathered(self) -> None:
         self._outdated = True
 
     def refresh(self) -> None:
-        """Begin to get the other ranks' parts, if they have changed. All ranks refresh the same
-        groups in the same order, whichever of them they use."""
         if not self.is_outdated:
             return
         run = partial(self._refresh, self._update(), self._outdated, self._frozen_outdated)
@@ -379,7 +379,7 @@ class ReplicatedState(SharedState):
             collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
         mark = mark_here(self._gatherer.device)
         self.home.wrote()
-        del whole  # not before: what is in nobody's hands may be dropped
+        del whole  # not before: a copy without views may be dropped
         return mark
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
@@ -400,8 +400,8 @@ class ReplicatedState(SharedState):
     def blank(self) -> torch.Tensor:
         return self.home.blank()
 
-    def wrote(self, *, soon: bool = False) -> None:
-        self.home.wrote(soon=soon)
+    def wrote(self, *, write_back: bool = True) -> None:
+        self.home.wrote(write_back=write_back)
 
     def host_tensor(self) -> torch.Tensor:
         self._await_arrival()
@@ -432,7 +432,7 @@ class ReplicatedState(SharedState):
 
 
 class _Outlived:
-    """Memory of a copy that was given up, while somebody still looks at it (`CachedPiece`)."""
+    """Memory of a copy that was given up, while a tensor still views it (`CachedPiece`)."""
 
     def __init__(self, lease: Lease, pool: SlotPool) -> None:
         self._lease = lease

@@ -1,6 +1,6 @@
 """What `model.state_dict()` gave: copies, where torch gives the parameters themselves.
 
-Who writes to an entry in torch has written to the parameter. So a copy is remembered, without its
+In torch, writing to an entry writes to the parameter. So a copy is remembered, without its
 values, by the counter of its versions. When parameters are looked at next, what was written to a
 copy is written to its parameter, if that is still the one that was copied; else it is refused.
 """
@@ -46,7 +46,7 @@ class GivenCopies:
         self._given: list[_Given] = []
 
     def note(self, param: nn.Parameter, group: ParamGroup, name: str, copied: torch.Tensor) -> None:
-        if copied.is_inference():  # nobody counts its versions
+        if copied.is_inference():  # its versions are not counted
             return
         counter = copied.detach()
         forget_values(counter)
@@ -67,7 +67,7 @@ class GivenCopies:
         params = {id(given.param) for given in written}
         wrong = [given for given in written if given.copied() is None or given.is_stale]
         if not wrong and len(params) < len(written):
-            wrong = written  # of two copies of one parameter nobody knows what is meant
+            wrong = written  # which of two copies of one parameter is meant is unknown
         if wrong:
             self._given = [given for given in self._given if given not in wrong]
             self._refuse(wrong)

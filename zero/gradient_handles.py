@@ -5,13 +5,13 @@
     vector_norm       from the sums of squares that the copy into the accumulator made
     mul_(scalar)      kept as a factor of the coming update
     zero_             there is a gradient, and it is zero
-    grad = None       what was accumulated is forgotten when somebody looks next (`collect`, a
-                      forward): nothing tells of an attribute that is set
+    grad = None       what was accumulated is forgotten at the next look (`collect`, a forward):
+                      setting an attribute tells no one
     grad = tensor     it stays there, autograd adds to it, and the step takes its values in
     anything else     reads the accumulator, or writes it
 
 `param.grad` alone says what the gradient is, as in PyTorch; the accumulator holds the value of the
-handle that is in it. A handle that somebody keeps after its parameter's gradient was cleared takes
+handle that is in it. A handle that the user keeps after its parameter's gradient was cleared takes
 its value along; any other is used again for the next gradient: small things that were allocated
 between large gradients would keep the C library's heap from giving those back.
 """
@@ -33,8 +33,8 @@ from offload.zero.group import ParamGroup
 from offload.zero.local_tensors import is_dtensor, like, local_of, spread_as
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.paged import Operation, PagedTensor
-from offload.zero.ranks import Ranks
-from offload.zero.reduction import ReducedGradients, Reductions
+from offload.zero.rank_work import AnyRankWork
+from offload.zero.reduction import ReducedGradients
 from offload.zero.session import in_backward
 from offload.zero.stepper import Place, Stepper
 
@@ -87,16 +87,15 @@ class GradientHandles:
     one that runs backward."""
 
     def __init__(
-        self, states: Sequence[OptimizerState], stepper: Stepper, reductions: Reductions | None,
-        ranks: Ranks | None, arrive: Callable[[OptimizerState, int, torch.Tensor], None],
+        self, states: Sequence[OptimizerState], stepper: Stepper, rank_work: AnyRankWork,
+        arrive: Callable[[OptimizerState, int, torch.Tensor], None],
         comes_in_parts: Callable[[ParamGroup], bool],
     ) -> None:  # fmt: skip
         """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`: those
         of a group are on their way there, micro-batch by micro-batch."""
         self._states = states
         self._stepper = stepper
-        self._reductions = reductions
-        self._ranks = ranks
+        self._rank_work = rank_work
         self._arrive = arrive
         self._comes_in_parts = comes_in_parts
         self._sources: dict[Place, GradientSource] = {}  # of what the accumulators have
@@ -234,6 +233,8 @@ class GradientHandles:
 
     def complete(self) -> None:
         """After ranks have agreed: what others have gradients of, has one here, too."""
+        if not self._rank_work.reductions.has_others:
+            return
         for state in self._states:
             for index, passes in enumerate(state.gradients.passes):
                 key = state.group.index, index
@@ -275,7 +276,7 @@ class GradientHandles:
         return bool(state.gradients.passes[index])
 
     def _detach(self, keys: Sequence[Place]) -> None:
-        """A handle that somebody has kept, or a view of it, takes its value along."""
+        """A handle that the user has kept, or a view of it, takes its value along."""
         for key in keys:
             if key not in self._sources or not self._is_kept(key):
                 continue
@@ -342,7 +343,6 @@ class GradientHandles:
         self, gradients: ReducedGradients, state: OptimizerState, index: int
     ) -> torch.Tensor:
         """Put together from all ranks' parts."""
-        assert self._ranks is not None, "made with the gradients"
         gradients.landed.wait()
         mine = gradients.read(index)
         spec = state.group.layout.params[index]
@@ -351,7 +351,7 @@ class GradientHandles:
             start = state.parts[index].start
             whole[start : start + mine.numel()] = mine.reshape(-1)
         name = f"{spec.name}.grad"
-        return self._ranks.combine(whole, name).to(DTYPE_OF[gradients.format]).view(spec.shape)
+        return self._rank_work.combine(whole, name).to(DTYPE_OF[gradients.format]).view(spec.shape)
 
     @property
     def _loss_scale(self) -> float:
@@ -369,7 +369,7 @@ class GradientHandles:
         local, scale = spread_as(source.param, value), self._loss_scale
         state.gradients.write(index, local if scale == 1.0 else local.float() * scale)
         source.zeroed = False
-        self._note(f"{source.name} is written")
+        self._rank_work.note(f"{source.name} is written")
         self._stepper.changed()
 
     def scale(self, source: GradientSource, factor: float) -> None:
@@ -382,17 +382,13 @@ class GradientHandles:
             self.write(source, self.value_of(source) * factor)  # NaN
         elif not source.zeroed:
             source.state.gradients.scale(source.index, factor)
-            self._note(f"{source.name} times {factor}")
+            self._rank_work.note(f"{source.name} times {factor}")
             self._stepper.changed()
-
-    def _note(self, what: str) -> None:
-        """All ranks should do this now."""
-        if self._ranks is not None:
-            self._ranks.note(what)
 
     def zero(self, source: GradientSource) -> None:
         self._check_writable(source)
-        if not source.zeroed or self._reductions is not None:  # other ranks may have added to it
+        # other ranks may have added to what is zero here
+        if not source.zeroed or self._rank_work.reductions.has_others:
             self._stepper.drop(source.state, [source.index])
             source.zeroed = True
 
@@ -408,12 +404,11 @@ class GradientHandles:
     def _agree(self, source: GradientSource) -> None:
         """On several ranks: what others have of these gradients is in them. All ranks come here,
         for they run the same program."""
-        if self._reductions is None or self._agreed:
+        if self._agreed or not self._rank_work.reductions.has_others:
             return
-        assert self._ranks is not None, "made with the reductions"
         self._stepper.agree("a use of param.grad", source.name)
         here = [int(key in self._sources) for key in self._params]
-        missing = self._ranks.exchange(here, "which parameters have gradients")
+        missing = self._rank_work.exchange(here, "which parameters have gradients")
         if (missing != missing[0]).any():
             column = int((missing != missing[0]).any(axis=0).argmax())
             key = list(self._params)[column]

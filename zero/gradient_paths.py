@@ -3,7 +3,7 @@
     HostPath      kernels of the CPU, on host memory
     DevicePath    kernels of the device: the accumulator is there
     LeavingPath   the accumulator is in host memory, the gradient is not: the first gradient of a
-                  step is converted and its squares summed on its way out, without anybody waiting;
+                  step is converted and its squares summed on its way out, and no thread waits;
                   later ones are added by the CPU, which waits for them
 
 All leave the same bits in the accumulator, and the same sums of squares.

@@ -80,7 +80,7 @@ class GradientAccumulator:
         return self.has_any
 
     @property
-    def is_here(self) -> bool:
+    def is_reduced_locally(self) -> bool:
         return True
 
     @property
@@ -163,11 +163,11 @@ class GradientAccumulator:
         """Let the accumulator go home until the next gradient comes; False if it is not open."""
         if self._open is None:
             return False
-        state, buffer, soon = self.state, self._open, self._last_pass
+        state, buffer, used_up = self.state, self._open, self._last_pass
         self._open = None
 
         def go_home(_: torch.Tensor = buffer) -> None:  # until then the view keeps it in memory
-            state.wrote(soon=soon)
+            state.wrote(write_back=not used_up)
 
         del buffer
         self.landed = self._path.when_there(go_home, f"the gradients of {self.name}")

@@ -3,12 +3,12 @@
 Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
 
     RELEASED   a one-element placeholder (NaN) of the parameter's full shape; the state owns
-               the bytes, wherever they are. The parameter's class fetches them for who reads it
+               the bytes, wherever they are. The parameter's class fetches them when it is read
                (zero/released.py)
     GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
 
 A group whose home is the memory it is used in stays GATHERED, except while an update of it runs in
-the background: nobody can read half of an update. Where all its states are in memory there is
+the background: no one reads half of an update. Where all its states are in memory there is
 nothing to hide, the update is waited for in the step, and it stays GATHERED for good. One with
 masters is released there as well: what is written to its parameters has to reach the masters.
 """
@@ -46,6 +46,29 @@ def _uses(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(memory._cdata))
 
 
+class RankCopies:
+    """Parts of a group's buffer that other ranks update, and this rank has copies of. By itself:
+    there are none, and every verb has nothing to do."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the buffer has to get other ranks' parts before it is used."""
+        return False
+
+    def invalidate_gathered(self) -> None:
+        """An update was submitted: copies made before it hold old values."""
+
+    def refresh(self) -> None:
+        """Begin to get parts that other ranks have changed. All ranks refresh the same groups in
+        the same order, whichever of them they use."""
+
+    def overwritten(self) -> None:
+        """Every rank has overwritten the whole buffer: each part counts as its owner wrote it."""
+
+    def on_last_release(self) -> None:
+        """No module or caller uses the whole buffer any more, for now."""
+
+
 class GroupState(enum.Enum):
     RELEASED = "released"
     GATHERED = "gathered"
@@ -66,15 +89,17 @@ class ParamGroup:
     def __init__(
         self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
         dtype: torch.dtype, state: State, device: torch.device,
-        classes_of: Callable[[type], Classes],
+        classes_of: Callable[[type], Classes], copies: RankCopies | None = None,
     ) -> None:  # fmt: skip
-        """`classes_of` gives the classes of a parameter that is of another one by itself."""
+        """`classes_of` gives the classes of a parameter that is of another one by itself; `copies`
+        are what `state` has of other ranks' parts."""
         self.index = index
         self.name = name
         self.layout = layout
         self.params = list(params)  # in the layout's order
         self.dtype = dtype
         self.state = state
+        self.copies = RankCopies() if copies is None else copies
         self.device = device
         self.permanent = False  # True: every state is in memory that it is used in
         self.has_masters = False  # True: written parameters are not all of the truth
@@ -97,7 +122,7 @@ class ParamGroup:
         return [(p, kinds.own) for p, kinds in zip(self.params, self._classes, strict=True)]
 
     @property
-    def in_use(self) -> bool:
+    def is_entered(self) -> bool:
         """True while a module's forward or `gathered` has entered and not left."""
         return bool(self._users or self._held_for)
 
@@ -115,7 +140,7 @@ class ParamGroup:
     @torch.inference_mode(False)  # an evaluation must not turn parameters into inference tensors
     def gather(self) -> None:
         """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
-        if self.residing is GroupState.GATHERED and not self.state.is_outdated:
+        if self.residing is GroupState.GATHERED and not self.copies.is_outdated:
             if self.state.in_place:
                 self.wait_for_update()
             return
@@ -147,7 +172,7 @@ class ParamGroup:
             for param, spec, classes in zip(
                 self.params, self.layout.params, self._classes, strict=True
             ):
-                param.__class__ = classes.released  # first: nobody may read the placeholder
+                param.__class__ = classes.released  # first: the placeholder must not be read
                 hold(param, self._placeholder.expand(spec.shape))
 
     def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
@@ -170,7 +195,7 @@ class ParamGroup:
             self.on_hold(self, user, False)
         if not self._users:
             self.release()
-            self.state.left()
+            self.copies.on_last_release()
 
     def hold(self, user: int) -> None:
         """As `enter` of a pass that is repeated without data: nothing is computed with."""
@@ -194,10 +219,10 @@ class ParamGroup:
         """Let no parameter refer to the buffer, until gathered again or (at the end) for good."""
         self._put_placeholders()
 
-    def outdate(self) -> None:
-        """An update was submitted: what was read before it is of the past."""
+    def invalidate(self) -> None:
+        """An update was submitted: what was read before it has old values."""
         self.version += 1
-        self.state.outdate()
+        self.copies.invalidate_gathered()
 
     def changed(self) -> list[int]:
         """Parameters (by index) that were written to since the last call or `note_versions`, also
@@ -225,7 +250,7 @@ class ParamGroup:
     def take_over(self) -> list[int]:
         """Copy what `param.data` was set to while gathered into the buffer; which ones (by index).
 
-        UnsupportedError for values of another shape, format or device, and where somebody keeps
+        UnsupportedError for values of another shape, format or device, and where the user keeps
         what `.data` was before: that is the buffer, whose values would change under it.
         """
         if self.residing is not GroupState.GATHERED:

@@ -66,12 +66,12 @@ def active_hooks() -> Hooks | None:
 
 
 def take_off_hooks(outer: Hooks | None) -> None:
-    """Let `outer`, once active, be active again: whoever came after it was cut short."""
+    """Let `outer`, once active, be active again: the hooks set after it were cut short."""
     while (hooks := active_hooks()) is not None and (outer is None or hooks[0] is not outer[0]):
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-class Parked(Protocol):
+class KeptTensor(Protocol):
     """A saved tensor that a keeper has taken over."""
 
     def tensor(self) -> torch.Tensor:
@@ -82,19 +82,19 @@ class Parked(Protocol):
 class Keeper(Protocol):
     """Takes saved tensors elsewhere until backward needs them."""
 
-    def keep(self, tensor: torch.Tensor) -> Parked | None:
+    def keep(self, tensor: torch.Tensor) -> KeptTensor | None:
         """What gives its values back; None where it stays."""
         ...
 
 
 class SavedTensor:
-    """A tensor kept as it is, or parked. Autograd leaves it to hooks to see that nobody changed it
+    """A tensor kept as it is, or parked. Autograd leaves it to hooks to see that it was not changed
     since: a detached tensor counts versions together with the one it is of, also without values.
     """
 
     __slots__ = ("_detached", "_parked", "_shape", "_version")
 
-    def __init__(self, tensor: torch.Tensor, parked: Parked | None) -> None:
+    def __init__(self, tensor: torch.Tensor, parked: KeptTensor | None) -> None:
         # not the tensor itself: an output keeps the node that would keep it
         self._detached = tensor.detach()
         self._version = tensor._version

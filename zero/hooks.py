@@ -60,7 +60,12 @@ class UnitHooks:
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
-        for unit, inner in _inner_modules(units):
+        self._units = units
+
+    def follow_recomputation(self) -> None:
+        """Gather also for modules within units that are called in a backward pass, to be computed
+        again: for a model that is trained."""
+        for unit, inner in _inner_modules(self._units):
             self._install_inner(unit, inner)
 
     @staticmethod
@@ -83,7 +88,7 @@ class UnitHooks:
         groups = [self._groups[index] for index in unit.groups]
 
         def before(module: nn.Module, args: Any) -> None:
-            if in_backward() and not all(group.in_use for group in groups):
+            if in_backward() and not all(group.is_entered for group in groups):
                 self._begin(module, groups)
 
         self._register(inner, before)
@@ -188,7 +193,7 @@ class UnitHooks:
 
     @contextmanager
     def computing(self, unit: Unit) -> Iterator[None]:
-        """Around a unit's own forward, for who computes it without calling the module."""
+        """Around a unit's own forward, for a caller that computes it without calling the module."""
         outer = len(self._calls)
         try:
             self._begin(unit.module, [self._groups[index] for index in unit.groups])
@@ -239,7 +244,7 @@ class _Guard:
     """Around a module's call: what began in it has ended after it, whatever it raised.
 
     Installed where `Module.compile` puts what is called instead of the module; copies and pickles
-    leave that out. Who compiles the module later has its hooks alone.
+    leave that out. A module that is compiled later has its hooks alone.
     """
 
     def __init__(

@@ -1,27 +1,43 @@
-"""A group's first values: parameters as given, optimizer states empty."""
+"""A group's first values: parameters as given, optimizer states, where there are any, empty."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from offload.kernels.convert import encode, split_master
 from offload.kernels.floats import Array, Float
+from offload.swap.state import State
 from offload.zero.bits import array_of, flat_array
 from offload.zero.layout import ParamSpec
-from offload.zero.optimizer_state import OptimizerState
+from offload.zero.sharding import Part
+
+if TYPE_CHECKING:
+    from offload.zero.optimizer_state import OptimizerState
+
+ValuesOf = Callable[[ParamSpec], torch.Tensor]
 
 
-def load_group(
-    state: OptimizerState, own: Float, values: Callable[[ParamSpec], torch.Tensor]
-) -> None:
+def load_weights(state: State, part: Part, own: Float, values: ValuesOf) -> None:
+    """Set this rank's part of a group's parameters (from any float dtype) alone."""
+    host = array_of(state.host_blank(), own)
+    cached = {spec: values(spec) for spec in part.layout.params}
+    encode(_assemble(part.trainable, cached), part.trained_in(host), own)
+    encode(_assemble(part.frozen, cached), part.frozen_in(host), own)
+    del host
+    state.host_wrote()
+
+
+def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
     """Set this rank's part of a group's parameters (from any float dtype), with fresh optimizer
     states."""
     group = state.group
     host = array_of(group.state.host_blank(), own)
-    weights, part = state.trained_in(host), state.part
+    part = state.part
+    weights = part.trained_in(host)
     cached = {spec: values(spec) for spec in group.layout.params}
     for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
         full = _assemble(_shifted(elements, part.trainable.start), cached)
@@ -30,7 +46,7 @@ def load_group(
         _store(full, weights[elements.start : elements.stop], own, arrays)
         del arrays
         record.wrote()
-    encode(_assemble(part.frozen, cached), state.frozen_in(host), own)
+    encode(_assemble(part.frozen, cached), part.frozen_in(host), own)
     del weights, host
     group.state.host_wrote()
 

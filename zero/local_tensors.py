@@ -27,7 +27,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     if type(tensor) in _PLAIN:
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # whoever made one has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # making one imports it
     return module is not None and isinstance(tensor, module.DTensor)
 
 

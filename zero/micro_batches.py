@@ -71,14 +71,14 @@ class MicroBatching:
             )
         for unit in blocks:
             refuse_batch_norm(unit, count)
-        self._blocks = [_Block(unit, count, backward, compare) for unit in blocks]
+        self._blocks = [_BatchedBlock(unit, count, backward, compare) for unit in blocks]
 
     def remove(self) -> None:
         for block in self._blocks:
             block.remove()
 
 
-class _Block:
+class _BatchedBlock:
     """One block: its forward is replaced by the loop over pieces."""
 
     def __init__(
@@ -87,7 +87,7 @@ class _Block:
         self.unit = unit
         self.count = count
         self.backward = backward
-        # how it was called when it was seen to treat samples alone; None: nobody looks
+        # how it was called when it was seen to treat samples alone; None: not looked at
         self._alone: set[tuple[tuple[bool, ...], tuple[bool, ...]]] | None = (
             set() if compare else None
         )
@@ -276,7 +276,7 @@ class _OverPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, block: _Block, pieces: _Pieces, whole: _Whole, needed: torch.Tensor,
+        ctx: Any, block: _BatchedBlock, pieces: _Pieces, whole: _Whole, needed: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)

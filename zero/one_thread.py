@@ -1,7 +1,7 @@
 """One thread at a time: what an engine knows of a model's calls is that of one thread.
 
 Who comes while another thread is inside is refused, both named: to wait could be for ever. Autograd
-has threads of its own, which work for whoever waits in `backward()`: they are let in.
+has threads of its own, which work for the thread that waits in `backward()`: they are let in.
 """
 
 from __future__ import annotations

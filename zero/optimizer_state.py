@@ -34,8 +34,8 @@ class Gradients(Protocol):
     def has_any(self) -> bool: ...
 
     @property
-    def is_here(self) -> bool:
-        """Whether `landed` depends on nobody else."""
+    def is_reduced_locally(self) -> bool:
+        """Whether `landed` waits for no other rank."""
         ...
 
     @property
@@ -103,7 +103,6 @@ class OptimizerState:
     formats: list[RecordFormat]  # of the records
     steps: Array  # int64, per trainable parameter: how often it was updated
     part: Part  # of the group that this rank updates
-    owns_shard: bool  # the group's state in host memory is this rank's part alone
     parts: dict[int, PartOfParam] = field(init=False)  # of parameters that lie in the part
 
     def __post_init__(self) -> None:
@@ -114,13 +113,3 @@ class OptimizerState:
         """True if nothing of this group ever moves."""
         states = (self.group.state, self.gradients.state, *self.records)
         return all(state.in_place for state in states)
-
-    def trained_in(self, host: Array) -> Array:
-        """What this rank updates, of the group's elements as they are in host memory."""
-        start = 0 if self.owns_shard else self.part.trainable.start
-        return host[start : start + len(self.part.trainable)]
-
-    def frozen_in(self, host: Array) -> Array:
-        """This rank's part of what is never updated, likewise."""
-        start = len(self.part.trainable) if self.owns_shard else self.part.frozen.start
-        return host[start : start + len(self.part.frozen)]

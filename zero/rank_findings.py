@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from offload.zero.rank_records import Activity, Record
+from offload.zero.rank_records import Activity, RankRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Findings:
 
 
 def find_missing(
-    mine: Activity, members: Iterable[int], before: Mapping[int, Record | None],
-    after: Mapping[int, Record | None],
+    mine: Activity, members: Iterable[int], before: Mapping[int, RankRecord | None],
+    after: Mapping[int, RankRecord | None],
 ) -> Findings:  # fmt: skip
     """Who is missing from `mine`, a collective of `members`. `before` and `after` are the records
     of all other ranks, read at two times between which every living rank has spoken.
@@ -40,7 +40,7 @@ def find_missing(
     return Findings((), "no rank is missing")
 
 
-def _silent(mine: Activity, before: Record | None, after: Record | None) -> str | None:
+def _silent(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
     """Killed, stopped, cut off, or not even begun."""
     if after is None:
         return "has never come to offload.initialize, or was killed there"
@@ -53,14 +53,14 @@ def _silent(mine: Activity, before: Record | None, after: Record | None) -> str 
     )
 
 
-def _failed(mine: Activity, before: Record | None, after: Record | None) -> str | None:
+def _failed(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
     """Left because of something that no other rank did."""
     if after is None or after.left is None or after.blames:
         return None
     return f"has left: {after.left}" if after.left else "has closed its engine"
 
 
-def _elsewhere(mine: Activity, before: Record | None, after: Record | None) -> str | None:
+def _elsewhere(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
     """Is in another collective than `mine` in its place."""
     if after is None or after.left is not None or after.number_in(mine.lane) != mine.number:
         return None
@@ -71,20 +71,20 @@ def _elsewhere(mine: Activity, before: Record | None, after: Record | None) -> s
     return f"is in {now.what} instead, for {waits}: the ranks went different ways"
 
 
-def _idle(mine: Activity, before: Record | None, after: Record | None) -> str | None:
-    """Has not come to it, and waits for nobody."""
+def _idle(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
+    """Has not come to it, and is in no collective."""
     if after is None or after.doing or after.blames or after.number_in(mine.lane) >= mine.number:
         return None
     return f"lives and has not come to it: it {_last_of(after)}"
 
 
-def _late(mine: Activity, before: Record | None, after: Record | None) -> str | None:
+def _late(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
     """Has not come to it, and waits in another one."""
     blames = after is None or after.blames
     return None if blames else _crossed(mine, before, after)
 
 
-def _crossed(mine: Activity, before: Record | None, after: Record | None) -> str | None:
+def _crossed(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
     """As `_late`, also if that is where it waits for this rank."""
     if after is None or not after.doing or after.number_in(mine.lane) >= mine.number:
         return None
@@ -92,12 +92,12 @@ def _crossed(mine: Activity, before: Record | None, after: Record | None) -> str
     return f"has not come to it: it is in {waits.what}, for {_seconds(waits.since, after.at)}"
 
 
-def _gave_up(mine: Activity, before: Record | None, after: Record | None) -> str | None:
+def _gave_up(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
     """Left because of others, of whom nothing is known any more."""
     return f"has left: {after.left}" if after is not None and after.left else None
 
 
-def _last_of(record: Record) -> str:
+def _last_of(record: RankRecord) -> str:
     last = max(record.done.values(), key=lambda activity: activity.since, default=None)
     if last is None:
         return "had not been in any collective"

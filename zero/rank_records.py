@@ -6,7 +6,7 @@
 
 The store is that of the process group, which every rank has reached before. A record is replaced by
 the next one (a `FileStore` alone keeps all of them: some 20 MB per rank and day). While all is well
-nobody reads them, only whether somebody has left because of an error: the store may go with it.
+no rank reads them, only whether a rank has left because of an error: the store may go with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RankRecord:
     """One rank, as it says."""
 
     beat: int  # counts up while the rank lives
@@ -59,7 +59,7 @@ class Record:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str | bytes) -> Record:
+    def from_text(cls, text: str | bytes) -> RankRecord:
         raw: dict[str, Any] = json.loads(text)
         raw["doing"] = tuple(Activity(**activity) for activity in raw["doing"])
         raw["done"] = {lane: Activity(**activity) for lane, activity in raw["done"].items()}
@@ -87,7 +87,7 @@ class RankRecords:
         # the process group.
         self._publishing, self._reading = _client(self.store), _client(self.store)
 
-    def publish(self, record: Record) -> Departure | None:
+    def publish(self, record: RankRecord) -> Departure | None:
         """For one thread. Returns who has left because of an error, the last one that did."""
         self._publishing.set(f"{self._prefix}/{self._rank}", record.to_text())
         key = f"{self._prefix}/departure"
@@ -107,10 +107,10 @@ class RankRecords:
         by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return 0 if isinstance(self.store, TCPStore) and not by_launcher else None
 
-    def read(self, rank: int) -> Record | None:
+    def read(self, rank: int) -> RankRecord | None:
         """What a rank said last, None if it has not said anything. For one thread."""
         key = f"{self._prefix}/{rank}"
-        return Record.from_text(self._reading.get(key)) if self._reading.check([key]) else None
+        return RankRecord.from_text(self._reading.get(key)) if self._reading.check([key]) else None
 
 
 def _without_prefix(store: Store) -> Store:

@@ -6,7 +6,7 @@ named.
 
 Each rank tells the others twice a second that it lives and what it is in (`rank_records`). When a
 collective fails - a connection is closed because a rank was killed, or `timeout_s` has passed
-because it stalls - what the others say is read twice, and whoever is silent, has left, or went
+because it stalls - what the others say is read twice, and a rank that is silent, has left, or went
 another way is named (`rank_findings`) in the RankError that takes the place of the backend's error.
 After that no collective is begun any more: each raises at once.
 
@@ -36,7 +36,7 @@ from offload.swap.streams import CopyMark, mark_here
 from offload.tiers import accelerator
 from offload.tiers.errors import RankError
 from offload.zero.rank_findings import Findings, find_missing
-from offload.zero.rank_records import Activity, Departure, RankRecords, Record
+from offload.zero.rank_records import Activity, Departure, RankRecord, RankRecords
 
 _log = logging.getLogger("offload")
 
@@ -206,9 +206,9 @@ class RankWatch:
         return find_missing(mine, members or self._others, before, after)
 
     def _store_is_gone(self, how: str) -> Findings:
-        """Nobody can be asked; but who hosted the store is known, and who said goodbye."""
+        """No rank can be asked; but it is known which one hosted the store, and which have left."""
         self._unheard = True
-        self._told_all.set()  # nobody waits for that any more
+        self._told_all.set()  # no thread has to wait for that any more
         if self._departure is not None:
             return Findings(
                 (self._departure.rank,), f"rank {self._departure.rank} has left: "
@@ -222,11 +222,11 @@ class RankWatch:
         return Findings((host,), text + reason)
 
     # ---------------------------------------------------------------- telling the others
-    def _record(self) -> Record:
+    def _record(self) -> RankRecord:
         with self._lock:
             self._beat += 1
             failure = self._failure
-            return Record(
+            return RankRecord(
                 self._beat, time.time(), tuple(each.activity for each in self._doing),
                 dict(self._done), self._left, failure.ranks if failure is not None else (),
             )  # fmt: skip
@@ -251,7 +251,7 @@ class RankWatch:
     def _note(self, departure: Departure | None) -> None:
         if departure is not None and self._departure is None and departure.rank != self._rank:
             self._departure = departure
-            # whoever waits for it may do so until the connections are closed
+            # a collective that waits for it may do so until the connections are closed
             _log.error("rank %d has left: %s", departure.rank, departure.why)
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -293,9 +293,9 @@ class RankWatch:
 
     # ---------------------------------------------------------------- on a GPU
     # NCCL's collectives are queued, and no host thread waits in them: the telling thread sees which
-    # have not ended in time, and aborts their communicators, so that streams go on and whoever
-    # waits for them is free. What they computed is not used: the next collective raises. (Written
-    # for several GPUs and not yet run on any.)
+    # have not ended in time, and aborts their communicators, so that streams go on and threads
+    # that wait for them are free. What they computed is not used: the next collective raises.
+    # (Written for several GPUs and not yet run on any.)
     def _is_queued(self, watched: _Watched) -> bool:
         return (
             accelerator.is_accelerator(self._device)

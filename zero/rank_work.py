@@ -1,159 +1,132 @@
-"""What a runtime does with other ranks: gather shards, reduce gradients, agree on steps."""
+"""What ranks that train together do beside sharing weights: reduce gradients, agree on steps.
+
+`OneRank` has the same verbs and nothing to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-from offload.swap.fences import Fences
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import State
-from offload.swap.trace import Trace
-from offload.swap.transfer import Transfer
-from offload.zero.collectives import Wire, Workspace
-from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.collectives import Wire
+from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
-from offload.zero.layout import Layout
-from offload.zero.pass_log import PassLog
+from offload.zero.optimizer_state import Gradients
+from offload.zero.rank_weights import OneRankWeights, RankWeights, SharedMemory
 from offload.zero.ranks import Ranks
-from offload.zero.reduction import ReducedGradients, ReductionMemory, Reductions
+from offload.zero.reduction import (
+    NoReductions,
+    ReducedGradients,
+    ReductionMemory,
+    Reductions,
+)
+from offload.zero.sharding import Part
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Memory where the model computes, for what belongs to several ranks."""
+class OneRank(OneRankWeights):
+    """The verbs of `RankWork` on one rank, which has everything there is."""
 
-    pool: SlotPool
-    gather_nbytes: int  # room for whole parameters
-    workspace: Workspace
-    fences: Fences
+    def __init__(self) -> None:
+        self.reductions = NoReductions()
+
+    def refresh_updated(self) -> None:
+        """Nothing is out of date."""
+
+    def idle(self) -> None:
+        """No other rank has a pass."""
+
+    def gradients(
+        self, index: int, part: Part, own: GradientAccumulator,
+        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
+        *, summed_over_blocks: bool,
+    ) -> Gradients:  # fmt: skip
+        return own
+
+    def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> NoReductions:
+        return self.reductions
+
+    def note_gradient(self) -> None:
+        """Nothing is repeated."""
+
+    def note(self, what: str) -> None:
+        """There is no other rank to compare with."""
 
 
-class RankWork:
+class RankWork(RankWeights):
     """One rank's part in everything that all ranks do together."""
 
     def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
-        """Every rank has to come here. `dtype` is the parameters'."""
-        self.ranks = ranks
-        self.sharding = ranks.sharding
-        self.collectives = ranks.collectives(wire)
+        super().__init__(ranks, memory, dtype, wire)
         self._memory = memory
-        self._itemsize = dtype.itemsize
-        room = ranks.least(memory.gather_nbytes)
-        self._gatherer = Gatherer(
-            self.collectives, memory.pool, room, ranks.device, memory.fences, dtype,
-            memory.workspace.codes,
-        )  # fmt: skip
-        self._reductions: Reductions | None = None
-
-    # ---------------------------------------------------------------- parameters
-    def parameters_home(self, layout: Layout) -> tuple[int, int | None]:
-        """Elements of a group that have a home on this rank, and of the parts that are pieces of
-        their own."""
-        if self.sharding.parameters:
-            return layout.shard_numel, None
-        return layout.numel, layout.shard_trainable or None
-
-    def parameters(
-        self, home: State, layout: Layout, is_held: Callable[[], bool],
-        update: Callable[[], Transfer[None] | None],
-    ) -> State:  # fmt: skip
-        """The parameters of a group, as the model sees them. `home` is as `parameters_home` says;
-        `is_held` and `update` are the group's (see `GatheredState`)."""
-        if self.sharding.ranks == 1:
-            return home
-        if self.sharding.parameters:
-            return GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
-        return ReplicatedState(
-            home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
-        )
-
-    def refresh(self, groups: Iterable[ParamGroup]) -> None:
-        """Bring what other ranks have updated up to date, where it is kept whole."""
-        for group in groups:
-            if isinstance(group.state, ReplicatedState):
-                group.state.refresh()
-
-    def use(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
-        """`group` is needed now: gather it, and what is needed next behind it."""
-        if not isinstance(group.state, GatheredState):
-            return
-        if not group.state.is_gathered:
-            self._gatherer.gather(group.state)
-        following = next(upcoming, None)
-        if following is not None and isinstance(following.state, GatheredState):
-            self._gatherer.expect(following.state, group.state)
-        self._gatherer.used(group.state)
-
-    def exactly(self) -> AbstractContextManager[None]:
-        """Parameters that are gathered inside are exact, also where 8-bit codes travel."""
-        return self._gatherer.exactly()
+        self._reduced: list[ReducedGradients] = []
+        self.reductions: Reductions | NoReductions = NoReductions()  # until `reduce`
 
     # ---------------------------------------------------------------- passes
-    @property
-    def log(self) -> PassLog:
-        """What the passes of this rank did that others took part in."""
-        return self._gatherer.log
-
-    def begin_pass(self) -> None:
-        """The model is called."""
-        self._gatherer.begin_pass()
+    def _use(self, group: ParamGroup, *, backward: bool) -> None:
+        if backward:
+            self.reductions.reduce_skipped_groups(group.index)
+        super()._use(group, backward=backward)
 
     def finish_pass(self) -> None:
         """The model is called again, or a step is taken: a pass is over, if one was under way."""
-        if self._reductions is not None:
-            self._reductions.finish()
-        self.log.end_pass()
+        self.reductions.finish()
+        super().finish_pass()
+
+    def refresh_updated(self) -> None:
+        """`refresh` what the step under way updates, in the order of use."""
+        self.refresh(self._groups[index] for index in self.reductions.forward_order)
 
     def idle(self) -> None:
         """Take part in one forward and backward pass of the other ranks without data."""
-        assert self._reductions is not None, "made with the groups"
         self.finish_pass()
-        self.log.repeat(reduced=self._reductions.synchronising)
-        self._reductions.take_nothing()
+        try:
+            self._log.repeat(reduced=self.reductions.synchronising)
+            self.reductions.take_nothing()
+        finally:
+            for group in self._groups:
+                group.let_go_all()
 
-    # ---------------------------------------------------------------- gradients
-    def reduce(
-        self, groups: list[ReducedGradients], dtype: torch.dtype, trace: Trace, *, patient: bool
-    ) -> Reductions:
-        """From here on gradients of `groups` are reduced (see `Reductions`)."""
+    def gradients(
+        self, index: int, part: Part, own: GradientAccumulator,
+        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
+        *, summed_over_blocks: bool,
+    ) -> Gradients:  # fmt: skip
+        """A group's gradients over all ranks, of which `own` accumulates this rank's part (see
+        `ReducedGradients`)."""
+        made = ReducedGradients(
+            index, part, own, make_local, await_update, summed_over_blocks=summed_over_blocks
+        )
+        self._reduced.append(made)
+        return made
+
+    def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> Reductions:
+        """From here on what `gradients` has made is reduced (see `Reductions`)."""
         memory = self._memory
-        self._reductions = Reductions(
-            groups, self.ranks, self.collectives,
+        self.reductions = Reductions(
+            self._reduced, self.ranks, self.collectives,
             ReductionMemory(memory.pool, memory.workspace, memory.fences),
-            self.collectives.wire.reduce_dtype or dtype, self.log, trace, patient=patient,
+            self.collectives.wire.reduce_dtype or dtype, self._log, self._trace,
+            wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
-        return self._reductions
+        return self.reductions
 
-    def await_progress(self, *, in_backward: bool) -> bool:
-        """For a pool that is out of room; False if there is nothing to wait for."""
-        reductions = self._reductions
-        return reductions is not None and reductions.await_progress(in_backward=in_backward)
+    def note_gradient(self) -> None:
+        """The pass under way has a backward."""
+        self._log.note_gradient(reduced=self.reductions.synchronising)
 
-    def moved_nbytes(self) -> dict[str, int]:
-        """Bytes of all buffers that were gathered and reduced with other ranks."""
-        traffic = self.collectives.traffic
-        return {
-            "all-gather": traffic.gathered_nbytes,
-            "reduce-scatter": traffic.reduced_nbytes,
-            "all-reduce": traffic.all_reduced_nbytes,
-        }
+    def note(self, what: str) -> None:
+        """All ranks should do this now (see `Ranks.note`)."""
+        self.ranks.note(what)
 
-    def finish(self) -> None:
-        """Before everything is closed: what all ranks have asked for, ends on all of them. Another
-        rank is in it already, perhaps, and would wait for this one. Not after an error."""
-        watch = self.ranks.watch
-        if watch.is_leaving:
-            return
-        if self._reductions is not None:
-            self._reductions.drain(watch.timeout_s)
-        self._gatherer.order.drain(watch.timeout_s)
+    # ---------------------------------------------------------------- ending
+    def _drain(self, timeout_s: float) -> None:
+        self.reductions.drain(timeout_s)
+        super()._drain(timeout_s)
 
     def close(self) -> None:
-        if self._reductions is not None:
-            self._reductions.close()
-        self._gatherer.close()
-        self.ranks.watch.close()
+        self.reductions.close()
+        super().close()
+
+
+AnyRankWork = OneRank | RankWork

@@ -62,7 +62,7 @@ class Recomputation:
         self.selective = selective
         self.keeper = keeper
         self._said_nested = False
-        self._blocks = [_Block(unit, self) for unit in units if unit.repeated]
+        self._blocks = [_RecomputedBlock(unit, self) for unit in units if unit.repeated]
         if not self._blocks:
             _log.warning(
                 "placement.activations.checkpoint recomputes nothing: the model has no repeated "
@@ -84,7 +84,7 @@ class Recomputation:
             block.remove()
 
 
-class _Block:
+class _RecomputedBlock:
     """One block's forward, as a checkpoint around its own."""
 
     def __init__(self, unit: Unit, owner: Recomputation) -> None:
@@ -102,7 +102,7 @@ class _Block:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return self._own(*args, **kwargs)  # in backward: somebody else computes it again
+            return self._own(*args, **kwargs)  # in backward: an outer checkpoint computes it again
         if _in_checkpoint():
             self._owner.say_nested(self._unit.name)
             return self._own(*args, **kwargs)

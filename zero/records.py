@@ -9,14 +9,22 @@ same cache sets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from offload.kernels.floats import Array
-from offload.kernels.rules import BLOCK, SCALE_SUFFIX, StateFormat, is_signed
+from offload.kernels.rules import (
+    BLOCK,
+    SCALE_SUFFIX,
+    Scalars,
+    SgdScalars,
+    StateFormat,
+    is_signed,
+)
 from offload.kernels.variants import Master
 from offload.tiers.units import round_up
 
@@ -51,6 +59,19 @@ class Field:
     def span(self, elements: slice) -> slice:
         """Where a range of parameters that begins at a block boundary lies in the array."""
         return slice(elements.start // self.block, self.numel(elements.stop))
+
+
+A = TypeVar("A", Array, "torch.Tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Operands(Generic[A]):
+    """What a kernel steps beside weights and gradients; empty or None where there is none."""
+
+    states: list[A]
+    scales: list[A]  # of states of 8 bits
+    low: A | None
+    master: A | None
 
 
 @dataclass(frozen=True)
@@ -95,14 +116,17 @@ class RecordFormat:
         }
 
     # ---------------------------------------------------------------- states as kernels take them
-    def states_of(self, arrays: dict[str, Array], span: slice) -> list[Array]:
-        return [arrays[name][span] for name in self.states]
-
-    def scales_of(self, arrays: dict[str, Array], span: slice) -> list[Array]:
-        """One array per state of 8 bits; `span` begins at a block boundary."""
-        if self.state_format is not StateFormat.INT8:
-            return []
-        return [arrays[_scale(name)][_blocks(span)] for name in self.states]
+    def operands(self, arrays: Mapping[str, A], span: slice, scalars: Scalars) -> Operands[A]:
+        """What a kernel takes of a record (of its arrays, or tensors on the device) to step a range
+        of parameters that begins at a block boundary."""
+        own = {name: arrays[name][place] for name, place in self.field_spans(span).items()}
+        without = isinstance(scalars, SgdScalars) and not scalars.momentum
+        names = () if without else self.states
+        scaled = names if self.state_format is StateFormat.INT8 else ()
+        return Operands(
+            [own[name] for name in names], [own[_scale(name)] for name in scaled],
+            own.get("low"), own.get("master"),
+        )  # fmt: skip
 
     def field_spans(self, elements: slice) -> dict[str, slice]:
         """Where a range of parameters that begins at a block boundary lies in each array."""

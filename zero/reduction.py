@@ -7,14 +7,15 @@
 A *round* is one backward pass that is reduced. In it every group that any rank had gradients of in
 the last step is reduced once on every rank, with zeros for what is missing here (a parameter that
 this rank did not use, a batch without data), so that ranks that went different ways stay in step.
-Whatever a round leaves out - passes under `no_sync`, groups nobody expected, gradients that came
+What a round leaves out - passes under `no_sync`, groups that were not expected, gradients that came
 after their group was reduced - adds up locally and is reduced in the step, once all ranks know of
 it. A parameter that no rank has a gradient of is not updated, as on one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,14 +48,14 @@ class ReducedGradients:
     def __init__(
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
-        *, late: bool,
+        *, summed_over_blocks: bool,
     ) -> None:  # fmt: skip
         """`await_update` waits until no update reads what was reduced before. `make_local` makes an
-        accumulator of the whole group, for what is not reduced yet. `late`: parameters get several
-        gradients in one backward pass."""
+        accumulator of the whole group, for what is not reduced yet. `summed_over_blocks`:
+        parameters get several gradients in one backward pass."""
         self.index = index
         self.name = own.name
-        self.late = late
+        self.summed_over_blocks = summed_over_blocks
         self.parts: list[PartOfParam] = list(part.trained())
         self._numbers = {part.index: number for number, part in enumerate(self.parts)}
         self.specs = [spec for spec in part.layout.params if spec.trainable]
@@ -93,7 +94,7 @@ class ReducedGradients:
         return bool(self.passes.any())
 
     @property
-    def is_here(self) -> bool:
+    def is_reduced_locally(self) -> bool:
         return self.landed.done()
 
     @property
@@ -208,29 +209,76 @@ class ReductionMemory:
     fences: Fences
 
 
+class NoReductions:
+    """The verbs of `Reductions` on one rank, whose gradients are all there are."""
+
+    has_others = False
+    synchronising = True
+    forward_order: Sequence[int] = ()
+
+    def reduce_skipped_groups(self, index: int) -> None:
+        """Nothing is reduced."""
+
+    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
+        begin()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def clear(self, group_index: int, indices: Sequence[int]) -> None:
+        """No other rank has any."""
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def take_nothing(self) -> None:
+        """No other rank has a pass."""
+
+    def agree(self, use: str, name: str = "") -> None:
+        """What is here is all there is."""
+
+    def discard(self) -> None:
+        """Nothing is under way."""
+
+    def all_squares(self, squares: list[float]) -> np.ndarray:
+        return np.array([squares])
+
+    def await_progress(self, *, in_backward: bool) -> bool:
+        return False
+
+    def drain(self, timeout_s: float) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
 class Reductions:
     """All groups' reductions of one rank. For the thread that runs backward, and `agree` and
     `finish` for that of the model."""
 
+    has_others = True
+
     def __init__(
         self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
-        memory: ReductionMemory, dtype: torch.dtype, log: PassLog, trace: Trace, *, patient: bool,
+        memory: ReductionMemory, dtype: torch.dtype, log: PassLog, trace: Trace,
+        *, wait_for_complete_groups: bool,
     ) -> None:  # fmt: skip
         """`dtype` is that of contributions; sums of several passes are fp32, unless the wire rounds
         them. `log` is told what a rank without data has to repeat; `trace` has what this pass has
-        used. `patient`: a group is updated as soon as it is reduced, so it should not be reduced
-        before all its gradients are there."""
+        used. `wait_for_complete_groups`: a group is updated as soon as it is reduced, so it should
+        not be reduced before all its gradients are there."""
         self._groups = groups
         self._ranks = ranks
         self._collectives = collectives
         self._memory = memory
         self._dtype = dtype
         self._summed_dtype = collectives.wire.reduce_dtype or torch.float32
-        self._patient = patient
+        self._wait_for_complete_groups = wait_for_complete_groups
         self._log = log
         self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
-        self.synchronising = True
+        self.synchronising = True  # False inside `no_sync`
         self._order: list[int] = []
         self._places: dict[int, int] = {}  # in it, of groups
         self._is_agreed = False  # ... on all ranks
@@ -244,18 +292,29 @@ class Reductions:
             group.reductions = self
 
     # ---------------------------------------------------------------- backward
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up on this rank alone; the next one outside, or the step,
+        reduces the sum."""
+        self.finish()
+        before, self.synchronising = self.synchronising, False
+        try:
+            yield
+        finally:
+            self.synchronising = before
+
     def take(self, group: ReducedGradients, index: int, gradient: torch.Tensor) -> bool:
         """A gradient of parameter `index`. False if it is reduced in the step only."""
         if not self.synchronising:
             self._kept_passes = True
             group.keep(index, gradient)
             return False
-        if group.arrived[index] and not group.late:
+        if group.arrived[index] and not group.summed_over_blocks:
             self._log.note(self._repeat_round)
             self.finish()  # another pass has begun
         self._begin_round()
         group.arrived[index] = True
-        if group.issued or group.late or group.index not in self._places:
+        if group.issued or group.summed_over_blocks or group.index not in self._places:
             group.keep(index, gradient)
             return False
         spec = group.specs[index]
@@ -267,7 +326,7 @@ class Reductions:
             self._issue_ready()
         return True
 
-    def reach(self, index: int) -> None:
+    def reduce_skipped_groups(self, index: int) -> None:
         """Backward uses the group `index` now: what is two places before it and not used again is
         reduced with what is there of it. A rank that got no gradients there, having taken another
         branch, must not keep the others waiting: where they wait, they have gathered all that this
@@ -297,7 +356,7 @@ class Reductions:
         used = [index for index in self._trace.first_uses() if self._groups[index].specs]
         rest = [group.index for group in reversed(self._groups) if group.specs]
         order = list(dict.fromkeys([*reversed(used), *rest]))
-        order.sort(key=lambda index: self._groups[index].late)
+        order.sort(key=lambda index: self._groups[index].summed_over_blocks)
         if not self._ranks.sharding.parameters:
             order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
         self._put_in_order(order)
@@ -369,7 +428,7 @@ class Reductions:
             if not head.is_complete:
                 later = self._order[self._place + 1 :]
                 behind = sum(self._groups[index].is_complete for index in later)
-                if self._patient or behind < _MOST_BEHIND:
+                if self._wait_for_complete_groups or behind < _MOST_BEHIND:
                     return
             self._issue_head()
 
@@ -391,7 +450,9 @@ class Reductions:
         bucket = self._bucket(group)
         for index, spec in enumerate(group.specs):
             place = bucket[spec.offset : spec.stop]
-            here = group.bucket is not None and group.arrived[index] and not group.late
+            here = (
+                group.bucket is not None and group.arrived[index] and not group.summed_over_blocks
+            )
             kept = (
                 group.local.read(index) if group.local is not None and self._folds(group) else None
             )
@@ -419,7 +480,7 @@ class Reductions:
 
     def _folds(self, group: ReducedGradients) -> bool:
         """Whether what was kept is reduced in this round: alike on all ranks."""
-        return self._kept_passes or group.late
+        return self._kept_passes or group.summed_over_blocks
 
     def _submit(self, group: ReducedGradients, bucket: torch.Tensor) -> None:
         lease, group.bucket = group.bucket, None
@@ -492,7 +553,7 @@ class Reductions:
             if index not in self._arrivals:
                 order.insert(0 if before is None else order.index(before) + 1, index)
             before = index
-        return sorted(order, key=lambda index: self._groups[index].late)
+        return sorted(order, key=lambda index: self._groups[index].summed_over_blocks)
 
     def _take_over(self, rows: np.ndarray) -> None:
         """`rows`: what every rank said, by rank."""
@@ -509,7 +570,7 @@ class Reductions:
                 self._issue(group)
                 group.begin_round()
         for group in self._groups:  # updates in backward use them up, not at once on all ranks
-            group.had = (group.passes > 0) & (not self._patient)
+            group.had = (group.passes > 0) & (not self._wait_for_complete_groups)
         self._kept_passes = False
         self._arrivals.clear()
         used = [group.index for group in self._groups if group.has_any]
@@ -546,7 +607,7 @@ class Reductions:
             return False
         if not left or self._groups[left[0]].bucket is None:
             return False
-        if self._patient and not self._trace.is_over(left[0]):
+        if self._wait_for_complete_groups and not self._trace.is_over(left[0]):
             return False
         self._issue_head()
         return True

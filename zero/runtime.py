@@ -1,7 +1,7 @@
-"""The sharded training state of one model on one rank: groups, gradients, updates.
+"""What trains the weights of a `WeightStore`: gradients, optimizer states, updates.
 
-Down once, back once: a unit's pre-forward hook comes to `use`, a gradient to `_take_gradient`, the
-optimizer's step to `step`. Everything that moves does so behind `State`.
+A gradient comes to `_take`, the optimizer's step to `step`; weights are fetched by the store, which
+asks the update queue whether a group has to be updated first. What moves does so behind `State`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,59 +18,46 @@ from torch import nn
 
 from offload.kernels.floats import Float
 from offload.kernels.variants import Master
-from offload.swap.io_backend import Priority
-from offload.swap.shield import check_whole, interrupted_in_waits, uninterrupted
+from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
-from offload.swap.trace import Trace
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.bits import FLOAT_OF
 from offload.zero.collectives import Wire
-from offload.zero.compilers import uncompiled
 from offload.zero.device_work import DeviceWork
-from offload.zero.discovery import Discovery, Unit, shapes_of
+from offload.zero.discovery import Discovery, Unit
 from offload.zero.gradient_handles import GradientHandles
+from offload.zero.gradient_hooks import GradientHooks, check_no_graph
 from offload.zero.gradient_paths import DevicePartials
 from offload.zero.gradient_sums import GradientSums
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
-from offload.zero.handles import HandleTable, Keeper
-from offload.zero.hooks import UnitHooks
+from offload.zero.handles import Keeper
 from offload.zero.hyper import HyperOf
-from offload.zero.layout import Layout, lay_out
 from offload.zero.local_tensors import spread_as
 from offload.zero.loss_scale import LossScale
 from offload.zero.micro_batches import MicroBatching
-from offload.zero.one_thread import OneThread
 from offload.zero.optimizer_state import Gradients, OptimizerState
 from offload.zero.pipeline_stages import check_schedule
-from offload.zero.rank_work import RankWork, SharedMemory
+from offload.zero.rank_weights import SharedMemory
+from offload.zero.rank_work import AnyRankWork, OneRank, RankWork
 from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
-from offload.zero.reduction import ReducedGradients, Reductions
-from offload.zero.refusal import Refusal
-from offload.zero.released import ReleasedParameters, Values, is_released
-from offload.zero.session import in_backward
-from offload.zero.sharding import ALONE, Part
+from offload.zero.released import Values
+from offload.zero.sharding import Part
 from offload.zero.stepper import StepOutcome, Stepper, StepRules
+from offload.zero.store import NextUse, WeightHomes, WeightStore
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import ExpectedUses, UpdateQueue
 
 _LEAST_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
 
 
-class Homes(Protocol):
-    """Makes the states of a group, each with the home that the placement gives it."""
+class Homes(WeightHomes, Protocol):
+    """Makes all states of a group, each with the home that the placement gives it."""
 
     @property
     def keeper(self) -> Keeper | None:
         """Takes saved activations, where they do not stay on the device."""
-        ...
-
-    def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
-    ) -> State:
-        """`stride`: elements of the parts that are pieces of their own."""
         ...
 
     def gradients(
@@ -95,9 +81,6 @@ class Homes(Protocol):
     def shared_memory(self) -> SharedMemory:
         """Memory where the model computes, for what belongs to several ranks."""
         ...
-
-
-NextUse = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,119 +112,77 @@ class Runtime:
         self.options = options
         self.ranks = ranks
         self.tensor_parallel = tensor_parallel
-        self._sharding = ALONE if ranks is None else ranks.sharding
-        self.own = FLOAT_OF[options.dtype]
         self.loss_scale = loss_scale
-        self.trace = Trace()
         self._run_blocks = run.sharing(_LEAST_NORM_BLOCKS)
         self._homes = homes
         work = homes.device_work()
         self._partials = DevicePartials(work.partials) if work.partials is not None else None
         self._outbox = work.outbox
-        self._needed: int | None = None  # the group that was asked for last
-        self._one_thread = OneThread()
-        self.unusable: str | None = None  # why nothing may be read or trained (a torn load)
         self._scaled_backward = False
         self._called = False  # ... for a forward
-        self._values: Values | None = None
-        self._released = ReleasedParameters(self.group_of)
-        self.groups: list[ParamGroup] = []
-        self.optimizer_states: list[OptimizerState] = []
         self._backward_thread = 0  # the one that gave the last gradient
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
-        self.rank_work = (
-            RankWork(ranks, homes.shared_memory(), options.dtype, options.wire)
-            if ranks is not None
-            else None
+        self.rank_work: AnyRankWork = OneRank()
+        if ranks is not None:
+            memory = homes.shared_memory()
+            self.rank_work = RankWork(ranks, memory, options.dtype, options.wire)
+        self.store = WeightStore(
+            discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
+            ranks=self.rank_work, keeper=homes.keeper,
+        )  # fmt: skip
+        self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
+        self.group_of, self.versions = self.store.group_of, self.store.versions
+        shared = discovery.shape().shared if options.micro_batches > 1 else frozenset()
+        self._shared = shared  # used by several blocks, each over all micro-batches
+        self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
+        self.reductions = self.rank_work.reduce(
+            options.dtype, wait_for_complete_groups=options.step_rules.in_backward
         )
-        self._shared = discovery.shape().shared
-        for plan in discovery.groups:
-            self._add_group(plan.name, plan.params)
-        self.reductions = self._reduce()
-        self._where = {
-            id(param): (group, index)
-            for group in self.groups
-            for index, param in enumerate(group.params)
-        }
         self.updates = UpdateQueue(
             self.own, run, options.seed, staging, self._expected_uses(), work
         )  # fmt: skip
-        late = self._shared if options.micro_batches > 1 else frozenset()
+        self.store.fetcher.updates = self.updates
         self.stepper = Stepper(
-            self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale, late,
-            self.reductions, tensor_parallel,
+            self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
+            shared, self.reductions, tensor_parallel,
         )  # fmt: skip
         self.gradients = GradientHandles(
-            self.optimizer_states, self.stepper, self.reductions, ranks, self._arrive,
+            self.optimizer_states, self.stepper, self.rank_work, self._arrive,
             self._comes_in_parts,
         )  # fmt: skip
-        self._handles = HandleTable(self.use, homes.keeper)
-        self._units = discovery.units
-        self._hooks: UnitHooks | None = None
         self._micro_batching: MicroBatching | None = None
-        self._gradient_hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
+        self._gradient_hooks: GradientHooks | None = None
 
     # ---------------------------------------------------------------- building
-    def _add_group(self, name: str, params: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
-        options = self.options
-        index = len(self.groups)
-        sharding = self._sharding
-        layout = lay_out(shapes_of(params), sharding.ranks, sharding.replicas)
-        by_names = dict(params)
-        ordered = [by_names[spec.names] for spec in layout.params]
-
-        def next_use() -> float:
-            return 0.0 if index == self._needed else self.trace.next_use(index)
+    def _optimizer_state(self, group: ParamGroup) -> OptimizerState:
+        index, layout, part = group.index, group.layout, self.store.part_of(group)
 
         def next_update() -> float:
             return self._next_update(index)
 
-        state = self._parameters(index, name, layout, next_use)
-        group = ParamGroup(
-            index, name, layout, ordered, options.dtype, state, options.device,
-            self._released.classes_of,
-        )  # fmt: skip
-        if self.rank_work is not None:
-            group.on_hold = self._note_hold
-        part = Part.of(layout, sharding.rank)
-        gradients = self._gradients(index, name, part, next_update)
-        chunks = layout.chunks(options.chunk_numel)
+        gradients = self._gradients(index, group.name, part, next_update)
+        chunks = layout.chunks(self.options.chunk_numel)
         formats = [self._homes.record_format(index, chunk) for chunk in range(len(chunks))]
         records = [
-            self._homes.record(index, name, chunk, format_.nbytes(len(elements)), next_update)
+            self._homes.record(index, group.name, chunk, format_.nbytes(len(elements)), next_update)
             for chunk, (elements, format_) in enumerate(zip(chunks, formats, strict=True))
         ]
-        trainable = sum(spec.trainable for spec in layout.params)
-        self.groups.append(group)
-        steps = np.zeros(trainable, dtype=np.int64)
-        kept = OptimizerState(
-            group, gradients, chunks, records, formats, steps, part, sharding.parameters
-        )
+        steps = np.zeros(sum(spec.trainable for spec in layout.params), dtype=np.int64)
+        kept = OptimizerState(group, gradients, chunks, records, formats, steps, part)
         group.has_masters = any(format_.master is not Master.NONE for format_ in formats)
         # What is at home on the device is not updated where the CPU could wait for it: the model
         # has to ask for it anew, so that its stream waits.
-        states = (state, gradients.state, *records)
+        states = (group.state, gradients.state, *records)
         group.permanent = (
-            kept.in_place and not group.has_masters and sharding.ranks == 1
+            kept.in_place and not group.has_masters and layout.ranks == 1
             and not any(each.at_home_on_device for each in states)
         )  # fmt: skip
-        self.optimizer_states.append(kept)
-
-    def _parameters(self, index: int, name: str, layout: Layout, next_use: NextUse) -> State:
-        work = self.rank_work
-        if work is None:
-            return self._homes.parameters(index, name, layout.numel, next_use)
-        numel, stride = work.parameters_home(layout)
-        home = self._homes.parameters(index, name, numel, next_use, stride)
-        return work.parameters(
-            home, layout, lambda: self.groups[index].in_use, lambda: self.groups[index].pending
-        )
+        return kept
 
     def _gradients(self, index: int, name: str, part: Part, next_update: NextUse) -> Gradients:
         options, rules = self.options, self.options.step_rules
-        several = options.micro_batches > 1 and index in self._shared
+        several = index in self._shared
         accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
         specs = [each.spec for each in part.trained()]
         own = GradientAccumulator(
@@ -252,8 +193,6 @@ class Runtime:
             self._run_blocks, rules.passes if rules.in_backward else None, self._partials,
             self._outbox,
         )  # fmt: skip
-        if self.rank_work is None:
-            return own
         layout = part.layout
 
         def local() -> GradientAccumulator:
@@ -266,39 +205,25 @@ class Runtime:
                 self._run_blocks,
             )  # fmt: skip
 
-        return ReducedGradients(
-            index, part, own, local, lambda: self.groups[index].wait_for_update(), late=several
-        )
-
-    def _reduce(self) -> Reductions | None:
-        if self.rank_work is None:
-            return None
-        found = [state.gradients for state in self.optimizer_states]
-        reduced = [each for each in found if isinstance(each, ReducedGradients)]
-        in_backward = self.options.step_rules.in_backward
-        return self.rank_work.reduce(reduced, self.options.dtype, self.trace, patient=in_backward)
+        return self.rank_work.gradients(
+            index, part, own, local, lambda: self.groups[index].wait_for_update(),
+            summed_over_blocks=several,
+        )  # fmt: skip
 
     def start(self, model: nn.Module, values: Values, owner: Callable[[], object | None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime, while its `owner`
         is there."""
-        self._values = values
-        self._hooks = UnitHooks(
-            model, self._units, self.groups, self._handles, self.use, values.adopt_written,
-            self._begin_forward, owner, self._one_thread,
-        )  # fmt: skip
-        self._released.connect(self._handles, self._hooks.join_call, values)
+        hooks = self.store.start(model, values, owner, self._begin_forward)
+        hooks.follow_recomputation()
         if self.options.micro_batches > 1:
             self._micro_batching = MicroBatching(
-                self.options.micro_batches, self._units, self._block_backward
+                self.options.micro_batches, self.store.units, self._block_backward
             )
-        places = [self._where[id(p)] for p in model.parameters() if id(p) in self._where]
+        found = [self.group_of(param) for param in model.parameters()]
+        places = [place for place in found if place is not None]
         self.stepper.add_norms_in([(g.index, i) for g, i in places if g.layout.params[i].trainable])
         self.gradients.prepare()
-        for group in self.groups:
-            for param, spec in zip(group.params, group.layout.params, strict=True):
-                if spec.trainable:
-                    hook = param.register_post_accumulate_grad_hook(self._take_gradient)
-                    self._gradient_hooks.append(hook)
+        self._gradient_hooks = GradientHooks(self.store, self._take)
 
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
@@ -307,66 +232,7 @@ class Runtime:
             check_schedule(self.options.step_rules)
         self.gradients.drop_cleared()
         self.gradients.note_set()
-        self._adopt_changes()
-        if self.rank_work is not None:
-            self.rank_work.finish_pass()
-            self.rank_work.refresh(self.groups)
-            self.rank_work.begin_pass()
-        self.trace.begin_forward()
-
-    def _adopt_changes(self) -> None:
-        assert self._values is not None, "set by `start`"
-        self._values.adopt_changes()
-
-    def use(self, group: ParamGroup) -> None:
-        """`group` is needed now: note it, hurry its update, fetch what comes next."""
-        with self._one_thread:
-            self._use(group)
-
-    def _use(self, group: ParamGroup) -> None:
-        self.check_usable()
-        self._needed = group.index  # what comes next must not take its place before it is gathered
-        backward = in_backward()
-        if self.trace.use(group.index, backward=backward):
-            group.state.note_use()
-        if self.updates.is_pending(group):
-            self.updates.promote(group)
-        else:  # it gets its place before what comes next: that may leave no hole of its size
-            group.state.bring(next_use=0, priority=Priority.URGENT)
-        if self.rank_work is not None:
-            self.rank_work.log.note(partial(self._use_again, group, backward=backward))
-            self._use_together(group, self.rank_work, backward=backward)
-        if self.options.prefetch and self.trace.learnt:
-            self._fetch_ahead()
-
-    def _use_together(self, group: ParamGroup, work: RankWork, *, backward: bool) -> None:
-        """What all ranks do where they use `group`."""
-        assert self.reductions is not None, "made with the ranks' work"
-        if backward:
-            self.reductions.reach(group.index)
-        upcoming = self.trace.rest() if backward else self.trace.upcoming()
-        work.use(group, (self.groups[index] for index in upcoming))
-
-    def _use_again(self, group: ParamGroup, *, backward: bool) -> None:
-        """`use` of a rank without data: decided as on the others, from the same state."""
-        assert self.rank_work is not None, "who else is there to wait"
-        self.trace.use(group.index, backward=backward)
-        self._use_together(group, self.rank_work, backward=backward)
-
-    def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
-        """A module has entered a group, or left it: what it holds is not given up meanwhile."""
-        assert self.rank_work is not None, "set where there is"
-        self.rank_work.log.note(partial(group.hold if entered else group.let_go, id(user)))
-
-    def _fetch_ahead(self) -> None:
-        for distance, index in enumerate(self.trace.upcoming()):
-            if distance >= self.options.prefetch:
-                return
-            group = self.groups[index]
-            if self.updates.is_pending(group):
-                continue  # its update brings it
-            if not group.state.bring(next_use=self.trace.next_use(index)):
-                return
+        self.store.begin_forward()
 
     def _next_update(self, index: int) -> float:
         return self.trace.next_cycle_use(index) + 0.5
@@ -378,31 +244,18 @@ class Runtime:
             keep_records=self.options.keep_records,
         )
 
-    @uncompiled
-    @uninterrupted
-    def _take_gradient(self, param: torch.Tensor) -> None:
-        with self._one_thread:
-            self._take(param)
-
-    def _take(self, param: torch.Tensor) -> None:
+    def _take(self, group: int, index: int, param: torch.Tensor) -> None:
         """Autograd has given a gradient, or has added one to the handle that was there."""
-        group, index = self._where[id(param)]
-        gradient = param.grad
-        key = group.index, index
+        state, gradient = self.optimizer_states[group], param.grad
+        key = group, index
         self.gradients.came(key)
         if gradient is None or self.gradients.is_current(key, gradient):
             return
         if self.gradients.is_set(key, gradient):
             return
         param.grad = None
-        if gradient.requires_grad:
-            raise UnsupportedError(
-                f"backward(create_graph=True): the gradient of {group.layout.params[index].name} "
-                "would have to keep its graph, and gradients leave for their tier as they come; "
-                "use torch.autograd.grad(loss, tensors, create_graph=True) for what is "
-                "differentiated twice, and an ordinary backward for the rest"
-            )
-        self.gradients.take(self.optimizer_states[group.index], index, gradient)
+        check_no_graph(state.group.layout.params[index].name, gradient)
+        self.gradients.take(state, index, gradient)
 
     def _arrive(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
         """A gradient of one parameter, of the whole pass or of a part of it."""
@@ -411,9 +264,7 @@ class Runtime:
                 "precision fp16 scales the loss: call engine.backward(loss) instead of "
                 "loss.backward(); a GradScaler is not needed"
             )
-        if self.rank_work is not None:
-            assert self.reductions is not None, "made with it"
-            self.rank_work.log.note_gradient(reduced=self.reductions.synchronising)
+        self.rank_work.note_gradient()
         group = state.group
         gradient = spread_as(group.params[index], gradient)
         if self._sums is not None and self._comes_in_parts(group):
@@ -440,12 +291,11 @@ class Runtime:
     def _block_backward(self, indices: Sequence[int], more: bool) -> Iterator[None]:
         """Around the backward of one block over all micro-batches: its parameters stay, and each
         gives one gradient at the end. `more`: the block was called again, and that is to come."""
-        assert self._hooks is not None, "installed by `start`"
         assert self._sums is not None, "there are micro-batches"
         groups = [self.groups[index] for index in indices]
         own = [group for group in groups if group.index not in self._shared]
         with self._sums.open(own):
-            with self._hooks.held(groups):
+            with self.store.held(groups):
                 yield
             for group in own:
                 for index, total in self._sums.totals(group):
@@ -453,13 +303,9 @@ class Runtime:
 
     def held(self, unit: Unit) -> AbstractContextManager[None]:
         """Around a block that is computed again in backward: its parameters are there."""
-        if self._hooks is None or self._micro_batching is not None:  # `_block_backward` holds them
+        if self._micro_batching is not None:  # `_block_backward` holds them
             return nullcontext()
-        return self._hooks.computing(unit)
-
-    def versions(self, unit: Unit) -> tuple[int, ...]:
-        """Change with every update of a unit's parameters."""
-        return tuple(self.groups[index].version for index in unit.groups)
+        return self.store.computing(unit)
 
     def await_progress(self) -> bool:
         """For a pool that is out of room: send home gradients of groups whose backward is not over
@@ -470,37 +316,18 @@ class Runtime:
             closed = [state.gradients.close() for state in self.optimizer_states]
             if any(closed):
                 return True
-        work = self.rank_work
-        if work is not None and work.await_progress(in_backward=in_backward):
+        if self.reductions.await_progress(in_backward=in_backward):
             return True
         return self.updates.await_progress()
 
     def idle(self) -> None:
         """Take part in a forward and backward pass of the other ranks, without data here."""
-        self.check_usable()
-        if self.rank_work is not None:
+        self.store.check_usable()
+        if self.reductions.has_others:
             self._begin_forward()
             self.stepper.idled()
-            try:
-                self.rank_work.idle()
-            finally:
-                for group in self.groups:
-                    group.let_go_all()
+            self.rank_work.idle()
             self.gradients.repeat()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up on this rank alone; the next one outside, or the step,
-        reduces the sum."""
-        if self.reductions is None:
-            yield
-            return
-        self.reductions.finish()
-        before, self.reductions.synchronising = self.reductions.synchronising, False
-        try:
-            yield
-        finally:
-            self.reductions.synchronising = before
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
@@ -515,35 +342,32 @@ class Runtime:
     @uninterrupted
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
-        with self._one_thread:
+        with self.store.one_thread:
             return self._step(hyper_of)
 
     def _step(self, hyper_of: HyperOf) -> StepOutcome:
-        self.check_usable()
+        self.store.check_usable()
         self._check_params()
         self._refuse_amid_use()
-        self._adopt_changes()
+        self.store.adopt_changes()
         self.gradients.collect()
-        if self.rank_work is not None:
-            self.rank_work.finish_pass()
+        self.rank_work.finish_pass()
         outcome = self.stepper.step(hyper_of)
-        if self.rank_work is not None:
-            assert self.reductions is not None, "made with it"
-            self.gradients.complete()
-            self.rank_work.refresh(self.groups[i] for i in self.reductions.forward_order)
+        self.gradients.complete()
+        self.rank_work.refresh_updated()
         return outcome
 
     @uninterrupted
     def drop_cleared_gradients(self) -> None:
         """Forget gradients that are not in `param.grad` any more, each as soon as a pending update
         has read it."""
-        self.check_usable()
-        with self._one_thread:
+        self.store.check_usable()
+        with self.store.one_thread:
             self.gradients.drop_cleared()
 
     def _refuse_amid_use(self) -> None:
         for group in self.groups:
-            if group.in_use:
+            if group.is_entered:
                 raise StateError(
                     f"optimizer.step() while {group.name} is gathered: inside `with "
                     "engine.gathered(...)`, or amid a forward, an update would change what is "
@@ -561,33 +385,9 @@ class Runtime:
                         )
 
     # ---------------------------------------------------------------- the whole
-    def check_usable(self) -> None:
-        """StateError if the states are a mixture (a load that failed half-way), or another
-        process's."""
-        self._one_thread.check_process()
-        check_whole()
-        if self.unusable is not None:
-            raise StateError(self.unusable)
-
-    def check_process(self) -> None:
-        """StateError in a forked child."""
-        self._one_thread.check_process()
-
-    @staticmethod
-    def has(param: nn.Parameter) -> bool:
-        """Whether a runtime has a parameter: fetches its values, or waits for its gradients."""
-        if is_released(param):
-            return True
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        return any(isinstance(getattr(hook, "__self__", None), Runtime) for hook in hooks.values())
-
-    def group_of(self, param: nn.Parameter) -> tuple[ParamGroup, int] | None:
-        """A parameter's group and its index there; None if it is not managed."""
-        return self._where.get(id(param))
-
     def exchanged_nbytes(self) -> dict[str, int]:
         """Bytes of whole buffers that were gathered and reduced with other ranks."""
-        return {} if self.rank_work is None else self.rank_work.moved_nbytes()
+        return self.rank_work.moved_nbytes()
 
     @interrupted_in_waits
     def settle(self) -> None:
@@ -599,21 +399,12 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the update thread, replace the hooks by refusals, let go of all parameters."""
-        self.unusable = "the engine is closed; make a new one with offload.initialize"
-        if self.rank_work is not None:
-            self.rank_work.finish()  # gathering may wait for updates
+        self.store.refuse_use()
+        self.rank_work.finish()  # gathering may wait for updates
         self.updates.close()
-        if self.rank_work is not None:
-            self.rank_work.close()
         if self._micro_batching is not None:
             self._micro_batching.remove()
-        if self._hooks is not None:
-            self._hooks.remove()
-        own = [pair for group in self.groups for pair in group.own_classes()]
-        Refusal(self._units, own, self.on_reuse)
-        self._released.close()
-        for group in self.groups:
-            group.withhold()
-        for hook in self._gradient_hooks:
-            hook.remove()
+        self.store.close()
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.remove()
         self.gradients.clear("the engine is closed")

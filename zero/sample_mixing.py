@@ -262,7 +262,7 @@ def _add_sketch(
 
 @contextmanager
 def _own_parameters(block: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Inside, the block computes with leaves of the same values, whose gradients nobody takes."""
+    """Inside, the block computes with leaves of the same values, whose gradients are not taken."""
     leaves: dict[int, Tensor] = {}
     names: dict[str, Tensor] = {}
     before = [(module, dict(module._parameters)) for module in block.modules()]

@@ -1,7 +1,7 @@
 """A session: saved tensors become handles, from the outermost call of a unit to its return.
 
-The hooks for that are a stack of torch's, from which one takes off what is on top: who is cut short
-by a KeyboardInterrupt has to look at what is there.
+torch keeps these hooks on a stack and takes off the top one: after a KeyboardInterrupt one has to
+look which are there.
 """
 
 from __future__ import annotations

@@ -14,9 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from offload.tiers.errors import ConfigError
 from offload.zero.layout import Layout, ParamSpec
+
+if TYPE_CHECKING:
+    from offload.kernels.floats import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +85,26 @@ class Part:
     layout: Layout
     trainable: range
     frozen: range
+    is_shard: bool = False  # the group's state in host memory is this part alone
 
     @classmethod
-    def of(cls, layout: Layout, rank: int) -> Part:
+    def of(cls, layout: Layout, rank: int, *, is_shard: bool = False) -> Part:
         trained, frozen = layout.shard_trainable, layout.shard_frozen
         first = layout.numel_trainable + rank * frozen
         return cls(
-            layout, range(rank * trained, (rank + 1) * trained), range(first, first + frozen)
-        )
+            layout, range(rank * trained, (rank + 1) * trained), range(first, first + frozen),
+            is_shard,
+        )  # fmt: skip
+
+    def trained_in(self, host: Array) -> Array:
+        """What this rank updates, of the group's elements as they are in host memory."""
+        start = 0 if self.is_shard else self.trainable.start
+        return host[start : start + len(self.trainable)]
+
+    def frozen_in(self, host: Array) -> Array:
+        """This rank's part of what is never updated, likewise."""
+        start = len(self.trainable) if self.is_shard else self.frozen.start
+        return host[start : start + len(self.frozen)]
 
     def trained(self) -> Iterator[PartOfParam]:
         """What lies in the trainable part, in order."""

@@ -37,7 +37,7 @@ from offload.zero.gradients import total_square
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.loss_scale import LossScale
 from offload.zero.optimizer_state import OptimizerState
-from offload.zero.reduction import Reductions
+from offload.zero.reduction import NoReductions, Reductions
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import UpdateQueue, merge
 
@@ -70,12 +70,14 @@ class Stepper:
 
     def __init__(
         self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
-        trace: Trace, loss_scale: LossScale | None, late: frozenset[int] = frozenset(),
-        reductions: Reductions | None = None, tensor_parallel: TensorParallel | None = None,
+        trace: Trace, loss_scale: LossScale | None,
+        summed_over_blocks: frozenset[int] = frozenset(),
+        reductions: Reductions | NoReductions | None = None,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:  # fmt: skip
-        """Groups in `late` get an unknown number of gradients and are never updated ahead.
-        `reductions` are there where other ranks have gradients of the same parameters, too,
-        `tensor_parallel` where they have those of other parts."""
+        """Groups in `summed_over_blocks` get an unknown number of gradients and are never updated
+        ahead. `reductions` are with other ranks that have gradients of the same parameters,
+        `tensor_parallel` is there where some have those of other parts."""
         self._states = states
         self._updates = updates
         self._rules = rules
@@ -91,7 +93,7 @@ class Stepper:
         # updated ahead of their step, and gradients since the last step, per group and parameter
         self.hyper_source: Callable[[], HyperOf] | None = None
         # told which groups' gradients have no values any more, and why
-        self.on_used_up: Callable[[Sequence[int], str], None] = _nobody_to_tell
+        self.on_used_up: Callable[[Sequence[int], str], None] = _no_handles
         self._order: list[Place] = []  # parameters, as the norms of their gradients are added
         self._places: dict[Place, int] = {}
         self._norms: torch.Tensor | None = None  # of the gradients as they are now
@@ -100,8 +102,8 @@ class Stepper:
         self._short_step: int | None = None  # passes of the last step, if it had less than it says
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()
-        self._late = late
-        self._reductions = reductions
+        self._summed_over_blocks = summed_over_blocks
+        self._reductions = NoReductions() if reductions is None else reductions
         self._tensor_parallel = tensor_parallel
         self._counted_elsewhere = [
             frozenset() if tensor_parallel is None
@@ -146,20 +148,17 @@ class Stepper:
         rest comes in the same backward pass."""
         self._unstepped = True
         self._norms = None
-        if more or not self._rules.in_backward or state.group.index in self._late:
+        if more or not self._rules.in_backward or state.group.index in self._summed_over_blocks:
             return
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
         if (arrived >= self._rules.passes).all():
             begin = partial(self._update_ahead, state)
-            if self._reductions is None:
-                begin()
-            else:
-                self._reductions.when_issued(state.group.index, begin)
+            self._reductions.when_issued(state.group.index, begin)
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
         """A parameter got all of its gradient of one backward pass."""
-        if state.group.index not in self._late:
+        if state.group.index not in self._summed_over_blocks:
             self._passes[state.group.index][index] += 1
 
     def _follow_loss_scale(self) -> None:
@@ -182,7 +181,7 @@ class Stepper:
             self._ahead.add(state.group.index)
         self._submit([state], self._hyper_ahead, 1.0)
         if state.group.state.in_place:
-            state.group.withhold()  # nobody reads half an update
+            state.group.withhold()  # half an update must not be read
 
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.
@@ -251,8 +250,7 @@ class Stepper:
         self._refuse_to_drop(self._ahead)
         self._unstepped = False
         self._norms = None
-        if self._reductions is not None:
-            self._reductions.discard()
+        self._reductions.discard()
         for state in self._states:
             self._clear(state)
         self._forget_passes()
@@ -266,9 +264,8 @@ class Stepper:
         """Forget the gradients of some parameters of a group, as `zero_grad` does."""
         self._refuse_to_drop(self._ahead & {state.group.index})
         self._norms = None
-        if self._reductions is not None:
-            self._reductions.finish()
-            self._reductions.clear(state.group.index, indices)
+        self._reductions.finish()
+        self._reductions.clear(state.group.index, indices)
         state.gradients.drop(indices)
         if not state.gradients.holds_any:  # ... of other ranks, too
             self._clear(state)
@@ -292,8 +289,7 @@ class Stepper:
         """Forget all gradients, and that updates have begun ahead of a step: what they changed is
         about to be replaced. For settled states."""
         self._unstepped = False
-        if self._reductions is not None:
-            self._reductions.discard()
+        self._reductions.discard()
         self._norms = None
         having = [state for state in self._states if state.gradients.holds_any]
         self._end_ahead()
@@ -308,7 +304,7 @@ class Stepper:
         """The 2-norm of one parameter's gradient, 0-dim, fp32. Of several ranks all have to ask,
         and are answered from one exchange until a gradient changes."""
         group, index = place
-        if self._reductions is None and self._tensor_parallel is None:
+        if not self._reductions.has_others and self._tensor_parallel is None:
             square = self._states[group].gradients.square(index)
             return self._as_norms([square])[0]
         return self._gradient_norms()[self._places[place]]
@@ -321,9 +317,8 @@ class Stepper:
         """What was cleared is gone, and what other ranks have of the gradients is here: also where
         nothing has come since the norms were made."""
         self._wait_for_reading_updates()
-        if self._reductions is not None:
-            self._reductions.agree(use, name)
-            self._norms = None
+        self._reductions.agree(use, name)
+        self._norms = None
 
     def changed(self) -> None:
         """A gradient was written or scaled."""
@@ -335,8 +330,7 @@ class Stepper:
         The same on every rank."""
         if self._norms is None:
             squares = [self._square(*place) for place in self._order]
-            if self._reductions is not None:
-                squares = _added_up(self._reductions.all_squares(squares))
+            squares = _added_up(self._reductions.all_squares(squares))
             if self._tensor_parallel is not None:
                 squares = _added_up(self._tensor_parallel.exchange_sums(squares))
             self._norms = self._as_norms(squares)
@@ -361,7 +355,7 @@ class Stepper:
 
     def _check_passes(self) -> None:
         """`gradient_accumulation_steps` says how many passes come before a step. It gates nothing,
-        so who counts on that (as with DeepSpeed) would step too often."""
+        so a loop that counts on that (as with DeepSpeed) would step too often."""
         passes = max((int(each.max()) for each in self._passes if each.size), default=0)
         passes += self._idle_passes
         is_short = 0 < passes < self._rules.passes
@@ -403,9 +397,7 @@ class Stepper:
 
     def _submit_rest(self, hyper_of: HyperOf, grad_scale: float) -> None:
         """Submit every group with gradients that is not being updated yet."""
-        first = self._trace.first_uses()
-        if self._reductions is not None:
-            first = self._reductions.forward_order
+        first = self._reductions.forward_order or self._trace.first_uses()
         order = {index: rank for rank, index in enumerate(first)}
         having = [state for state in self._states if state.gradients.has_any]
         rest = [state for state in having if state.group.index not in self._ahead]
@@ -445,7 +437,7 @@ class Stepper:
             if index in state.parts:
                 spec = state.parts[index].spec
                 segments.append(Segment(spec.offset, spec.stop, scalars[key], key[1]))
-        group.outdate()
+        group.invalidate()
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
 
@@ -467,8 +459,8 @@ class Stepper:
                 self._read_by_update.discard(index)
 
 
-def _nobody_to_tell(groups: Sequence[int], why: str) -> None:
-    """Nobody holds gradients."""
+def _no_handles(groups: Sequence[int], why: str) -> None:
+    """There are no handles of gradients."""
 
 
 def _added_up(rows: np.ndarray) -> list[float]:

@@ -5,7 +5,7 @@
     compute         ├─┤     ├─┤     ├─┤     ├─┤
     write              ├──────┤├──────┤├──────┤├──────┤
 
-`submit` returns at once: every group's update becomes *pending*, and whoever reads a group waits
+`submit` returns at once: every group's update becomes *pending*, and a reader of a group waits
 for that group's alone, so the optimizer of one step hides behind the next forward. Chunks whose
 records are at home on the device are queued there in their turn, and this thread goes on with the
 CPU's. The arithmetic and its order within each parameter do not depend on when or where a chunk is
@@ -23,14 +23,14 @@ import torch
 
 from offload.kernels.floats import Array, Float
 from offload.kernels.optimizer import optimizer_step
-from offload.kernels.rules import SgdScalars, StateFormat
+from offload.kernels.rules import StateFormat
 from offload.swap.streams import mark_here
 from offload.swap.transfer import Transfer, all_of
 from offload.swap.worker import ParallelRunner, Worker
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 from offload.zero.bits import array_of
-from offload.zero.chunks import Chunk, GroupUpdate, Part, Segment
+from offload.zero.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.device_update import DeviceUpdate
 from offload.zero.device_work import DeviceWork
 from offload.zero.group import ParamGroup
@@ -86,7 +86,7 @@ class UpdateQueue:
         """
         so_far = mark_here(self._device.stream.device)
         with self._lock:
-            self._raise_failure()  # nobody would ever end what is submitted to a dead thread
+            self._raise_failure()  # a dead thread would never end what is submitted to it
             for update in updates:
                 update.after = so_far
                 update.group.pending = update.ready
@@ -94,20 +94,20 @@ class UpdateQueue:
                 self._waiting.append(update)
         self._worker.wake()
         for update in updates:
-            if not update.state.gradients.is_here:
+            if not update.state.gradients.is_reduced_locally:
                 update.state.gradients.landed.then(lambda _: self._worker.wake())
 
-    def promote(self, group: ParamGroup) -> None:
-        """`group` is needed now: its update is the next to begin."""
+    def promote(self, index: int) -> None:
+        """A group is needed now: its update is the next to begin."""
         with self._lock:
             for update in self._waiting:
-                if update.group is group:
+                if update.group.index == index:
                     self._waiting.remove(update)
                     self._waiting.appendleft(update)
                     return
 
-    def is_pending(self, group: ParamGroup) -> bool:
-        return group.index in self._unfinished
+    def is_pending(self, index: int) -> bool:
+        return index in self._unfinished
 
     def settle(self) -> None:
         """Wait until nothing is pending and every byte is home; raises what went wrong."""
@@ -196,7 +196,7 @@ class UpdateQueue:
     def _begin_group(self) -> GroupUpdate | None:
         with self._lock:
             # one that waits for other ranks must not hold what the reduction needs to end
-            here = (each for each in self._waiting if each.state.gradients.is_here)
+            here = (each for each in self._waiting if each.state.gradients.is_reduced_locally)
             update = next(here, None)
             if update is None:
                 return None
@@ -219,8 +219,9 @@ class UpdateQueue:
             if self._expected.keep_records:
                 record.bring_host(next_use=self._expected.of_records(group))
             chunk = Chunk(
-                update, elements, record_format, Part(group.state, index), Part(record, 0),
-                Part(state.gradients.state, index, before=state.gradients.landed),
+                update, elements, record_format, ChunkBytes(group.state, index),
+                ChunkBytes(record, 0),
+                ChunkBytes(state.gradients.state, index, before=state.gradients.landed),
             )  # fmt: skip
             chunk.buffer = self._stage(chunk)
             yield chunk
@@ -274,15 +275,12 @@ class UpdateQueue:
         arrays: dict[str, Array],
     ) -> None:  # fmt: skip
         kept = chunk.record_format
-        without = isinstance(segment.scalars, SgdScalars) and not segment.scalars.momentum
+        own = kept.operands(arrays, span, segment.scalars)
         blocks = kept.state_format is StateFormat.INT8
         optimizer_step(
-            grads[span], weights[span], [] if without else kept.states_of(arrays, span),
-            segment.scalars, grad_float=chunk.update.state.gradients.format,
-            weight_float=self._own, state_format=kept.state_format,
-            scales=[] if without else kept.scales_of(arrays, span),
-            low=arrays["low"][span] if "low" in arrays else None,
-            master=arrays["master"][span] if "master" in arrays else None,
+            grads[span], weights[span], own.states, segment.scalars,
+            grad_float=chunk.update.state.gradients.format, weight_float=self._own,
+            state_format=kept.state_format, scales=own.scales, low=own.low, master=own.master,
             noise=chunk.noise(self._seed, segment, span),
             run=self._run_blocks if blocks else self._run,
         )  # fmt: skip

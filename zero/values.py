@@ -6,8 +6,8 @@ step works through: at most one group's weights and one record are in memory at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +20,19 @@ from offload.kernels.floats import Array, Float
 from offload.kernels.variants import Master
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
-from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
+from offload.tiers.errors import StateError
 from offload.zero.bits import array_of, flat_array
-from offload.zero.given_copies import GivenCopies
-from offload.zero.group import GroupState, ParamGroup, digest
+from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
 from offload.zero.local_tensors import like, spread_as
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.records import RecordFormat
 from offload.zero.runtime import Runtime
+from offload.zero.weight_values import WeightValues
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _ParamInChunk:
     """A chunk that a parameter lies in: where in the chunk, and where in the parameter."""
 
     arrays: dict[str, Array]  # of its record
@@ -42,12 +42,12 @@ class _Chunk:
     there: slice
 
 
-class ParameterValues:
+class ParameterValues(WeightValues):
     """Access to the values behind a runtime's parameters, fp32 where there is a master."""
 
     def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime.store)
         self._runtime = runtime
-        self._given = GivenCopies()
         self._own: Float = runtime.own
 
     # ---------------------------------------------------------------- one parameter's arrays
@@ -68,8 +68,7 @@ class ParameterValues:
 
     def _whole(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """What this rank has a part of, and zeros elsewhere."""
-        ranks = self._runtime.ranks
-        return part if ranks is None else ranks.combine(part, name)
+        return self._runtime.rank_work.combine(part, name)
 
     @uninterrupted
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
@@ -94,15 +93,17 @@ class ParameterValues:
             group.state.host_wrote()
 
     def _set_frozen(self, group: ParamGroup, spec: ParamSpec, values: Array) -> None:
-        state = self._state_of(group)
-        part = state.part.frozen
-        weights = state.frozen_in(array_of(group.state.host_tensor(), self._own))
-        lo, hi = max(spec.offset, part.start), min(spec.stop, part.stop)
+        part = self._state_of(group).part
+        frozen, weights = (
+            part.frozen,
+            part.frozen_in(array_of(group.state.host_tensor(), self._own)),
+        )
+        lo, hi = max(spec.offset, frozen.start), min(spec.stop, frozen.stop)
         if lo < hi:
             mine = values[lo - spec.offset : hi - spec.offset]
-            encode(mine, weights[lo - part.start : hi - part.start], self._own)
+            encode(mine, weights[lo - frozen.start : hi - frozen.start], self._own)
 
-    def _master(self, chunk: _Chunk) -> Array:
+    def _master(self, chunk: _ParamInChunk) -> Array:
         arrays, here = chunk.arrays, chunk.here
         weights = chunk.weights[here]
         if "master" in arrays:
@@ -114,7 +115,7 @@ class ParameterValues:
             decode(weights, full, self._own)
         return full
 
-    def _set_master(self, full: Array, chunk: _Chunk) -> None:
+    def _set_master(self, full: Array, chunk: _ParamInChunk) -> None:
         full = np.ascontiguousarray(full)
         weights = chunk.weights[chunk.here]
         if "low" in chunk.arrays:
@@ -124,7 +125,7 @@ class ParameterValues:
         if "master" in chunk.arrays:
             chunk.arrays["master"][chunk.here] = full
 
-    def _chunks(self, group: ParamGroup, index: int, *, write: bool) -> Iterator[_Chunk]:
+    def _chunks(self, group: ParamGroup, index: int, *, write: bool) -> Iterator[_ParamInChunk]:
         """The chunks of this rank's part of a group that a parameter lies in."""
         state = self._state_of(group)
         if index not in state.parts:
@@ -132,7 +133,7 @@ class ParameterValues:
         part = state.parts[index]
         spec = part.spec
         group.wait_for_update()
-        weights = state.trained_in(array_of(group.state.host_tensor(), self._own))
+        weights = state.part.trained_in(array_of(group.state.host_tensor(), self._own))
         for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
             lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
             if lo >= hi:
@@ -141,7 +142,9 @@ class ParameterValues:
             there = slice(lo - spec.offset + part.start, hi - spec.offset + part.start)
             with _record(record, write=write) as buffer:
                 arrays = kept.arrays(buffer, len(elements))
-                yield _Chunk(arrays, kept, weights[elements.start : elements.stop], here, there)
+                yield _ParamInChunk(
+                    arrays, kept, weights[elements.start : elements.stop], here, there
+                )
                 arrays.clear()  # the caller's name for them must not keep the record in memory
                 del buffer
 
@@ -181,160 +184,21 @@ class ParameterValues:
         if "master" in state:
             self.write(param, "master", state["master"])
 
-    # ---------------------------------------------------------------- gathered
-    @contextmanager
-    def reading(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Full parameters for reading alone."""
-        with self._entered(self._groups_of(params)):
-            yield
-
-    @contextmanager
-    def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Full parameters for reading and writing. A parameter that was written keeps exactly what
-        was written: its master becomes that value."""
-        groups = self._groups_of(params)
-        with self._entered(groups):
-            before = [_digests(group) for group in groups]
-            try:
-                yield
-            finally:
-                if self._runtime.unusable is None:  # else there is nothing to write to any more
-                    try:
-                        self._accept_changes(groups, before)
-                    except KeyboardInterrupt:  # it may have come just before that had begun
-                        self._accept_changes(groups, before)
-                        raise
-
-    def _groups_of(self, params: Sequence[nn.Parameter]) -> list[ParamGroup]:
-        return list(dict.fromkeys(self._find(param)[0] for param in params))
-
-    @contextmanager
-    def _entered(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
-        user = object()
-        try:
-            self._enter(groups, user)
-            yield
-        finally:
-            try:
-                _leave(groups, user)
-            except KeyboardInterrupt:
-                _leave(groups, user)
-                raise
-
-    @interrupted_in_waits
-    def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
-        """BudgetError when they do not fit together."""
-        for count, group in enumerate(groups):
-            try:
-                with self._exactly():
-                    group.enter(user)
-                group.state.settle()  # what goes home must not be half of what the caller writes
-            except TierFullError as error:
-                raise BudgetError(
-                    f"gathered: {len(groups)} groups at once do not fit, {count} do ({error}); "
-                    "gather fewer at a time, or raise the budget"
-                ) from error
-
-    @uninterrupted
-    def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
-        """What any rank has written is taken over by all, from each element's owner."""
-        changed: list[int] = []
-        for group, before in zip(groups, known, strict=True):
-            group.take_over()
-            group.note_versions()
-            pairs = zip(_digests(group), before, strict=True)
-            changed += [int(now != digest) for now, digest in pairs]
-        if self._runtime.ranks is not None:
-            changed = self._runtime.ranks.exchange(changed).max(axis=0).tolist()
-        start = 0
-        for group in groups:
-            stop = start + len(group.params)
-            indices = [index for index, one in enumerate(changed[start:stop]) if one]
-            if indices:
-                self.accept(group, indices)
-                group.state.overwritten()
-            start = stop
-
-    def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
-        """Parameters of a gathered group were written: their masters follow."""
-        group.state.wrote()
-        for index in indices:
-            for chunk in self._chunks(group, index, write=True):
-                if "low" in chunk.arrays:
-                    chunk.arrays["low"][chunk.here] = 0
-                elif "master" in chunk.arrays:
-                    full = np.empty(chunk.here.stop - chunk.here.start, dtype=np.float32)
-                    decode(chunk.weights[chunk.here], full, self._own)
-                    chunk.arrays["master"][chunk.here] = full
-        group.version += 1
-
-    def give_out(self, param: nn.Parameter) -> torch.Tensor:
-        """As `full`, for a state dict: see `GivenCopies`."""
-        group, index = self._find(param)
-        copied = self.full(param)
-        self._given.note(param, group, group.layout.params[index].name, copied)
-        return copied
-
-    def adopt_changes(self, *, loading: bool = False) -> None:
-        """Between passes: parameters that are always gathered may have been written to, and copies
-        of any in state dicts. StateError for a copy that cannot be taken over; while `loading`,
-        which sets all parameters anyway, those are forgotten."""
-        for group in self._runtime.groups:
-            self._adopt(group)
-        if loading:
-            self._given.forget_stale()
-        for param, copied in self._given.written():
-            with torch.no_grad(), self.gathered([param]):
-                param.copy_(copied)
-
-    def _adopt(self, group: ParamGroup) -> None:
-        if group.residing is GroupState.GATHERED and not group.in_use:
-            changed = group.changed()
-            if changed:
-                self.accept(group, changed)
-
-    def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
-        """A forward wrote to parameters of its group: as `accept`, in the middle of a graph.
-
-        What that forward has saved is not outdated by it.
-        """
-        if self._runtime.ranks is not None:
-            names = ", ".join(group.layout.params[index].name for index in indices)
-            raise UnsupportedError(
-                f"a forward wrote to {names} on one of several ranks, each of which has other data "
-                "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
-            )
-        version = group.version
-        self.accept(group, indices)
-        group.version = version
-
-    @interrupted_in_waits
-    def full(self, param: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter in its own precision."""
-        group, index = self._find(param)
-        spec = group.layout.params[index]
-        with self._exactly():
-            return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
-
-    def _exactly(self) -> AbstractContextManager[None]:
-        work = self._runtime.rank_work
-        return nullcontext() if work is None else work.exactly()
+    def _follow(self, group: ParamGroup, index: int) -> None:
+        """A parameter was written: its master becomes that value."""
+        for chunk in self._chunks(group, index, write=True):
+            if "low" in chunk.arrays:
+                chunk.arrays["low"][chunk.here] = 0
+            elif "master" in chunk.arrays:
+                full = np.empty(chunk.here.stop - chunk.here.start, dtype=np.float32)
+                decode(chunk.weights[chunk.here], full, self._own)
+                chunk.arrays["master"][chunk.here] = full
 
     @interrupted_in_waits
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient, in the format in which it was accumulated, or None."""
         group, index = self._find(param)
         return self._runtime.gradients.value(param, self._state_of(group), index)
-
-    def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
-        self._runtime.check_usable()
-        found = self._runtime.group_of(param)
-        if found is None:
-            raise StateError(
-                f"a parameter of shape {tuple(param.shape)} is not managed by this engine"
-            )
-        self._adopt(found[0])
-        return found
 
     def _state_of(self, group: ParamGroup) -> OptimizerState:
         return self._runtime.optimizer_states[group.index]
@@ -347,13 +211,3 @@ def _record(record: State, *, write: bool) -> Iterator[torch.Tensor]:
     yield record.tensor()
     if write:
         record.wrote()
-
-
-@uninterrupted
-def _leave(groups: Sequence[ParamGroup], user: object) -> None:
-    for group in groups:
-        group.leave(user)
-
-
-def _digests(group: ParamGroup) -> list[int]:
-    return [digest(param) for param in group.params]

@@ -39,13 +39,13 @@ def load_engine(engine: Engine, path: Path, *, verify: bool = True) -> None:
     with ExitStack() as stack:
         with _on_all(runtime.ranks, path):
             loader = _open(engine, path, stack, verify=verify)
-        runtime.unusable = (
+        runtime.store.unusable = (
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
         )
         with _on_all(runtime.ranks, path):
             loader.apply()
-        runtime.unusable = None
+        runtime.store.unusable = None
 
 
 def _open(engine: Engine, path: Path, stack: ExitStack, *, verify: bool) -> _Loader:
@@ -137,7 +137,7 @@ class _Loader:
             self._read_parameters(state)
             self._read_optimizer(state)
             self._read_steps(group)
-            group.outdate()  # handles of activations saved before are stale
+            group.invalidate()  # handles of activations saved before are stale
             group.state.settle()
             for record in state.records:
                 record.settle()

@@ -46,7 +46,7 @@ Sections = Mapping[str, Sequence[TensorInfo]]
 
 def save_engine(engine: Engine, path: Path) -> None:
     """See `offload.checkpoint.save`."""
-    engine.runtime.check_usable()
+    engine.runtime.store.check_usable()
     model.check_stepped(engine)
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be saved")
@@ -133,8 +133,7 @@ class _Saver:
 
     def refresh(self) -> None:
         """What other ranks have updated is up to date here, where it is kept whole."""
-        if self._runtime.rank_work is not None:
-            self._runtime.rank_work.refresh(self._runtime.groups)
+        self._runtime.rank_work.refresh(self._runtime.groups)
         for group in self._runtime.groups:
             group.state.settle()
 

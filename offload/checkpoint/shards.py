@@ -36,7 +36,7 @@ def whole_state(group: ParamGroup) -> State:
 def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, range]]:
     """A range of what this rank keeps of a group's parameters: which of it (counted from its first
     element) are which of the group's elements."""
-    if not state.owns_shard:
+    if not state.part.is_shard:
         yield range(len(elements)), elements
         return
     first = 0
@@ -64,7 +64,7 @@ class ShardReader:
 
     def weights(self, state: OptimizerState) -> Weights:
         """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones."""
-        if state.owns_shard:
+        if state.part.is_shard:
             for frozen in (False, True):
                 yield from self._in_turn(partial(self._own_weights, state, frozen))
         elif self.writes:

@@ -26,7 +26,7 @@ from offload.planning.shared_plan import gather_room, sent_nbytes
 from offload.planning.step_program import Action, StepProgram, Verb, write_program
 from offload.zero.layout import Layout
 from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import Sharding, scales_numel
+from offload.zero.sharding import Sharding, codes_nbytes, scales_numel
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -130,18 +130,15 @@ class _Format:
         return cls(ITEMSIZE[config.precision], zero.quantized_weights, zero.quantized_gradients)
 
 
-def _lengths(numel: int, itemsize: int, *, codes: bool) -> tuple[int, ...]:
-    """Bytes of the buffers that `numel` elements travel in: codes are followed by their scales."""
-    return (numel, 4 * scales_numel(numel)) if codes else (numel * itemsize,)
-
-
 def _reduction(
     layout: Layout, wire: _Format, sharding: Sharding, itemsize: int
 ) -> Iterator[Exchange]:
     """As `zero.collectives.Collectives.reduce`: 16-bit gradients travel as they are to the owner of
     their shard, their fp32 sums among its replicas."""
     if sharding.ranks > 1:
-        for nbytes in _lengths(layout.numel_trainable, itemsize, codes=wire.codes_gradients):
+        numel = layout.numel_trainable
+        coded = (numel, 4 * scales_numel(numel))  # codes are followed by their scales
+        for nbytes in coded if wire.codes_gradients else (numel * itemsize,):
             yield Exchange(Call.ALL_TO_ALL, Among.SHARDS, nbytes)
         itemsize = 4
     if sharding.replicas > 1:
@@ -153,8 +150,8 @@ def _gather(layout: Layout, wire: _Format, *, frozen: bool) -> Iterator[Exchange
     """Trainable and frozen parameters are sharded apart."""
     numels = [layout.numel_trainable, layout.numel - layout.numel_trainable if frozen else 0]
     for numel in filter(None, numels):
-        for nbytes in _lengths(numel, wire.weight_nbytes, codes=wire.codes_weights):
-            yield Exchange(Call.ALL_GATHER, Among.SHARDS, nbytes)
+        nbytes = codes_nbytes(numel) if wire.codes_weights else numel * wire.weight_nbytes
+        yield Exchange(Call.ALL_GATHER, Among.SHARDS, nbytes)
 
 
 def _of_updated(

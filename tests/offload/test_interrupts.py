@@ -87,7 +87,7 @@ def saved_tensor_hooks() -> Any:
 def assert_at_rest(engine: offload.Engine) -> None:
     assert _get_current_function_mode_stack() == []
     assert saved_tensor_hooks() is None
-    assert not any(group.in_use for group in engine.runtime.groups)
+    assert not any(group.is_entered for group in engine.runtime.groups)
 
 
 def uninterrupted(folder: Path, keys: dict[str, Any], build: Any = TinyLM) -> Any:
@@ -231,7 +231,7 @@ def test_an_interrupt_while_parameters_are_gathered_releases_them(
 
     with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr("offload.zero.values._digests", interrupt)
+            patch.setattr("offload.zero.weight_values._digests", interrupt)
             with pytest.raises(KeyboardInterrupt), engine.gathered():
                 pass
         assert_at_rest(engine)

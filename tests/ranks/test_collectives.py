@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.zero.block_codes import add_decoded, decode, encode
+from offload.zero.block_codes import BlockCodes, add_decoded, decode, encode
 from offload.zero.collectives import Collectives, Wire, Workspace
 from offload.zero.layout import SHARD_ALIGN_NUMEL, ParamShape, lay_out
 from offload.zero.sharding import CODE_BLOCK_NUMEL, Part, Sharding, codes_nbytes, scales_numel
@@ -79,10 +79,9 @@ def test_codes_are_off_by_half_a_scale_and_the_same_on_every_rank(world_size: in
 
     def gather(rank: int, collectives: Collectives) -> tuple[Tensor, Tensor]:
         whole, own = torch.empty(numel), contribution(rank, step, torch.float32)
-        room = torch.empty(numel + 4 * scales_numel(numel), dtype=torch.uint8)
-        collectives.gather_codes(
-            whole.view(torch.uint8), own.view(torch.uint8), "g", torch.float32, room
-        )
+        room = torch.empty(codes_nbytes(numel), dtype=torch.uint8)
+        codec = BlockCodes(torch.float32)
+        collectives.gather_coded(whole.view(torch.uint8), own.view(torch.uint8), "g", codec, room)
         summed = collectives.reduce(
             contribution(rank, numel, torch.float32),
             workspace(numel, world_size, 2 * codes_nbytes(numel)),

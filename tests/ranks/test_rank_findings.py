@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offload.zero.rank_findings import find_missing
-from offload.zero.rank_records import Activity, Record
+from offload.zero.rank_records import Activity, RankRecord
 
 MINE = Activity("gather", 7, "the all-gather of blocks.3", 100.0)
-WAITING = Record(10, 101.0, doing=(MINE,))
+WAITING = RankRecord(10, 101.0, doing=(MINE,))
 BEFORE = Activity("gather", 6, "the all-gather of blocks.2", 98.0)
 
 
-def found_among(*after: Record | None, silent: tuple[int, ...] = ()) -> tuple[tuple[int, ...], str]:
+def found_among(
+    *after: RankRecord | None, silent: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], str]:
     """`after`: what ranks 1, 2, ... say. Those that are not silent said something else before."""
     records = dict(enumerate(after, 1))
     before = {
@@ -29,7 +31,9 @@ def test_who_waits_in_the_same_collective_is_not_to_blame() -> None:
 
 def test_who_waits_for_this_rank_elsewhere_is_named() -> None:
     """Ranks in different lanes: each finds the other missing, and this one is the last to ask."""
-    there = Record(10, 101.0, doing=(replace(MINE, lane="control", what="the norms"),), blames=(0,))
+    there = RankRecord(
+        10, 101.0, doing=(replace(MINE, lane="control", what="the norms"),), blames=(0,)
+    )
     ranks, text = found_among(there)
     assert ranks == (1,)
     assert "it is in the norms" in text
@@ -49,32 +53,35 @@ def test_a_rank_that_never_spoke_is_named() -> None:
 
 
 def test_who_left_because_of_others_is_not_named_beside_the_silent_one() -> None:
-    gave_up = Record(9, 101.0, left="RankError: rank 1: ...", blames=(2,))
+    gave_up = RankRecord(9, 101.0, left="RankError: rank 1: ...", blames=(2,))
     assert found_among(gave_up, WAITING, silent=(2,))[0] == (2,)
 
 
 def test_who_left_because_of_others_is_named_if_nobody_else_is() -> None:
-    gave_up = Record(9, 101.0, left="RankError: rank 1: ...", blames=(2,))
+    gave_up = RankRecord(9, 101.0, left="RankError: rank 1: ...", blames=(2,))
     assert found_among(gave_up, WAITING) == ((1,), "rank 1 has left: RankError: rank 1: ...")
 
 
 def test_who_left_is_named_before_those_who_are_late() -> None:
-    late = Record(9, 101.0, done={"gather": BEFORE})
-    assert found_among(late, Record(9, 101.0, left="ValueError: x"))[0] == (2,)
-    assert found_among(late, Record(9, 101.0, left="")) == ((2,), "rank 2 has closed its engine")
+    late = RankRecord(9, 101.0, done={"gather": BEFORE})
+    assert found_among(late, RankRecord(9, 101.0, left="ValueError: x"))[0] == (2,)
+    assert found_among(late, RankRecord(9, 101.0, left="")) == (
+        (2,),
+        "rank 2 has closed its engine",
+    )
 
 
 def test_another_collective_in_the_same_place_is_told() -> None:
     other = replace(MINE, what="the all-gather of blocks.1")
-    ranks, text = found_among(Record(9, 104.0, doing=(other,)), WAITING)
+    ranks, text = found_among(RankRecord(9, 104.0, doing=(other,)), WAITING)
     assert ranks == (1,)
     assert "is in the all-gather of blocks.1 instead, for 4.0 s" in text
 
 
 def test_an_idle_rank_is_named_before_one_that_waits_elsewhere() -> None:
-    idle = Record(9, 101.0, done={"gather": BEFORE})
+    idle = RankRecord(9, 101.0, done={"gather": BEFORE})
     norms = Activity("control", 3, "the all-gather of gradient norms", 99.0)
-    busy = Record(9, 101.0, doing=(norms,), done={"gather": BEFORE})
+    busy = RankRecord(9, 101.0, doing=(norms,), done={"gather": BEFORE})
     ranks, text = found_among(busy, idle)
     assert ranks == (2,)
     assert "it had ended the all-gather of blocks.2 3.0 s before" in text
@@ -84,5 +91,5 @@ def test_an_idle_rank_is_named_before_one_that_waits_elsewhere() -> None:
 
 
 def test_records_survive_the_store() -> None:
-    record = Record(9, 1.5, (MINE,), {"gather": BEFORE}, "ValueError: ü", (1, 2))
-    assert Record.from_text(record.to_text()) == record
+    record = RankRecord(9, 1.5, (MINE,), {"gather": BEFORE}, "ValueError: ü", (1, 2))
+    assert RankRecord.from_text(record.to_text()) == record

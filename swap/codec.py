@@ -1,0 +1,23 @@
+"""What a state stores may be fewer bytes than what is computed with: a codec is the way between."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Codec(Protocol):
+    """A stored format. The same stored bytes decode to the same bytes, wherever they are."""
+
+    def stored_nbytes(self, nbytes: int) -> int:
+        """Stored bytes of a buffer of `nbytes`. ValueError where it cannot be stored."""
+        ...
+
+    def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        """Fill `stored` from `values` (both 1D uint8). The values may be rounded."""
+        ...
+
+    def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill `values` with what `stored` says (both 1D uint8)."""
+        ...

@@ -1,0 +1,171 @@
+"""State whose home stores codes: decoded into a slot of memory while it is computed with.
+
+    home    ├ codes 0 ┤├ codes 1 ┤        any State: in memory, in a file
+               │ decode    ▲ encode
+               ▼           │
+    slot    ├──── piece 0 ────┤├──── piece 1 ────┤
+
+Each piece is stored by itself. The slot always holds what the home's codes say: what is written is
+rounded at once, so the bits that are computed with do not depend on which slot was given up when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offload.swap.codec import Codec
+from offload.swap.io_backend import Priority
+from offload.swap.slot_pool import SlotPool
+from offload.swap.slot_state import SlotState
+from offload.swap.state import HostPiece, State
+from offload.swap.transfer import Transfer
+from offload.tiers.errors import StateError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.ledger import StateClass
+from offload.tiers.residency import Residency
+from offload.tiers.units import round_up
+
+# Makes the home: its bytes, and those of each of its pieces but the last.
+MakeHome = Callable[[int, int], State]
+
+
+class CodedState(SlotState):
+    """`nbytes` in a slot of `pool` while computed with, as a codec stores them at home."""
+
+    def __init__(
+        self, nbytes: int, piece_nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool,
+        next_use: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """ValueError where the codec cannot store a piece."""
+        step = round_up(codec.stored_nbytes(min(piece_nbytes, nbytes)), PAGE_NBYTES)
+        whole, rest = divmod(nbytes, piece_nbytes)
+        stored = whole * step + (codec.stored_nbytes(rest) if rest else 0)
+        self._home = make_home(stored, step)
+        super().__init__(self._home.name, nbytes, piece_nbytes, pool, next_use)
+        self._codec = codec
+        self._is_blank = False  # the slot is being overwritten, and says nothing yet
+
+    # ---------------------------------------------------------------- what the pool asks
+    def can_drop(self) -> bool:
+        return self._slot is not None and not self._is_blank and not self._slot.in_use()
+
+    def _forget_arrival(self) -> None:
+        self._is_blank = False
+
+    def leave(self) -> None:
+        """A slot is never dirty: what is written to it is stored at once."""
+
+    def transit(self) -> Callable[[], None] | None:
+        return None
+
+    # ---------------------------------------------------------------- compute side
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Of the codes: they are decoded when the buffer is used."""
+        with self._lock:
+            if self._slot is not None:
+                return True
+        return self._home.bring(next_use=next_use, priority=priority)
+
+    def tensor(self) -> torch.Tensor:
+        with self._lock:
+            if self._slot is not None:
+                return self._slot.tensor[: self.nbytes]
+        stored = self._home.tensor()
+        view = self._take_slot()
+        for piece in range(self.pieces):
+            self._decode(piece, stored, view)
+        self._is_blank = False
+        return view
+
+    def blank(self) -> torch.Tensor:
+        with self._lock:
+            if self._slot is not None:
+                self._is_blank = True
+                return self._slot.tensor[: self.nbytes]
+        return self._take_slot()
+
+    def _take_slot(self) -> torch.Tensor:
+        """A slot that is blank until it is filled."""
+        size = round_up(self.nbytes, PAGE_NBYTES)
+        lease = self._pool.demand(size, self.name, StateClass.PARAMETERS)
+        with self._lock:
+            self._slot, self._is_blank = lease, True
+            self._pool.register(self)
+            return lease.tensor[: self.nbytes]
+
+    def _decode(self, piece: int, stored: torch.Tensor, view: torch.Tensor) -> None:
+        self._codec.decode(self._stored(piece, stored), view[self.span(piece)])
+
+    def _stored(self, piece: int, stored: torch.Tensor) -> torch.Tensor:
+        """The codes of a piece, without what fills its last page."""
+        span, home = self.span(piece), self._home.span(piece)
+        return stored[home.start : home.start + self._codec.stored_nbytes(span.stop - span.start)]
+
+    def wrote(self, *, write_back: bool = True) -> None:
+        """Stored at once, and rounded to what is stored."""
+        with self._lock:
+            if self._slot is None:
+                raise StateError(f"{self.name} holds no memory that could have been written")
+            view = self._slot.tensor[: self.nbytes]
+        stored = self._home.blank()
+        for piece in range(self.pieces):
+            self._codec.encode(view[self.span(piece)], self._stored(piece, stored))
+            self._decode(piece, stored, view)
+        del stored
+        self._home.wrote(write_back=write_back)
+        self._is_blank = False
+
+    def note_use(self) -> None:
+        self._home.note_use()
+
+    def residency(self) -> Residency:
+        with self._lock:
+            if self._slot is not None:
+                return Residency.DIRTY if self._is_blank else Residency.CLEAN
+        return self._home.residency()
+
+    # ---------------------------------------------------------------- pieces in host memory
+    def host_piece(self, piece: int) -> HostPiece | None:
+        with self._lock:
+            return None if self._slot is None else HostPiece(self._slot.tensor[self.span(piece)])
+
+    def wrote_piece(self, piece: int) -> None:
+        with self._lock:
+            if self._slot is None:
+                raise StateError(f"{self.name} is staged: use write_piece")
+            view = self._slot.tensor[self.span(piece)]
+        self.write_piece(piece, view)
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        target = destination[: span.stop - span.start]
+        self._codec.decode(self._stored(piece, self._home.tensor()), target)
+        return Transfer.completed(None)
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        self._home.settle()  # what goes home must not be half of what is written now
+        stored = self._home.tensor()
+        self._codec.encode(source[: span.stop - span.start], self._stored(piece, stored))
+        self._home.wrote_piece(piece)
+        with self._lock:
+            view = None if self._slot is None else self._slot.tensor[: self.nbytes]
+        if view is not None:
+            self._decode(piece, stored, view)
+        return Transfer.completed(None)
+
+    # ---------------------------------------------------------------- both
+    def discard(self) -> None:
+        with self._lock:
+            if self._slot is not None:
+                self.drop()
+        self._home.discard()
+
+    def settle(self) -> None:
+        self._home.settle()
+
+    def close(self) -> None:
+        self.discard()
+        self._home.close()

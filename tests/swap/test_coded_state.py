@@ -1,0 +1,218 @@
+"""State that is stored in fewer bytes than it is computed with: a codec, and any home."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.errors import StateError
+from offload.swap.block_store import BlockStore
+from offload.swap.codec import Codec
+from offload.swap.coded_state import CodedState
+from offload.swap.file_state import FileState
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import MemoryState, State
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import HostMemory
+from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.residency import Residency
+from offload.zero.block_codes import BlockCodes
+
+PIECE = 4 * PAGE_NBYTES  # in a slot
+NBYTES = 2 * PIECE + PAGE_NBYTES  # the last piece is shorter
+NUMEL = NBYTES // 4
+
+
+class Halves:
+    """fp32 stored as bf16."""
+
+    def stored_nbytes(self, nbytes: int) -> int:
+        return nbytes // 2
+
+    def encode(self, values: Tensor, stored: Tensor) -> None:
+        stored.view(torch.bfloat16).copy_(values.view(torch.float32))
+
+    def decode(self, stored: Tensor, values: Tensor) -> None:
+        values.view(torch.float32).copy_(stored.view(torch.bfloat16))
+
+
+class Nibbles:
+    """fp32 stored in 4 bits, groups of 64 between their least and their largest value."""
+
+    def stored_nbytes(self, nbytes: int) -> int:
+        return nbytes // 8 + nbytes // 4 // 64 * 8
+
+    def _parts(self, stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        groups = stored.numel() // 40
+        ends = stored[32 * groups :].view(torch.float32).view(2, groups, 1)
+        return stored[: 32 * groups].view(groups, 32), ends[0], ends[1]
+
+    def encode(self, values: Tensor, stored: Tensor) -> None:
+        codes, least, step = self._parts(stored)
+        rows = values.view(torch.float32).view(-1, 64)
+        least.copy_(rows.amin(1, keepdim=True))
+        step.copy_((rows.amax(1, keepdim=True) - least) / 15)
+        numbers = ((rows - least) / torch.where(step > 0, step, 1.0)).round().to(torch.uint8)
+        codes.copy_(numbers[:, :32] | numbers[:, 32:] << 4)
+
+    def decode(self, stored: Tensor, values: Tensor) -> None:
+        codes, least, step = self._parts(stored)
+        numbers = torch.cat([codes & 15, codes >> 4], dim=1)
+        values.view(torch.float32).view(-1, 64).copy_(numbers * step + least)
+
+
+Make = Callable[..., CodedState]
+CODECS = {"halves": Halves(), "int8": BlockCodes(torch.float32), "int4": Nibbles()}
+
+
+@pytest.fixture(params=["memory", "file"])
+def home_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=CODECS.values(), ids=list(CODECS))
+def codec(request: pytest.FixtureRequest) -> Codec:
+    found: Codec = request.param
+    return found
+
+
+@pytest.fixture
+def make(home_kind: str, codec: Codec, tmp_path: Path) -> Iterator[Make]:
+    """Makes states over one pool, with room for one slot beside the stored bytes."""
+    lock, ledger = threading.RLock(), Ledger()
+    host = MemoryTier(TierName.HOST, 24 * PAGE_NBYTES, HostMemory(24 * PAGE_NBYTES), ledger)
+    pool = SlotPool(host, lock)
+    files = BlockStore(
+        [SwapFile(tmp_path)], FileTier(1 << 20, [1.0], ledger), ThreadsBackend(), lock=lock
+    )
+    made: list[State] = []
+
+    def home(nbytes: int, piece_nbytes: int) -> State:
+        if home_kind == "memory":
+            lease = pool.demand(nbytes, "coded", StateClass.PARAMETERS)
+            return MemoryState("coded", nbytes, piece_nbytes, lease)
+        kind = StateClass.PARAMETERS
+        return FileState("coded", nbytes, piece_nbytes, kind, files, pool, lambda: 1.0)
+
+    def one() -> CodedState:
+        made.append(CodedState(NBYTES, PIECE, codec, home, pool, lambda: 1.0))
+        return made[-1]
+
+    yield one
+    for state in made:
+        state.close()
+    ledger.check_integrity()
+    assert ledger.accounts[TierName.HOST].used_nbytes == 0
+    files.close()
+
+
+def values(seed: int = 0) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(codec: Codec, exact: Tensor) -> Tensor:
+    """What is stored of `exact`."""
+    exact = exact.contiguous()
+    stored = torch.empty(codec.stored_nbytes(exact.nbytes), dtype=torch.uint8)
+    codec.encode(exact.view(torch.uint8), stored)
+    found = torch.empty_like(exact)
+    codec.decode(stored, found.view(torch.uint8))
+    assert 0 < float((found - exact).abs().max()) < 0.25  # close, and not exact
+    return found
+
+
+def filled(make: Make, seed: int = 0) -> CodedState:
+    state = make()
+    state.blank().copy_(values(seed).view(torch.uint8))
+    state.wrote()
+    state.settle()
+    return state
+
+
+def held(state: CodedState) -> Tensor:
+    return state.tensor().view(torch.float32)
+
+
+def test_what_is_computed_with_is_what_is_stored_from_the_start(make: Make, codec: Codec) -> None:
+    state = filled(make)
+    assert torch.equal(held(state), rounded(codec, values()))
+    state.drop()
+    assert torch.equal(held(state), rounded(codec, values()))
+
+
+def test_a_slot_that_is_looked_at_is_not_given_up_and_one_that_is_not_may_be(make: Make) -> None:
+    state = filled(make)
+    view = state.tensor()
+    assert not state.can_drop()
+    del view
+    assert state.can_drop()
+
+
+def test_a_slot_that_is_being_overwritten_is_not_given_up(make: Make) -> None:
+    state = make()
+    state.blank()
+    assert not state.can_drop()
+    assert state.residency() is Residency.DIRTY
+    state.host_blank().copy_(values().view(torch.uint8))
+    state.host_wrote()
+    assert state.residency() is Residency.CLEAN
+
+
+def test_pieces_are_read_and_written_by_themselves(make: Make, codec: Codec) -> None:
+    state = filled(make)
+    state.drop()
+    exact = values()
+    for piece in range(state.pieces):
+        span = state.span(piece)
+        staged = torch.empty(PIECE, dtype=torch.uint8)
+        assert state.host_piece(piece) is None
+        state.read_piece(piece, staged).wait()
+        own = exact[span.start // 4 : span.stop // 4]
+        assert torch.equal(staged.view(torch.float32)[: len(own)], rounded(codec, own))
+    new = values(1)[PIECE // 4 : 2 * PIECE // 4]
+    state.write_piece(1, new.view(torch.uint8)).wait()
+    exact[PIECE // 4 : 2 * PIECE // 4] = new
+    assert torch.equal(held(state), rounded(codec, exact))
+
+
+def test_a_piece_changed_in_the_slot_is_stored(make: Make, codec: Codec) -> None:
+    state = filled(make)
+    state.tensor()
+    found = state.host_piece(2)
+    assert found is not None
+    last = values(1)[2 * PIECE // 4 :]
+    found.wait().view(torch.float32).copy_(last)
+    del found
+    state.wrote_piece(2)
+    expected = rounded(codec, values())
+    expected[2 * PIECE // 4 :] = rounded(codec, last)
+    assert torch.equal(held(state), expected)
+    state.settle()
+    state.drop()
+    assert torch.equal(held(state), expected)
+
+
+def test_a_write_without_memory_is_an_error(make: Make) -> None:
+    state = filled(make)
+    state.drop()
+    with pytest.raises(StateError, match="no memory"):
+        state.wrote()
+    with pytest.raises(StateError, match="staged"):
+        state.wrote_piece(0)
+
+
+def test_the_home_has_the_stored_bytes_alone(make: Make, codec: Codec) -> None:
+    state = make()
+    pages = -(-codec.stored_nbytes(PIECE) // PAGE_NBYTES)
+    last = codec.stored_nbytes(NBYTES - 2 * PIECE)
+    assert state._home.nbytes == 2 * pages * PAGE_NBYTES + last < NBYTES * 0.6
+    assert state._home.pieces == state.pieces == 3

@@ -1,0 +1,349 @@
+"""Weights alone in their tiers: a model computes from them, and nothing of a trainer is there."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload.errors import StateError
+from offload.swap.block_store import BlockStore
+from offload.swap.codec import Codec
+from offload.swap.coded_state import CodedState
+from offload.swap.file_state import FileState
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import MemoryState, State
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import HostMemory
+from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.units import round_up
+from offload.zero.block_codes import BlockCodes
+from offload.zero.discovery import discover
+from offload.zero.group import GroupState
+from offload.zero.layout import ParamSpec
+from offload.zero.store import NextUse, WeightStore
+from offload.zero.weight_values import WeightValues
+from tests.offload.engine_cases import LENGTH, VOCABULARY, TinyLM, seeded
+
+TRAINER = [
+    "block_state", "chunks", "device_update", "gradient_handles", "gradient_hooks",
+    "gradient_paths", "gradient_sums", "gradients", "micro_batches", "optimizer_state",
+    "rank_work", "records", "recompute", "reduction", "runtime", "stepper", "update", "values",
+]  # fmt: skip
+
+
+@dataclass
+class Homes:
+    """States in files, with `slots_nbytes` of memory for copies, or in memory."""
+
+    files: BlockStore
+    pool: SlotPool
+    in_files: bool
+    codec: Codec | None = None  # how weights are stored; None: as they are
+    states: list[State] = field(default_factory=list)
+
+    def parameters(
+        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
+    ) -> State:
+        return self.state(name, 4 * numel, next_use)
+
+    def state(self, name: str, nbytes: int, next_use: NextUse) -> State:
+        def home(nbytes: int, piece_nbytes: int) -> State:
+            if self.in_files:
+                kind = StateClass.PARAMETERS
+                return FileState(name, nbytes, piece_nbytes, kind, self.files, self.pool, next_use)
+            lease = self.pool.demand(nbytes, name, StateClass.PARAMETERS)
+            return MemoryState(name, nbytes, piece_nbytes, lease)
+
+        if self.codec is None:
+            made = home(nbytes, PAGE_NBYTES)
+        else:
+            made = CodedState(nbytes, PAGE_NBYTES, self.codec, home, self.pool, next_use)
+        self.states.append(made)
+        return made
+
+
+@pytest.fixture
+def make_homes(tmp_path: Path) -> Iterator[Callable[..., Homes]]:
+    made: list[Homes] = []
+
+    def make(slots_nbytes: int, *, in_files: bool, codec: Codec | None = None) -> Homes:
+        lock, ledger = threading.RLock(), Ledger()
+        host = MemoryTier(TierName.HOST, slots_nbytes, HostMemory(slots_nbytes), ledger)
+        tier = FileTier(64 << 20, [1.0], ledger)
+        files = BlockStore([SwapFile(tmp_path)], tier, ThreadsBackend(), lock=lock)
+        made.append(Homes(files, SlotPool(host, lock), in_files, codec))
+        return made[-1]
+
+    yield make
+    for homes in made:
+        for state in homes.states:
+            state.close()
+        homes.files.close()
+
+
+def stored(model: nn.Module, homes: Homes, prefetch: int = 1) -> WeightStore:
+    """`model` computes with a store of its own values."""
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    def value(spec: ParamSpec) -> Tensor:
+        return values[spec.name]
+
+    store = WeightStore(
+        discover(model), homes, torch.float32, torch.device("cpu"), prefetch=prefetch
+    )
+    for group in store.groups:
+        store.load(group, value)
+    store.start(model, WeightValues(store), lambda: store)
+    return store
+
+
+def generate(model: nn.Module, count: int = 4) -> tuple[Tensor, list[Tensor]]:
+    """Greedy decoding over a window of the last tokens: tokens, and all logits on the way."""
+    tokens, seen = torch.arange(LENGTH).remainder(VOCABULARY)[None], []
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(tokens[:, -LENGTH:])
+            seen.append(logits)
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    return tokens, seen
+
+
+def largest(model: nn.Module) -> int:
+    """Bytes of the slot of the largest group."""
+    homes = _Counter()
+    WeightStore(discover(copy.deepcopy(model)), homes, torch.float32, torch.device("cpu"))
+    return max(round_up(nbytes, PAGE_NBYTES) for nbytes in homes.sizes)
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def parameters(
+        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
+    ) -> State:
+        self.sizes.append(4 * numel)
+        lease = MemoryTier(TierName.HOST, 4 << 20, HostMemory(4 << 20), Ledger()).lease(
+            4 * numel, owner=name, state_class=StateClass.PARAMETERS
+        )
+        return MemoryState(name, 4 * numel, PAGE_NBYTES, lease)
+
+
+@pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
+def test_a_model_generates_from_the_store_alone_with_the_same_bits(
+    in_files: bool, make_homes: Callable[..., Homes]
+) -> None:
+    plain = seeded(lambda: TinyLM(4))
+    model = copy.deepcopy(plain)
+    slots = 2 * largest(plain) if in_files else 64 << 20
+    homes = make_homes(slots, in_files=in_files)
+    store = stored(model, homes)
+    tokens, logits = generate(model)
+    expected_tokens, expected = generate(plain)
+    assert tokens.tolist() == expected_tokens.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+    if in_files:  # the groups that do not fit were given up, and fetched again
+        assert homes.pool.evictions > 0
+        assert all(group.residing is GroupState.RELEASED for group in store.groups)
+        assert homes.pool.traffic.filled_nbytes > 0
+    store.close()
+
+
+def test_the_second_pass_is_fetched_ahead(make_homes: Callable[..., Homes]) -> None:
+    model = seeded(lambda: TinyLM(4))
+    homes = make_homes(3 * largest(model), in_files=True)
+    store = stored(model, homes)
+    generate(model, 1)
+    assert store.trace.hits == 0
+    generate(model, 3)
+    assert store.trace.hits >= 2 * len(store.groups)
+    store.close()
+
+
+def test_weights_are_not_written_back(make_homes: Callable[..., Homes]) -> None:
+    model = seeded(lambda: TinyLM(4))
+    homes = make_homes(2 * largest(model), in_files=True)
+    store = stored(model, homes)
+    for state in homes.states:
+        state.settle()
+    before = homes.files.statistics().io.write_nbytes
+    generate(model)
+    assert homes.files.statistics().io.write_nbytes == before
+    store.close()
+
+
+def test_the_store_imports_nothing_of_a_trainer() -> None:
+    code = (
+        "import sys, offload.zero.store, offload.zero.weight_values;"
+        "print(*sorted(name.rpartition('.')[2] for name in sys.modules"
+        " if name.startswith('offload.zero.')))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    there = found.stdout.split()
+    assert "store" in there
+    assert not set(there) & set(TRAINER)
+
+
+def test_what_is_written_to_a_parameter_is_what_the_model_computes_with(
+    make_homes: Callable[..., Homes],
+) -> None:
+    plain = seeded(lambda: TinyLM(4))
+    model = copy.deepcopy(plain)
+    homes = make_homes(3 * largest(plain), in_files=True)
+    store = stored(model, homes)
+    generate(model, 1)
+    with torch.no_grad():
+        for each in (plain, model):
+            each.blocks[2].mlp[0].weight.mul_(0.5)  # released: written through to its home
+    assert torch.equal(
+        model.blocks[2].mlp[0].weight.detach().clone(), plain.blocks[2].mlp[0].weight
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(generate(model)[1], generate(plain)[1], strict=True)
+    )
+    store.close()
+
+
+def test_a_closed_store_refuses_calls(make_homes: Callable[..., Homes]) -> None:
+    model = seeded(lambda: TinyLM(2))
+    store = stored(model, make_homes(64 << 20, in_files=False))
+    store.close()
+    with pytest.raises(StateError, match="closed"):
+        generate(model)
+
+
+# ---------------------------------------------------------------- stored in fewer bytes
+@pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
+def test_the_same_stored_bytes_give_the_same_bits_wherever_they_are(
+    in_files: bool, make_homes: Callable[..., Homes]
+) -> None:
+    plain = seeded(lambda: TinyLM(4))
+    model = copy.deepcopy(plain)
+    codec = BlockCodes(torch.float32)
+    slots = 3 * largest(plain)
+    homes = make_homes(slots if in_files else 2 * slots, in_files=in_files, codec=codec)
+    store = stored(model, homes)
+    for group in store.groups:  # what the codes say, in blocks of the group's buffer
+        flat = torch.zeros(group.layout.numel)
+        names = dict(plain.named_parameters())
+        for spec in group.layout.params:
+            flat[spec.offset : spec.stop] = names[spec.name].detach().reshape(-1)
+        said = torch.empty(codec.stored_nbytes(flat.nbytes), dtype=torch.uint8)
+        for span in (slice(at, at + 1024) for at in range(0, group.layout.numel, 1024)):
+            values = flat[span].view(torch.uint8)
+            codec.encode(values, said[: codec.stored_nbytes(values.numel())])
+            codec.decode(said[: codec.stored_nbytes(values.numel())], values)
+        with torch.no_grad():
+            for spec in group.layout.params:
+                names[spec.name].copy_(flat[spec.offset : spec.stop].view(spec.shape))
+    tokens, logits = generate(model)
+    expected_tokens, expected = generate(plain)
+    assert tokens.tolist() == expected_tokens.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+    assert homes.pool.evictions > 0
+    store.close()
+
+
+# ---------------------------------------------------------------- parts that a module chooses
+@dataclass
+class Expert:
+    """A part of a layer that is fetched where it is chosen. Not a group."""
+
+    index: int
+    state: State
+
+
+class Chosen(nn.Module):
+    """A router, and experts in a store that it announces and then computes with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4, bias=False)
+        self.width = width
+        self.store: WeightStore
+        self.experts: list[Expert] = []
+        self.fetched: list[list[bool]] = []  # by call: which experts were brought when announced
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = sorted(self.router(x).topk(2).indices.flatten().tolist())
+        experts = [self.experts[index] for index in chosen]
+        self.store.announce(experts)
+        self.fetched.append([expert.state.residency().name != "ABSENT" for expert in self.experts])
+        for expert in experts:
+            self.store.fetcher.need(expert)
+            weight = expert.state.tensor().view(torch.float32).view(self.width, self.width)
+            x = x + x @ weight
+        return x
+
+
+def test_a_module_fetches_parts_that_it_chooses_after_its_router(
+    make_homes: Callable[..., Homes],
+) -> None:
+    width, experts = 32, 4  # an expert is one page
+    torch.manual_seed(0)
+    model = Chosen(width)
+    weights = torch.randn(experts, width, width) * 0.1
+    homes = make_homes(4 * PAGE_NBYTES, in_files=True)  # the router and three experts
+    store = stored(model, homes, prefetch=0)
+    model.store = store
+    for number in range(experts):
+        index = store.fetcher.next_number
+        state = homes.state(
+            f"expert {number}", 4 * width * width, lambda index=index: store.fetcher.next_use(index)
+        )
+        state.blank().copy_(weights[number].flatten().view(torch.uint8))
+        state.wrote()
+        state.settle()
+        model.experts.append(Expert(index, state))
+        store.fetcher.add(model.experts[-1])
+    router = model.router.weight.detach().clone()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x = torch.randn(1, width)
+        with torch.no_grad():
+            y = model(x)
+        chosen = sorted((x @ router.t()).topk(2).indices.flatten().tolist())
+        for number in chosen:
+            assert model.fetched[-1][number]
+            x = x + x @ weights[number]
+        assert torch.equal(y, x)
+    store.close()
+
+
+def test_what_is_announced_is_kept_for_its_use(make_homes: Callable[..., Homes]) -> None:
+    homes = make_homes(2 * PAGE_NBYTES, in_files=True)
+    store = WeightStore(
+        discover(nn.Linear(4, 4)), homes, torch.float32, torch.device("cpu"), prefetch=0
+    )
+    parts = []
+    for number in range(3):
+        index = store.fetcher.next_number
+        state = homes.state(
+            f"part {number}", PAGE_NBYTES, lambda index=index: store.fetcher.next_use(index)
+        )
+        state.blank().fill_(number)
+        state.wrote()
+        state.settle()
+        parts.append(Expert(index, state))
+        store.fetcher.add(parts[-1])
+    store.announce([parts[2], parts[0], parts[1]])
+    there = [part.state.residency().name != "ABSENT" for part in parts]
+    assert there == [True, False, True]  # in the order of use, and nothing sooner gave way
+    evictions = homes.pool.evictions
+    for number in (2, 0):
+        store.fetcher.need(parts[number])
+        assert parts[number].state.tensor().unique().tolist() == [number]
+    assert homes.pool.evictions == evictions

@@ -1,0 +1,118 @@
+"""What is fetched, and when: states are brought in the order in which they are used.
+
+    used        a  b  c  d                  the trace learns this order and expects it again
+    need(b)        ├ b is here
+    fetched ahead     ├ c ├ d               the next ones in the trace, while there is room
+    announce(x, y)    ├ x ├ y ├ c ├ d       a module chose x and y: before what the trace expects
+
+What is fetched has a number and a state. Groups of parameters have; so may a part of a group that
+is only fetched where it is chosen, after its module has run in part (an expert after its router).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from offload.swap.io_backend import Priority
+from offload.swap.state import State
+from offload.swap.trace import Trace
+
+
+class Fetchable(Protocol):
+    """Something that moves as a whole."""
+
+    @property
+    def index(self) -> int:
+        """Its number in the trace."""
+        ...
+
+    @property
+    def state(self) -> State: ...
+
+
+class PendingUpdates(Protocol):
+    """Updates that change what is fetched, and bring it to where they work."""
+
+    def is_pending(self, index: int) -> bool: ...
+
+    def promote(self, index: int) -> None:
+        """It is needed now: its update is the next to begin."""
+        ...
+
+
+class NoUpdates:
+    """Nothing that is fetched ever changes."""
+
+    def is_pending(self, index: int) -> bool:
+        return False
+
+    def promote(self, index: int) -> None:
+        """There is none."""
+
+
+class Fetcher:
+    """Brings states before they are used. For the thread of the model."""
+
+    def __init__(self, depth: int) -> None:
+        """At most `depth` states are fetched ahead."""
+        self.trace = Trace()
+        self.updates: PendingUpdates = NoUpdates()
+        self._depth = depth
+        self._items: list[Fetchable] = []
+        self._needed: int | None = None  # what was asked for last
+        self._announced: dict[int, Fetchable] = {}  # chosen and not used yet, the next one first
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next item has to have."""
+        return len(self._items)
+
+    def add(self, item: Fetchable) -> None:
+        """From here on `item` can be used and expected. Its number is `next_number`."""
+        assert item.index == self.next_number, "numbered in order"
+        self._items.append(item)
+
+    def next_use(self, index: int) -> float:
+        """Uses until an item is needed; infinity if it is not expected."""
+        if index == self._needed:
+            return 0.0
+        expected = self.trace.next_use(index)
+        if index in self._announced:
+            return min(expected, 1.0 + list(self._announced).index(index))
+        return expected
+
+    def need(self, item: Fetchable, *, backward: bool = False) -> None:
+        """`item` is used now: note it, hurry its update or begin to bring it."""
+        index = item.index
+        self._needed = index  # what comes next must not take its place before it is used
+        self._announced.pop(index, None)
+        if self.trace.use(index, backward=backward):
+            item.state.note_use()
+        if self.updates.is_pending(index):
+            self.updates.promote(index)
+        else:  # it gets its place before what comes next: that may leave no hole of its size
+            item.state.bring(next_use=0, priority=Priority.URGENT)
+
+    def announce(self, chosen: Sequence[Fetchable]) -> None:
+        """A module chose what it needs next, in this order: begin to bring it, as far as there is
+        room. What was chosen before and was not used is expected no more."""
+        self._announced = {item.index: item for item in chosen}
+        for distance, item in enumerate(chosen, 1):
+            if not self._bring(item, distance):
+                return
+
+    def fetch_ahead(self) -> None:
+        """Begin to bring what is used next."""
+        if not self._depth or not self.trace.learnt:
+            return
+        for distance, index in enumerate(self.trace.upcoming()):
+            if distance >= self._depth:
+                return
+            if not self._bring(self._items[index], self.trace.next_use(index)):
+                return
+
+    def _bring(self, item: Fetchable, next_use: float) -> bool:
+        if self.updates.is_pending(item.index):
+            return True  # its update brings it
+        return item.state.bring(next_use=next_use)

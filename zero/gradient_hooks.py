@@ -1,0 +1,66 @@
+"""Where autograd gives gradients of parameters: a hook on each trainable one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.swap.shield import uninterrupted
+from offload.tiers.errors import UnsupportedError
+from offload.zero.compilers import uncompiled
+from offload.zero.released import is_released
+from offload.zero.store import WeightStore
+
+# Takes the gradient of a group's parameter (both by index) out of `param.grad`, if it is new.
+Take = Callable[[int, int, nn.Parameter], None]
+
+
+class GradientHooks:
+    """The hooks on all trainable parameters of one store."""
+
+    def __init__(self, store: WeightStore, take: Take) -> None:
+        self._store = store
+        self._take = take
+        self._removable: list[RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(self._came)
+            for group in store.groups
+            for param, spec in zip(group.params, group.layout.params, strict=True)
+            if spec.trainable
+        ]
+
+    @uncompiled
+    @uninterrupted
+    def _came(self, param: torch.Tensor) -> None:
+        with self._store.one_thread:
+            assert isinstance(param, nn.Parameter), "hooked as one"
+            found = self._store.group_of(param)
+            assert found is not None, "hooked as one of a group"
+            self._take(found[0].index, found[1], param)
+
+    def remove(self) -> None:
+        """No gradient comes here any more."""
+        for hook in self._removable:
+            hook.remove()
+
+
+def check_no_graph(name: str, gradient: torch.Tensor) -> None:
+    """UnsupportedError for a gradient that has a graph of its own."""
+    if gradient.requires_grad:
+        raise UnsupportedError(
+            f"backward(create_graph=True): the gradient of {name} would have to keep its graph, "
+            "and gradients leave for their tier as they come; use torch.autograd.grad(loss, "
+            "tensors, create_graph=True) for what is differentiated twice, and an ordinary "
+            "backward for the rest"
+        )
+
+
+def is_trained_here(param: nn.Parameter) -> bool:
+    """Whether an engine fetches a parameter's values, or waits for its gradients."""
+    if is_released(param):
+        return True
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    owners = (getattr(hook, "__self__", None) for hook in hooks.values())
+    return any(isinstance(owner, GradientHooks) for owner in owners)

@@ -1,0 +1,224 @@
+"""What the ranks that share a model's weights do together: gather shards, and agree on writes.
+
+`OneRankWeights` has the same verbs and nothing to do, so that no one has to ask whether there are
+other ranks. `zero/rank_work.py` adds what ranks that train do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from offload.swap.fences import Fences
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import State
+from offload.swap.trace import Trace
+from offload.swap.transfer import Transfer
+from offload.tiers.errors import UnsupportedError
+from offload.zero.collectives import Wire, Workspace
+from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.group import ParamGroup, RankCopies
+from offload.zero.layout import Layout
+from offload.zero.ranks import Ranks
+from offload.zero.sharding import ALONE, Sharding
+
+# Elements of a group that have a home here, and of the parts of it that are pieces of their own.
+MakeHome = Callable[[int, int | None], State]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory where the model computes, for what belongs to several ranks."""
+
+    pool: SlotPool
+    gather_nbytes: int  # room for whole parameters
+    workspace: Workspace
+    fences: Fences
+
+
+class OneRankWeights:
+    """The verbs of `RankWeights` on one rank, which has everything there is."""
+
+    sharding: Sharding = ALONE
+
+    def parameters(
+        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
+        update: Callable[[], Transfer[None] | None],
+    ) -> tuple[State, RankCopies]:  # fmt: skip
+        return make(layout.numel, None), RankCopies()
+
+    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
+        """Nothing is repeated."""
+
+    def refresh(self, groups: Iterable[ParamGroup]) -> None:
+        """Nothing is out of date."""
+
+    def use(self, group: ParamGroup, *, backward: bool) -> None:
+        """Nothing is gathered."""
+
+    def exactly(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin_pass(self) -> None:
+        """No other rank takes part."""
+
+    def finish_pass(self) -> None:
+        """No other rank takes part."""
+
+    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
+        return np.array([numbers])
+
+    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        return part
+
+    def refuse_forward_write(self, names: str) -> None:
+        """All data is here."""
+
+    def moved_nbytes(self) -> dict[str, int]:
+        return {}
+
+    def finish(self) -> None:
+        """No other rank waits."""
+
+    def close(self) -> None:
+        """There are no threads."""
+
+
+class RankWeights:
+    """One rank's part in what all ranks do with the weights they share."""
+
+    def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
+        """Every rank has to come here. `dtype` is the parameters'."""
+        self.ranks = ranks
+        self.sharding = ranks.sharding
+        self.collectives = ranks.collectives(wire)
+        self._itemsize = dtype.itemsize
+        room = ranks.least(memory.gather_nbytes)
+        self._gatherer = Gatherer(
+            self.collectives, memory.pool, room, ranks.device, memory.fences, dtype,
+            memory.workspace.codes,
+        )  # fmt: skip
+        self._log = self._gatherer.log  # what the passes of this rank did that others took part in
+        self._groups: Sequence[ParamGroup] = ()
+        self._trace: Trace
+
+    def parameters(
+        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
+        update: Callable[[], Transfer[None] | None],
+    ) -> tuple[State, RankCopies]:  # fmt: skip
+        """The parameters of a group, as the model sees them, and what they have of other ranks'
+        parts. `is_held` and `update` are the group's (see `GatheredState`)."""
+        if self.sharding.ranks == 1:
+            return make(layout.numel, None), RankCopies()
+        shared: GatheredState | ReplicatedState
+        if self.sharding.parameters:
+            home = make(layout.shard_numel, None)
+            shared = GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
+        else:
+            home = make(layout.numel, layout.shard_trainable or None)
+            shared = ReplicatedState(
+                home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
+            )
+        return shared, shared
+
+    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
+        """These are all groups, and the order of their uses. What is done with them in a pass is
+        noted, for a rank without data to repeat."""
+        self._groups, self._trace = groups, trace
+        for group in groups:
+            group.on_hold = self._note_hold
+
+    def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
+        """A module has entered a group, or left it: what it holds is not given up meanwhile."""
+        self._log.note(partial(group.hold if entered else group.let_go, id(user)))
+
+    def refresh(self, groups: Iterable[ParamGroup]) -> None:
+        """Bring what other ranks have updated up to date, where it is kept whole."""
+        for group in groups:
+            group.copies.refresh()
+
+    def use(self, group: ParamGroup, *, backward: bool) -> None:
+        """`group` is needed now: do what all ranks do where they use it."""
+        self._log.note(partial(self._replay_use, group, backward=backward))
+        self._use(group, backward=backward)
+
+    def _replay_use(self, group: ParamGroup, *, backward: bool) -> None:
+        """`use` of a rank without data: decided as on the others, from the same state."""
+        self._trace.use(group.index, backward=backward)
+        self._use(group, backward=backward)
+
+    def _use(self, group: ParamGroup, *, backward: bool) -> None:
+        upcoming = self._trace.rest() if backward else self._trace.upcoming()
+        groups = (self._groups[index] for index in upcoming if index < len(self._groups))
+        self._gather(group, groups)
+
+    def _gather(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
+        """Gather `group`, and what is needed next behind it."""
+        if not isinstance(group.state, GatheredState):
+            return
+        if not group.state.is_gathered:
+            self._gatherer.gather(group.state)
+        following = next(upcoming, None)
+        if following is not None and isinstance(following.state, GatheredState):
+            self._gatherer.expect(following.state, group.state)
+        self._gatherer.used(group.state)
+
+    def exactly(self) -> AbstractContextManager[None]:
+        """Parameters that are gathered inside are exact, also where 8-bit codes travel."""
+        return self._gatherer.exactly()
+
+    def begin_pass(self) -> None:
+        """The model is called."""
+        self.finish_pass()
+        self.refresh(self._groups)
+        self._gatherer.begin_pass()
+
+    def finish_pass(self) -> None:
+        """The model is called again, or a step is taken: a pass is over, if one was under way."""
+        self._log.end_pass()
+
+    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
+        """What every rank has, one row each (see `Ranks.exchange`)."""
+        return self.ranks.exchange(numbers, what)
+
+    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        """The whole of what each rank has a part of, and zeros elsewhere."""
+        return self.ranks.combine(part, name)
+
+    def refuse_forward_write(self, names: str) -> None:
+        """UnsupportedError: a forward wrote to the parameters `names`."""
+        raise UnsupportedError(
+            f"a forward wrote to {names} on one of several ranks, each of which has other data "
+            "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
+        )
+
+    def moved_nbytes(self) -> dict[str, int]:
+        """Bytes of all buffers that were gathered and reduced with other ranks."""
+        traffic = self.collectives.traffic
+        return {
+            "all-gather": traffic.gathered_nbytes,
+            "reduce-scatter": traffic.reduced_nbytes,
+            "all-reduce": traffic.all_reduced_nbytes,
+        }
+
+    def finish(self) -> None:
+        """Before everything is closed: what all ranks have asked for, ends on all of them. Another
+        rank may be in it already, and would wait for this one. Not after an error."""
+        watch = self.ranks.watch
+        if not watch.is_leaving:
+            self._drain(watch.timeout_s)
+
+    def _drain(self, timeout_s: float) -> None:
+        self._gatherer.order.drain(timeout_s)
+
+    def close(self) -> None:
+        self._gatherer.close()
+        self.ranks.watch.close()
+
+
+AnyRankWeights = OneRankWeights | RankWeights

@@ -1,0 +1,208 @@
+"""A model's weights in tiers: groups, the hooks that gather them, and what fetches them ahead.
+
+    module called ─▶ UnitHooks ─use─▶ WeightStore ─▶ Fetcher ─bring─▶ State
+                         └──enter──▶ ParamGroup ──tensor──────────────▶ │
+
+The store has no gradient, optimizer state or update. With values loaded (`load_weights`) and its
+hooks in place (`start`) the model computes; `zero/runtime.py` is built on it and trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offload.swap.shield import check_whole
+from offload.swap.state import State
+from offload.tiers.errors import StateError
+from offload.zero.bits import FLOAT_OF
+from offload.zero.discovery import Discovery, GroupPlan, Unit, shapes_of
+from offload.zero.fetching import Fetchable, Fetcher
+from offload.zero.group import ParamGroup, RankCopies
+from offload.zero.handles import HandleTable, Keeper
+from offload.zero.hooks import UnitHooks
+from offload.zero.layout import Layout, lay_out
+from offload.zero.loading import ValuesOf, load_weights
+from offload.zero.one_thread import OneThread
+from offload.zero.rank_weights import AnyRankWeights, OneRankWeights
+from offload.zero.refusal import Refusal
+from offload.zero.released import ReleasedParameters, Values
+from offload.zero.session import in_backward
+from offload.zero.sharding import Part
+
+NextUse = Callable[[], float]
+
+
+class WeightHomes(Protocol):
+    """Makes the states of groups' parameters, each with the home that the placement gives it."""
+
+    def parameters(
+        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
+    ) -> State:
+        """`stride`: elements of the parts that are pieces of their own."""
+        ...
+
+
+class WeightStore:
+    """Owns the groups of `discovery`. For the thread of the model."""
+
+    def __init__(
+        self, discovery: Discovery, homes: WeightHomes, dtype: torch.dtype, device: torch.device,
+        *, prefetch: int = 4, ranks: AnyRankWeights | None = None, keeper: Keeper | None = None,
+    ) -> None:  # fmt: skip
+        """The model computes in `dtype` on `device`; `prefetch` groups are fetched ahead.
+        `ranks` are those that share the weights, `keeper` takes saved activations."""
+        self.dtype = dtype
+        self.device = device
+        self.own = FLOAT_OF[dtype]
+        self.units = discovery.units
+        self.ranks: AnyRankWeights = OneRankWeights() if ranks is None else ranks
+        self.fetcher = Fetcher(prefetch)
+        self.trace = self.fetcher.trace
+        self.one_thread = OneThread()
+        self.unusable: str | None = None  # why nothing may be read or computed (a torn load)
+        self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
+        self.groups: list[ParamGroup] = []
+        self._homes = homes
+        self._released = ReleasedParameters(self.group_of)
+        self._where: dict[int, tuple[ParamGroup, int]] = {}
+        for plan in discovery.groups:
+            self._add_group(plan)
+        self.ranks.watch(self.groups, self.trace)
+        self._handles = HandleTable(self.use, keeper)
+        self._values: Values | None = None
+        self.hooks: UnitHooks | None = None  # once started
+
+    # ---------------------------------------------------------------- building
+    def _add_group(self, plan: GroupPlan) -> None:
+        index, sharding = self.fetcher.next_number, self.ranks.sharding
+        layout = lay_out(shapes_of(plan.params), sharding.ranks, sharding.replicas)
+        by_names = dict(plan.params)
+        ordered = [by_names[spec.names] for spec in layout.params]
+        state, copies = self._make_state(index, plan.name, layout)
+        group = ParamGroup(
+            index, plan.name, layout, ordered, self.dtype, state, self.device,
+            self._released.classes_of, copies,
+        )  # fmt: skip
+        self.groups.append(group)
+        self.fetcher.add(group)
+        self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
+
+    def _make_state(self, index: int, name: str, layout: Layout) -> tuple[State, RankCopies]:
+        def make(numel: int, stride: int | None) -> State:
+            return self._homes.parameters(
+                index, name, numel, lambda: self.fetcher.next_use(index), stride
+            )
+
+        return self.ranks.parameters(
+            make, layout, lambda: self.groups[index].is_entered, lambda: self.groups[index].pending
+        )
+
+    def part_of(self, group: ParamGroup) -> Part:
+        """What this rank owns of a group."""
+        sharding = self.ranks.sharding
+        return Part.of(group.layout, sharding.rank, is_shard=sharding.parameters)
+
+    def load(self, group: ParamGroup, values: ValuesOf) -> None:
+        """Set a group's weights, of which this rank stores its part; from here on they are
+        fetched where they are used."""
+        load_weights(group.state, self.part_of(group), self.own, values)
+        self.adopt(group)
+
+    def adopt(self, group: ParamGroup) -> None:
+        """A group's state has its first values."""
+        group.adopt()
+        self.ranks.refresh([group])
+
+    def start(
+        self, model: nn.Module, values: Values, owner: Callable[[], object | None],
+        begin_forward: Callable[[], None] | None = None,
+    ) -> UnitHooks:  # fmt: skip
+        """Install the hooks: from here on `model` computes with this store's weights, while their
+        `owner` is there. `begin_forward` is called in place of the store's own."""
+        self._values = values
+        self.hooks = UnitHooks(
+            model, self.units, self.groups, self._handles, self.use, values.adopt_written,
+            begin_forward or self.begin_forward, owner, self.one_thread,
+        )  # fmt: skip
+        self._released.connect(self._handles, self.hooks.join_call, values)
+        return self.hooks
+
+    # ---------------------------------------------------------------- fetching
+    def begin_forward(self) -> None:
+        """The whole model is called."""
+        self.adopt_changes()
+        self.ranks.begin_pass()
+        self.trace.begin_forward()
+
+    def adopt_changes(self) -> None:
+        """Keep what was written to parameters since the last call."""
+        assert self._values is not None, "set by `start`"
+        self._values.adopt_changes()
+
+    def use(self, group: ParamGroup) -> None:
+        """`group` is needed now: note it, begin to bring it, gather it where it is shared, and
+        fetch what comes next."""
+        with self.one_thread:
+            self.check_usable()
+            backward = in_backward()
+            self.fetcher.need(group, backward=backward)
+            self.ranks.use(group, backward=backward)
+            self.fetcher.fetch_ahead()
+
+    def announce(self, chosen: Sequence[Fetchable]) -> None:
+        """A module that is being called chose what it needs next, in this order (a router its
+        experts): begin to bring it. To compute with a group, hold it (`held`); what is not a group
+        and was added to the `fetcher` is used through that and its state."""
+        with self.one_thread:
+            self.check_usable()
+            self.fetcher.announce(chosen)
+
+    def held(self, groups: Sequence[ParamGroup]) -> AbstractContextManager[None]:
+        """`groups` are gathered and stay so inside."""
+        assert self.hooks is not None, "installed by `start`"
+        return self.hooks.held(groups)
+
+    def computing(self, unit: Unit) -> AbstractContextManager[None]:
+        """Around a unit's own forward, for a caller that computes it without calling the module."""
+        assert self.hooks is not None, "installed by `start`"
+        return self.hooks.computing(unit)
+
+    def versions(self, unit: Unit) -> tuple[int, ...]:
+        """Change with every update of a unit's parameters."""
+        return tuple(self.groups[index].version for index in unit.groups)
+
+    # ---------------------------------------------------------------- the whole
+    def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int] | None:
+        """A parameter's group and its index there; None if it is not managed."""
+        return self._where.get(id(param))
+
+    def check_usable(self) -> None:
+        """StateError if the states are a mixture (a load that failed half-way), or another
+        process's."""
+        self.one_thread.check_process()
+        check_whole()
+        if self.unusable is not None:
+            raise StateError(self.unusable)
+
+    def refuse_use(self) -> None:
+        """Nothing can be read or computed any more: the engine is being closed."""
+        self.unusable = "the engine is closed; make a new one with offload.initialize"
+
+    def close(self) -> None:
+        """Replace the hooks by refusals and let go of all parameters. Their memory is the homes'
+        to give back."""
+        self.refuse_use()
+        self.ranks.finish()
+        self.ranks.close()
+        if self.hooks is not None:
+            self.hooks.remove()
+        own = [pair for group in self.groups for pair in group.own_classes()]
+        Refusal(self.units, own, self.on_reuse)
+        self._released.close()
+        for group in self.groups:
+            group.withhold()

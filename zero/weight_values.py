@@ -1,0 +1,176 @@
+"""Reading and writing whole parameters from outside of the model.
+
+At most one group's weights are in memory at a time beside those that the caller asks for together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from offload.swap.shield import interrupted_in_waits, uninterrupted
+from offload.tiers.errors import BudgetError, StateError, TierFullError
+from offload.zero.given_copies import GivenCopies
+from offload.zero.group import GroupState, ParamGroup, digest
+from offload.zero.local_tensors import like
+from offload.zero.store import WeightStore
+
+
+class WeightValues:
+    """Access to the weights of a store (see `released.Values`)."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._given = GivenCopies()
+
+    # ---------------------------------------------------------------- gathered
+    @contextmanager
+    def reading(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Full parameters for reading alone."""
+        with self._entered(self._groups_of(params)):
+            yield
+
+    @contextmanager
+    def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Full parameters for reading and writing. A parameter that was written keeps exactly what
+        was written: its master becomes that value."""
+        groups = self._groups_of(params)
+        with self._entered(groups):
+            before = [_digests(group) for group in groups]
+            try:
+                yield
+            finally:
+                if self._store.unusable is None:  # else there is nothing to write to any more
+                    try:
+                        self._accept_changes(groups, before)
+                    except KeyboardInterrupt:  # it may have come just before that had begun
+                        self._accept_changes(groups, before)
+                        raise
+
+    def _groups_of(self, params: Sequence[nn.Parameter]) -> list[ParamGroup]:
+        return list(dict.fromkeys(self._find(param)[0] for param in params))
+
+    @contextmanager
+    def _entered(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
+        user = object()
+        try:
+            self._enter(groups, user)
+            yield
+        finally:
+            try:
+                _leave(groups, user)
+            except KeyboardInterrupt:
+                _leave(groups, user)
+                raise
+
+    @interrupted_in_waits
+    def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
+        """BudgetError when they do not fit together."""
+        for count, group in enumerate(groups):
+            try:
+                with self._store.ranks.exactly():
+                    group.enter(user)
+                group.state.settle()  # what goes home must not be half of what the caller writes
+            except TierFullError as error:
+                raise BudgetError(
+                    f"gathered: {len(groups)} groups at once do not fit, {count} do ({error}); "
+                    "gather fewer at a time, or raise the budget"
+                ) from error
+
+    @uninterrupted
+    def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
+        """What any rank has written is taken over by all, from each element's owner."""
+        changed: list[int] = []
+        for group, before in zip(groups, known, strict=True):
+            group.take_over()
+            group.note_versions()
+            pairs = zip(_digests(group), before, strict=True)
+            changed += [int(now != digest) for now, digest in pairs]
+        rows = self._store.ranks.exchange(changed, "which parameters were written")
+        changed = rows.max(axis=0).tolist()
+        start = 0
+        for group in groups:
+            stop = start + len(group.params)
+            indices = [index for index, one in enumerate(changed[start:stop]) if one]
+            if indices:
+                self.accept(group, indices)
+                group.copies.overwritten()
+            start = stop
+
+    def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        """Parameters of a gathered group were written: that goes home, and what is made from them
+        follows."""
+        group.state.wrote()
+        for index in indices:
+            self._follow(group, index)
+        group.version += 1
+
+    def _follow(self, group: ParamGroup, index: int) -> None:
+        """A parameter was written: nothing is made from weights alone."""
+
+    def give_out(self, param: nn.Parameter) -> torch.Tensor:
+        """As `full`, for a state dict: see `GivenCopies`."""
+        group, index = self._find(param)
+        copied = self.full(param)
+        self._given.note(param, group, group.layout.params[index].name, copied)
+        return copied
+
+    def adopt_changes(self, *, loading: bool = False) -> None:
+        """Between passes: parameters that are always gathered may have been written to, and copies
+        of any in state dicts. StateError for a copy that cannot be taken over; while `loading`,
+        which sets all parameters anyway, those are forgotten."""
+        for group in self._store.groups:
+            self._adopt(group)
+        if loading:
+            self._given.forget_stale()
+        for param, copied in self._given.written():
+            with torch.no_grad(), self.gathered([param]):
+                param.copy_(copied)
+
+    def _adopt(self, group: ParamGroup) -> None:
+        if group.residing is GroupState.GATHERED and not group.is_entered:
+            changed = group.changed()
+            if changed:
+                self.accept(group, changed)
+
+    def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        """A forward wrote to parameters of its group: as `accept`, in the middle of a graph.
+
+        What that forward has saved is not outdated by it.
+        """
+        names = ", ".join(group.layout.params[index].name for index in indices)
+        self._store.ranks.refuse_forward_write(names)
+        version = group.version
+        self.accept(group, indices)
+        group.version = version
+
+    @interrupted_in_waits
+    def full(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter in its own precision."""
+        group, index = self._find(param)
+        spec = group.layout.params[index]
+        with self._store.ranks.exactly():
+            return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
+
+    def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
+        self._store.check_usable()
+        found = self._store.group_of(param)
+        if found is None:
+            raise StateError(
+                f"a parameter of shape {tuple(param.shape)} is not managed by this engine"
+            )
+        self._adopt(found[0])
+        return found
+
+
+@uninterrupted
+def _leave(groups: Sequence[ParamGroup], user: object) -> None:
+    for group in groups:
+        group.leave(user)
+
+
+def _digests(group: ParamGroup) -> list[int]:
+    return [digest(param) for param in group.params]
