@@ -84,3 +84,12 @@ def test_a_machine_by_name_is_offered_no_other_gpus() -> None:
             key for ladder in knobs(case, verdict) for rung in ladder for key in rung.settings
         }
         assert ("--gpu" in options) == offered
+
+
+def test_what_is_on_disk_already_is_not_moved_there() -> None:
+    homes = {"parameters": "nvme", "gradients": "nvme", "optimizer": {"host": "50%", "nvme": "50%"}}
+    config = OffloadConfig.load({"budget": {"host": "64KiB"}, "placement": homes})
+    case = Case(MODEL, config, Workload(1, 32), read_profile(ram="8GiB", nvme="1GiB"), None)
+    options = [rung.settings for ladder in knobs(case, Judge()(case)) for rung in ladder]
+    assert {"placement.optimizer": "nvme"} in options
+    assert not any("placement.parameters" in settings for settings in options)

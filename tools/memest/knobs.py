@@ -141,7 +141,7 @@ def _placements(case: Case) -> Iterator[Ladder]:
     """Homes that were asked for: given up, or moved to disk."""
     for name in ("optimizer", "gradients", "parameters"):
         split = getattr(case.config.placement, name)
-        if split is None or str(split) == "nvme":
+        if split is None or split.tiers == (TierName.NVME,):
             continue
         key = f"placement.{name}"
         rungs = [_configured(f"{name} wherever there is room", {key: "auto"})]
