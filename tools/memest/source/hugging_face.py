@@ -17,6 +17,7 @@ from typing import Any
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.config_keys import Keys, shown
+from offload.tools.memest.source.decoder_tree import decoder_tree
 from offload.tools.memest.source.families import FAMILIES
 from offload.tools.memest.source.family import Family
 from offload.tools.memest.source.input_files import read_json
@@ -45,7 +46,7 @@ class ModelConfiguration:
         family = FAMILIES.get(self.model_type)
         if family is None or self.architecture not in (None, family.architecture):
             return None
-        return family if family.covers(self.keys(family)) else None
+        return None if self.values.get("add_cross_attention") else family
 
     def keys(self, family: Family) -> Keys:
         return family.keys(self.values, self.where)
@@ -168,7 +169,7 @@ def family_tree(configuration: ModelConfiguration) -> ModuleTree | None:
         return None
     keys = configuration.keys(family)
     check_heads(keys)
-    return family.build(keys)
+    return decoder_tree(family, keys)
 
 
 def check_heads(keys: Keys) -> None:

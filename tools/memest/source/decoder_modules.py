@@ -1,4 +1,4 @@
-"""Modules that call torch as transformers' (5.17) do, for traces: made from a description's tree.
+"""Modules that call torch as transformers' (5.17) do, for traces: made from a family's tree.
 
 What is alive when depends on which names refer to what, so each `forward` keeps its results under
 as many names, for as long, as the one it stands for. They have no values and are never trained.
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from offload.planning.decoder_settings import Settings
 from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
+
+if TYPE_CHECKING:
+    from offload.tools.memest.source.own_graphs import Settings
 
 
 def model_of(tree: ModuleTree, settings: Settings) -> nn.Module:
@@ -89,7 +91,29 @@ class _RMSNorm(_Module):
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
-        normed: Tensor = self.weight * hidden_states.to(input_dtype)
+        return self._scaled(hidden_states, input_dtype)
+
+    def _scaled(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
+        normed: Tensor = self.weight * hidden_states.to(dtype)
+        return normed
+
+
+class _OlmoNorm(_RMSNorm):
+    def _scaled(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
+        normed: Tensor = self.weight * hidden_states
+        return normed.to(dtype)
+
+
+class _GemmaNorm(_Module):
+    def forward(self, x: Tensor) -> Tensor:
+        output = self._plain(x.float())
+        output = output * (1.0 + self.weight.float())
+        narrow: Tensor = output.to(x.dtype)
+        return narrow
+
+    @staticmethod
+    def _plain(x: Tensor) -> Tensor:
+        normed: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
         return normed
 
 
@@ -166,7 +190,7 @@ class _LlamaModel(_Module):
     def forward(self, input_ids: Tensor) -> Any:
         inputs_embeds = self.embed_tokens(input_ids)
         position_ids = _positions(inputs_embeds)
-        for _ in range(self.settings.masks):
+        for _ in range(2 if self.settings.family.alternates else 1):  # masks, one of a kind
             _check_positions(inputs_embeds, position_ids)
         hidden_states = inputs_embeds
         position_embeddings = self._rotary(hidden_states, position_ids)
@@ -187,7 +211,7 @@ class _LlamaModel(_Module):
         both = torch.cat((frequencies, frequencies), dim=-1)
         cos = both.cos() * 1.0
         sin = both.sin() * 1.0
-        if self.settings.rotates_in_fp32:
+        if self.settings.family.rotates_in_fp32:
             return cos, sin
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
@@ -195,13 +219,20 @@ class _LlamaModel(_Module):
 class _LlamaBlock(_Module):
     def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
         residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states = self._normed(0, hidden_states)
         hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
+        hidden_states = self._normed(1, hidden_states)
         hidden_states = residual + self._dropped(hidden_states)
         residual = hidden_states
-        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self._normed(2, hidden_states)
         hidden_states = self.mlp(hidden_states)
+        hidden_states = self._normed(3, hidden_states)
         return residual + self._dropped(hidden_states)
+
+    def _normed(self, place: int, hidden_states: Tensor) -> Tensor:
+        name = self.settings.family.norms[place]
+        normed: Tensor = hidden_states if name is None else getattr(self, name)(hidden_states)
+        return normed
 
     def _dropped(self, hidden_states: Tensor) -> Tensor:
         return F.dropout(hidden_states, self.settings.residual_dropout, self.training)
@@ -249,31 +280,25 @@ def _half_turned(x: Tensor) -> Tensor:
 
 class _GatedMLP(_Module):
     def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        down: Tensor = self.down_proj(self._active(self.gate_proj(x)) * self.up_proj(x))
         return down
 
-
-# ---------------------------------------------------------------- OLMo 2
-class _OlmoNorm(_Module):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
-        normed: Tensor = self.weight * hidden_states
-        return normed.to(input_dtype)
+    def _active(self, gate: Tensor) -> Tensor:
+        return F.silu(gate)
 
 
-class _OlmoBlock(_Module):
-    def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
-        residual = hidden_states
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
-        hidden_states = self.post_attention_layernorm(hidden_states)
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.post_feedforward_layernorm(hidden_states)
-        return residual + hidden_states
+class _GemmaMLP(_GatedMLP):
+    def _active(self, gate: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh")
+
+
+class _GemmaEmbedding(_Module):
+    def complete(self) -> None:
+        self.register_buffer("embed_scale", torch.empty(()), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scaled: Tensor = F.embedding(tokens, self.weight) * self.embed_scale.to(self.weight.dtype)
+        return scaled
 
 
 class _OlmoAttention(_LlamaAttention):
@@ -284,7 +309,6 @@ class _OlmoAttention(_LlamaAttention):
         return tuple(each.view(shape).transpose(1, 2) for each in (query, key, value))
 
 
-# ---------------------------------------------------------------- Phi-3
 class _PhiAttention(_LlamaAttention):
     def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
         together = self.qkv_proj(hidden_states)
@@ -315,53 +339,6 @@ class _PhiMLP(_Module):
         up = up * F.silu(gate)
         down: Tensor = self.down_proj(up)
         return down
-
-
-# ---------------------------------------------------------------- Gemma 2
-class _GemmaEmbedding(_Module):
-    def complete(self) -> None:
-        self.register_buffer("embed_scale", torch.empty(()), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        scaled: Tensor = F.embedding(tokens, self.weight) * self.embed_scale.to(self.weight.dtype)
-        return scaled
-
-
-class _GemmaNorm(_Module):
-    def forward(self, x: Tensor) -> Tensor:
-        output = self._plain(x.float())
-        output = output * (1.0 + self.weight.float())
-        narrow: Tensor = output.to(x.dtype)
-        return narrow
-
-    @staticmethod
-    def _plain(x: Tensor) -> Tensor:
-        normed: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return normed
-
-
-class _GemmaBlock(_Module):
-    def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
-        residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
-        hidden_states = self.post_attention_layernorm(hidden_states)
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.pre_feedforward_layernorm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.post_feedforward_layernorm(hidden_states)
-        return residual + hidden_states
-
-
-class _GemmaMLP(_Module):
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(self._active(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-    @staticmethod
-    def _active(gate: Tensor) -> Tensor:
-        return F.gelu(gate, approximate="tanh")
 
 
 # ---------------------------------------------------------------- Mixtral, Qwen 3 MoE
@@ -498,10 +475,9 @@ def _gelu(x: Tensor) -> Tensor:
 
 _BY_SUFFIX: dict[str, type[_Module]] = {  # the first that fits
     "GPT2Model": _GPT2Model, "GPT2Block": _GPT2Block, "GPT2Attention": _GPT2Attention,
-    "GPT2MLP": _GPT2MLP, "Olmo2RMSNorm": _OlmoNorm, "Olmo2DecoderLayer": _OlmoBlock,
-    "Olmo2Attention": _OlmoAttention, "Phi3Attention": _PhiAttention, "Phi3MLP": _PhiMLP,
-    "Gemma2TextScaledWordEmbedding": _GemmaEmbedding, "Gemma2RMSNorm": _GemmaNorm,
-    "Gemma2DecoderLayer": _GemmaBlock, "Gemma2MLP": _GemmaMLP,
+    "GPT2MLP": _GPT2MLP, "Olmo2RMSNorm": _OlmoNorm, "Olmo2Attention": _OlmoAttention,
+    "Phi3Attention": _PhiAttention, "Phi3MLP": _PhiMLP, "Gemma2RMSNorm": _GemmaNorm,
+    "Gemma2MLP": _GemmaMLP, "ScaledWordEmbedding": _GemmaEmbedding,
     "Qwen3MoeTopKRouter": _QwenRouter, "ForCausalLM": _CausalModel, "LMHeadModel": _CausalModel,
     "Model": _LlamaModel, "DecoderLayer": _LlamaBlock, "Attention": _LlamaAttention,
     "MLP": _GatedMLP, "SparseMoeBlock": _Mixture, "TopKRouter": _Router, "Experts": _Experts,
