@@ -19,11 +19,12 @@ from offload.gpt import build_meta_model
 from offload.planning.disk_cache import cache_folder
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
+from offload.tools.memest.source.answer_cache import remembered
 from offload.tools.memest.source.builtin_model import builtin_tree
 from offload.tools.memest.source.read_model import SourceKind, StatedSizes, read_model, read_stated
-from offload.tools.memest.source.skeleton_cache import load_shape, save_shape
 from offload.tools.memest.source.stated_sizes import parse_count
 from offload.zero.discovery import discover
+from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 from tests.tools.model_files import (
     TINY_LLAMA,
@@ -55,7 +56,7 @@ def test_a_configuration_and_its_folder_give_the_same_model(tmp_path: Path) -> N
     assert file.shape == folder.shape
     assert file.shape.numel == TINY_LLAMA_NUMEL
     assert (file.kind, file.name) == (SourceKind.CONFIGURATION, tmp_path.name)
-    assert (file.context, file.vocab) == (128, 64)
+    assert file.context == 128
     assert file.fingerprint == folder.fingerprint != ""
 
 
@@ -105,9 +106,7 @@ def test_other_architectures_are_built_once_and_then_remembered(
     def build_again(*_: Any) -> nn.Module:
         raise AssertionError("built a second time")
 
-    monkeypatch.setattr(
-        "offload.tools.memest.source.transformers_models.build_on_meta", build_again
-    )
+    monkeypatch.setattr("offload.tools.memest.source.read_model.build_on_meta", build_again)
     second = read_model(str(path))
     assert second.shape == first.shape
     assert not any("takes seconds" in note for note in second.notes)
@@ -133,14 +132,29 @@ def test_named_blocks_replace_the_search(tmp_path: Path) -> None:
 
 def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path) -> None:
     shape = read_model(str(write_config(tmp_path))).shape
-    save_shape("some", shape)
-    assert load_shape("some") == shape
+    found: list[str] = []
+
+    def ask(key: str) -> ModelShape:
+        def find() -> ModelShape:
+            found.append(key)
+            return shape
+
+        return remembered("shapes", key, ModelShape, find)
+
+    assert ask("some") == ask("some") == shape
+    assert found == ["some"]
     file = cache_folder() / "shapes" / "some.json"
     whole = file.read_bytes()
-    for damaged in (b"", whole[:-9], b"[]", b"\xff\x00", whole.replace(b"[64,32]", b'["64",-1]')):
+    damages = [b"", whole[:-9], b"[]", b"{}", b"\xff\x00"]
+    damages += [whole.replace(b"[64,32]", other) for other in (b'["64",-1]', b"[64,33]")]
+    for number, damaged in enumerate(damages):
+        assert damaged != whole
         file.write_bytes(damaged)
-        assert load_shape("some") is None
-    assert load_shape("other") is None
+        assert ask("some") == shape
+        assert len(found) == number + 2
+        assert file.read_bytes() == whole
+    ask("other")
+    assert found[-1] == "other"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
@@ -148,8 +162,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    save_shape("some", read_model(str(write_config(tmp_path))).shape)
-    assert load_shape("some") is None
+    assert remembered("shapes", "some", int, lambda: 3) == 3
+    assert remembered("shapes", "some", int, lambda: 4) == 4
 
 
 def activation_config(**activations: Any) -> OffloadConfig:
@@ -218,7 +232,8 @@ def test_facts_that_are_damaged_on_disk_are_traced_anew(tmp_path: Path) -> None:
     facts = source.activations(activation_config(), Workload(1, 8))
     (file,) = (cache_folder() / "activations").iterdir()
     values = json.loads(file.read_bytes())
-    for damaged in (b"{}", b"", b"7", json.dumps({**values, "saved_nbytes": -1}).encode()):
+    negative = {**values, "answer": {**values["answer"], "saved_nbytes": -1}}
+    for damaged in (b"{}", b"", b"7", json.dumps(negative).encode()):
         file.write_bytes(damaged)
         assert source.activations(activation_config(), Workload(1, 8)) == facts
         assert json.loads(file.read_bytes()) == values

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCost
-from offload.planning.disk_cache import load, text, whole
+from offload.planning.activation_facts import ActivationFacts
 from offload.planning.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.tools.memest.source.answer_cache import keep, key_of
+from offload.tools.memest.source.answer_cache import key_of, remembered
 
 if TYPE_CHECKING:
     from torch import nn
-
-_KIND = "activations"
 
 
 class UntraceableError(UnsupportedError):
@@ -35,34 +31,30 @@ def cached_facts(
     says whose kernels are meant; by default those of `config`, or of this machine. UntraceableError
     where the model's code cannot be followed, UnsupportedError where it fails for this input.
     """
-    key = ""
+
+    def find() -> ActivationFacts | str:
+        return _traced(build(), config, workload, device)
+
     if fingerprint:
         key = key_of(_parts(fingerprint, config, workload, device))
-        found = load(_KIND, key, _decoded)
-        if isinstance(found, str):
-            raise UntraceableError(found)
-        if found is not None:
-            return found
-    try:
-        facts = _traced(build(), config, workload, device)
-    except UntraceableError as error:
-        if key:
-            keep(_KIND, key, {"untraceable": str(error)})
-        raise
-    if key:
-        keep(_KIND, key, asdict(facts))
+        facts = remembered("activations", key, ActivationFacts | str, find)
+    else:
+        facts = find()
+    if isinstance(facts, str):
+        raise UntraceableError(facts)
     return facts
 
 
 def _traced(
     model: nn.Module, config: OffloadConfig, workload: Workload, device: str | None
-) -> ActivationFacts:
+) -> ActivationFacts | str:
+    """The facts, or why the model's code cannot be followed."""
     from offload.planning.activation_trace import trace_activations
 
     try:
         return trace_activations(model, config, workload, device=device)
     except UnsupportedError as error:
-        raise UntraceableError(str(error)) from error
+        return str(error)
     except OffloadError:
         raise
     except Exception as error:  # the model's own code: sizes that only it finds out about
@@ -92,28 +84,3 @@ def _parts(
         "batch": workload.batch,
         "sequence": workload.sequence,
     }
-
-
-def _decoded(values: Any) -> ActivationFacts | str:
-    """Facts, or why there are none."""
-    if "untraceable" in values:
-        return text(values["untraceable"])
-    return ActivationFacts(
-        saved_nbytes=whole(values["saved_nbytes"]),
-        peak_nbytes=whole(values["peak_nbytes"]),
-        peak_elsewhere_nbytes=whole(values["peak_elsewhere_nbytes"]),
-        peak_at=text(values["peak_at"]),
-        forward=_cost(values["forward"]),
-        backward=_cost(values["backward"]),
-        heap=_heap(values["heap"]),
-    )
-
-
-def _heap(values: Any) -> HeapFacts:
-    names = ("saved_nbytes", "peak_nbytes", "peak_elsewhere_nbytes")
-    return HeapFacts(*(whole(values[name]) for name in names))
-
-
-def _cost(values: Any) -> PassCost:
-    names = ("flops", "touched_nbytes", "operations")
-    return PassCost(*(whole(values[name]) for name in names))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from offload.zero.module_tree import ModuleTree
 _CODE_KEY = re.compile(r"_*\w*implementation(_internal)?")
 _LAYERS_KEY = re.compile(r"(num|n)_(\w+_)?layers?|num_layers|depth")
 _SIZE_KEY = re.compile(r"\w+_(size|dim|rank)|(num|n|d)_\w+")
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,14 @@ class ModelConfiguration:
     def keys(self, family: Family) -> Keys:
         return family.keys(self.values, self.where)
 
-    def first_size(self, *names: str) -> int | None:
-        """The first of some keys that has a usable size: here, or of the text model."""
-        inner = self.values.get("text_config")
-        for values in (self.values, inner if isinstance(inner, dict) else {}):
-            for name in names:
-                value = values.get(name)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    return value
-        return None
-
     @property
     def context(self) -> int | None:
         """Longest sequence in tokens, where the file or its family says."""
-        return self.first_size(*_CONTEXT_KEYS) or self._default(*_CONTEXT_KEYS)
-
-    @property
-    def vocab(self) -> int | None:
-        return self.first_size("vocab_size") or self._default("vocab_size")
-
-    def _default(self, *names: str) -> int | None:
+        inner = self.values.get("text_config")
         family = FAMILIES.get(self.model_type)
-        defaults = family.defaults if family is not None else {}
-        return next((defaults[name] for name in names if name in defaults), None)
+        stated = (self.values, inner, family.defaults if family is not None else None)
+        found = (first_size(each, CONTEXT_KEYS) for each in stated if isinstance(each, dict))
+        return next((size for size in found if size is not None), None)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -90,6 +75,13 @@ class ModelConfiguration:
         if self.architecture is None:
             notes.append("no architecture is named: taken as a causal language model")
         return tuple(notes)
+
+
+def first_size(values: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The first of some keys that has a size that can be used."""
+    found = (values.get(name) for name in names)
+    sizes = (v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0)
+    return next(sizes, None)
 
 
 def names_code(key: str) -> bool:

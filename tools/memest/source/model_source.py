@@ -43,7 +43,6 @@ class ModelSource:
     fingerprint: str  # of all that the model's graph depends on
     location: str | None = None  # where it was read from, for others to read it again
     context: int | None = None  # longest sequence in tokens, where one is known
-    vocab: int | None = None
     notes: tuple[str, ...] = ()  # what was assumed, left aside, or took long
     config: OffloadConfig | None = None  # of an offload YAML
     train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does

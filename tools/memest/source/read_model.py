@@ -39,7 +39,7 @@ from offload.tools.memest.source.stated_sizes import StatedSizes, model_of
 from offload.tools.memest.source.transformers_models import (
     build_on_meta,
     fingerprint_parts,
-    library_shape,
+    library_model,
 )
 from offload.tools.memest.source.weight_names import tree_of_names
 from offload.zero.module_tree import shape_of
@@ -140,7 +140,6 @@ def read_yaml(path: Path) -> ModelSource:
         shape=shape_of(builtin_tree(model), config.groups.blocks),
         fingerprint=_builtin_fingerprint(model),
         context=model.max_sequence,
-        vocab=model.vocab,
         notes=() if stated else ("no train: section: the built-in model at its default size",),
         config=config,
         train_model=model,
@@ -189,7 +188,6 @@ def read_stated(sizes: StatedSizes) -> ModelSource:
         shape=stated.shape,
         fingerprint=_builtin_fingerprint(stated.config),
         context=sizes.context,
-        vocab=stated.config.vocab,
         notes=stated.notes,
         train_model=stated.config,
         build=cache(lambda: _build_builtin(stated.config)),
@@ -208,23 +206,23 @@ def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
 def _from_configuration(
     configuration: ModelConfiguration, name: str, blocks: Sequence[str]
 ) -> ModelSource:
+    build = cache(lambda: build_on_meta(configuration))
     tree = family_tree(configuration)
-    notes = configuration.notes
+    context, notes = configuration.context, configuration.notes
     if tree is not None:
         shape = shape_of(tree, blocks)
     else:
-        shape, built = library_shape(configuration, blocks)
-        notes = (*notes, *built)
+        found, built = library_model(configuration, blocks, build)
+        shape, context, notes = found.shape, context or found.context, (*notes, *built)
     check_numel(shape.numel, configuration.where)
     return ModelSource(
         name=name or configuration.model_type,
         kind=SourceKind.CONFIGURATION,
         shape=shape,
         fingerprint=key_of(fingerprint_parts(configuration)),
-        context=configuration.context,
-        vocab=configuration.vocab,
+        context=context,
         notes=notes,
-        build=cache(lambda: build_on_meta(configuration)),
+        build=build,
         stand_in=cache(lambda sequence: own_model(configuration, sequence)),
         traced=lambda sequence: traced_modules(configuration, sequence),
     )

@@ -13,19 +13,21 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError, OffloadError
-from offload.tools.memest.source.answer_cache import key_of
+from offload.tools.memest.source.answer_cache import key_of, remembered
 from offload.tools.memest.source.hugging_face import (
+    CONTEXT_KEYS,
     ModelConfiguration,
+    first_size,
     names_code,
     unknown_architecture,
 )
-from offload.tools.memest.source.skeleton_cache import load_shape, save_shape
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -41,20 +43,32 @@ _SPECIAL = ("Infinity", "-Infinity", "NaN")
 _INSTALL = "install transformers (`pip install 'offload[hf]'`)"
 
 
-def library_shape(
-    configuration: ModelConfiguration, blocks: Sequence[str]
-) -> tuple[ModelShape, tuple[str, ...]]:
-    """The shape of any model that transformers knows, and a note if that took its time."""
-    key = key_of({**fingerprint_parts(configuration), "blocks": list(blocks)})
-    shape = load_shape(key)
-    if shape is not None:
-        return shape, ()
-    from offload.zero.discovery import discover
+@dataclass(frozen=True)
+class LibraryModel:
+    """What the modules that the library builds tell of a model."""
 
-    shape = discover(build_on_meta(configuration), blocks).shape()
-    save_shape(key, shape)
-    note = "the modules were built by transformers, which takes seconds; the next answer will not"
-    return shape, (note,)
+    shape: ModelShape
+    context: int | None  # longest sequence in tokens, where its configuration has one
+
+
+def library_model(
+    configuration: ModelConfiguration, blocks: Sequence[str], build: Callable[[], nn.Module]
+) -> tuple[LibraryModel, tuple[str, ...]]:
+    """A model as `build` has it (`build_on_meta`), and a note if that took its time."""
+    notes = []
+
+    def find() -> LibraryModel:
+        from offload.zero.discovery import discover
+
+        notes.append(
+            "the modules were built by transformers, which takes seconds; the next answer will not"
+        )
+        model: Any = build()
+        shape = discover(model, blocks).shape()
+        return LibraryModel(shape, first_size(vars(model.config.get_text_config()), CONTEXT_KEYS))
+
+    key = key_of({**fingerprint_parts(configuration), "blocks": list(blocks)})
+    return remembered("shapes", key, LibraryModel, find), tuple(notes)
 
 
 def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
