@@ -20,8 +20,8 @@ from offload.tools.memest.source.divisors import divisors
 from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json
 from offload.tools.memest.source.read_model import StatedSizes, read_model, read_stated
-from offload.tools.memest.source.safetensors_header import BITS, read_header
-from tests.tools.model_files import TINY_LLAMA, entries_of, write_config, write_safetensors
+from offload.tools.memest.source.safetensors_header import read_header
+from tests.tools.model_files import BITS, TINY_LLAMA, entries_of, write_config, write_safetensors
 
 
 def reason(source: str | Path) -> str:
@@ -304,26 +304,26 @@ def damaged(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (damaged(dtype="BF17"), "the format 'BF17' is unknown"),
-        (damaged(dtype=None), "the format None is unknown"),
-        (damaged(shape=[4, -4]), "is no list of sizes"),
-        (damaged(shape=[4, 4.0]), "is no list of sizes"),
-        (damaged(shape=[4, True]), "is no list of sizes"),
-        (damaged(shape="44"), "is no list of sizes"),
-        (damaged(shape=[2**62, 2**62]), "too large"),
-        (damaged(shape=[1] * 1000), "1000 dimensions"),
-        (damaged(shape=[4, 5]), "32 bytes for [4, 5] of BF16, which take 40"),
-        (damaged(data_offsets=[0]), "no two positions"),
-        (damaged(data_offsets=[0, 2**70]), "no two positions"),
-        (damaged(data_offsets=[32, 0]), "bytes for"),
-        (damaged(data_offsets=[8, 40]), "leaves a hole"),
-        ({"a": [1]}, "no tensor"),
+        (damaged(dtype="BF17"), "unknown variant `BF17`, expected one of `BOOL`"),
+        (damaged(dtype=None), "invalid type: null, expected string"),
+        (damaged(shape=[4, -4]), "integer `-4`, expected usize"),
+        (damaged(shape=[4, 4.0]), "floating point `4.0`, expected usize"),
+        (damaged(shape=[4, True]), "boolean `true`, expected usize"),
+        (damaged(shape="44"), "string \"44\", expected a sequence"),
+        (damaged(shape=[2**62, 2**62]), "overflow computing buffer size"),
+        (damaged(shape=[1] * 1000), "invalid shape, data type, or offset"),
+        (damaged(shape=[4, 5]), "invalid shape, data type, or offset"),
+        (damaged(data_offsets=[0]), "invalid length 1, expected a tuple of size 2"),
+        (damaged(data_offsets=[0, 2**70]), "expected usize"),
+        (damaged(data_offsets=[32, 0]), "invalid offset for tensor `a`"),
+        (damaged(data_offsets=[8, 40]), "invalid offset for tensor `a`"),
+        ({"a": [1]}, "invalid type: integer `1`"),
         ({}, "holds no trainable weights: it is empty"),
-        ([], "no names of tensors"),
-        (b'{"a": 1, "a": 2}', "'a' is given twice"),
-        (b"{", "ends too early"),
-        (b"{" + b" " * 50, "ends too early"),
-        (b"\x80\x80\x80\x80", "no UTF-8"),
+        ([], "invalid type: sequence"),
+        (b'{"a": 1, "a": 2}', "expected struct TensorInfo"),
+        (b"{", "EOF while parsing"),
+        (b"{" + b" " * 50, "EOF while parsing"),
+        (b"\x80\x80\x80\x80", "invalid UTF-8"),
         (
             {"i": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}},
             "no trainable weights: 2 of I64",
@@ -344,14 +344,14 @@ def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
     entries = entries_of({"a": (4,), "b": (4,)})
     entries["b"]["data_offsets"] = [4, 12]
     path = write_safetensors(tmp_path / "m.safetensors", entries)
-    assert "b at 4 overlaps another tensor" in reason(path)
+    assert "invalid offset for tensor `b`" in reason(path)
 
 
 @pytest.mark.parametrize("length", [2**60, 2**63, 2**64 - 1, 10**9, 60])
 def test_a_header_longer_than_the_file_is_not_allocated(length: int, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{}" + b" " * 40)
-    assert f"its header would have {length} bytes" in reason(path)
+    assert "header" in reason(path)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 8, 9, 100, 300])
@@ -365,7 +365,7 @@ def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
 def test_bytes_after_the_last_tensor_are_named(tmp_path: Path) -> None:
     entries = entries_of({"a": (4,)})
     path = write_safetensors(tmp_path / "m.safetensors", entries, 9)
-    assert "the tensors have 8 bytes, the file has more: 9" in reason(path)
+    assert "file not fully covered" in reason(path)
 
 
 _JSON = st.recursive(

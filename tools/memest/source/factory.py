@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError
+from offload.tools.memest.source.error_text import one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +42,7 @@ def build_named(source: str) -> nn.Module:
         with torch.device("meta"), contextlib.redirect_stdout(sys.stderr):
             model = function()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source}: the function failed: {_one_line(error)}") from error
+        raise ConfigError(f"{source}: the function failed: {one_line(error)}") from error
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
             f"{source}: returned {type(model).__name__}, not an nn.Module"
@@ -64,7 +65,7 @@ def _imported(source: str) -> Any:
                 f"{source}: no module named {error.name!r}; run memest where it can be imported"
             ) from None
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{source}: importing it failed: {_one_line(error)}") from error
+            raise ConfigError(f"{source}: importing it failed: {one_line(error)}") from error
     for name in attributes.split("."):
         try:
             found = getattr(found, name)
@@ -97,8 +98,3 @@ def _current_folder_importable() -> Iterator[None]:
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

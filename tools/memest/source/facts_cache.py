@@ -12,6 +12,7 @@ from offload.planning.activation_facts import ActivationFacts
 from offload.planning.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.tools.memest.source.answer_cache import key_of, remembered
+from offload.tools.memest.source.error_text import one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,10 +59,9 @@ def _traced(
     except OffloadError:
         raise
     except Exception as error:  # the model's own code: sizes that only it finds out about
-        reason = " ".join(str(error).split())[:200]
         raise UnsupportedError(
             f"{type(model).__name__}: its forward fails for {workload.batch} x {workload.sequence} "
-            f"tokens: {type(error).__name__}: {reason}"
+            f"tokens: {one_line(error)}"
         ) from error
 
 

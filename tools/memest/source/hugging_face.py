@@ -16,8 +16,9 @@ from typing import Any
 
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.source.config_keys import Keys, shown
+from offload.tools.memest.source.config_keys import Keys
 from offload.tools.memest.source.decoder_tree import decoder_tree
+from offload.tools.memest.source.error_text import shown
 from offload.tools.memest.source.families import FAMILIES
 from offload.tools.memest.source.family import Family
 from offload.tools.memest.source.input_files import read_json

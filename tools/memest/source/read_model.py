@@ -33,7 +33,7 @@ from offload.tools.memest.source.safetensors_header import (
     formats_of,
     read_files,
     read_header,
-    tensors_of_index,
+    read_index,
 )
 from offload.tools.memest.source.stated_sizes import StatedSizes, model_of
 from offload.tools.memest.source.transformers_models import (
@@ -197,7 +197,7 @@ def read_stated(sizes: StatedSizes) -> ModelSource:
 def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     values = read_json(path)
     if isinstance(values, dict) and "weight_map" in values:
-        return _from_tensors(tensors_of_index(values, path), path, blocks)
+        return _from_tensors(read_index(values, path), path, blocks)
     configuration = check_configuration(values, str(path))
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return _from_configuration(configuration, name, blocks)

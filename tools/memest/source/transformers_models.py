@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tools.memest.source.answer_cache import key_of, remembered
+from offload.tools.memest.source.error_text import one_line
 from offload.tools.memest.source.hugging_face import (
     CONTEXT_KEYS,
     ModelConfiguration,
@@ -96,7 +97,7 @@ def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
         except Exception as error:
             raise ConfigError(
                 f"{configuration.where}: transformers cannot build this "
-                f"{configuration.model_type}: {_one_line(error)}"
+                f"{configuration.model_type}: {one_line(error)}"
             ) from error
     return model.train()
 
@@ -188,9 +189,3 @@ def _quiet_and_offline() -> Iterator[None]:
     finally:
         constants.HF_HUB_OFFLINE = offline
         logging.disable(disabled)
-
-
-def _one_line(error: Exception) -> str:
-    """The first lines of an error as one, not long."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
