@@ -17,10 +17,12 @@ from torch import nn
 
 from offload.tiers.errors import ConfigError, PathError
 from offload.tools.memest.source.divisors import divisors
-from offload.tools.memest.source.hugging_face import check_configuration
+from offload.tools.memest.source.hugging_face import check_configuration, read_configuration
 from offload.tools.memest.source.input_files import read_json
-from offload.tools.memest.source.read_model import StatedSizes, read_model, read_stated
+from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.safetensors_header import read_header
+from offload.tools.memest.source.stated_sizes import StatedSizes
+from offload.tools.memest.source.transformers_models import build_on_meta, fingerprint_parts
 from tests.tools.model_files import BITS, TINY_LLAMA, entries_of, write_config, write_safetensors
 
 
@@ -151,8 +153,7 @@ def test_code_of_a_repository_is_neither_fetched_nor_run(
         (tmp_path / name).mkdir()
     plain = read_model(str(write_config(tmp_path / "plain")))
     named = read_model(str(write_config(tmp_path / "named", **keys)))
-    assert named.build is not None
-    model: Any = named.build()
+    model: Any = build_on_meta(read_configuration(tmp_path / "named" / "config.json"))
     assert not asked
     chosen = str(model.config._attn_implementation) + str(model.config._experts_implementation)
     assert _REPOSITORY not in chosen
@@ -165,8 +166,6 @@ def test_code_of_a_repository_is_neither_fetched_nor_run(
 
 
 def test_code_named_by_a_model_within_is_left_aside_too(tmp_path: Path) -> None:
-    from offload.tools.memest.source.transformers_models import fingerprint_parts
-
     inner = {"model_type": "llama", "_attn_implementation": _REPOSITORY, "auto_map": {"A": "b.C"}}
     path = write_config(tmp_path, model_type="made_up", text_config=inner, towers=[inner])
     configuration = check_configuration(read_json(path), str(path))

@@ -21,8 +21,9 @@ from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
 from offload.tools.memest.source.answer_cache import remembered
 from offload.tools.memest.source.builtin_model import builtin_tree
-from offload.tools.memest.source.read_model import SourceKind, StatedSizes, read_model, read_stated
-from offload.tools.memest.source.stated_sizes import parse_count
+from offload.tools.memest.source.model_source import SourceKind
+from offload.tools.memest.source.read_model import read_model, read_stated
+from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
@@ -343,7 +344,7 @@ def test_a_function_is_built_without_memory() -> None:
         assert source.shape == discover(small_model()).shape()
     assert source.kind is SourceKind.FACTORY
     assert source.build is not None
-    assert all(param.is_meta for param in source.build().parameters())
+    assert all(param.is_meta for param in source.build(8).parameters())
 
 
 def test_a_function_of_the_current_folder_is_found(

@@ -27,8 +27,8 @@ from offload.tools.memest.output import write_file
 from offload.tools.memest.run_hardware import profile_of, speeds_of
 from offload.tools.memest.source.facts_cache import UntraceableError
 from offload.tools.memest.source.model_source import ModelSource, SourceKind
-from offload.tools.memest.source.read_model import StatedSizes, read_model, read_stated
-from offload.tools.memest.source.stated_sizes import parse_count
+from offload.tools.memest.source.read_model import read_model, read_stated
+from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 
 DOES_NOT_FIT = 1
 _USUAL_SEQUENCE = 2048

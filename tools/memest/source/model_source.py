@@ -46,10 +46,9 @@ class ModelSource:
     notes: tuple[str, ...] = ()  # what was assumed, left aside, or took long
     config: OffloadConfig | None = None  # of an offload YAML
     train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does
-    build: Callable[[], nn.Module] | None = None  # the module on the meta device; loads torch
-    # one whose trace is the same for sequences of a length, and which is there sooner
-    stand_in: Callable[[int], nn.Module | None] | None = None
-    traced: Callable[[int], str] | None = None  # whose modules are, for sequences of a length
+    # modules on the meta device whose trace is the model's for sequences of a length; loads torch
+    build: Callable[[int], nn.Module] | None = None
+    traced: Callable[[int], str] | None = None  # whose modules these are
 
     @property
     def has_graph(self) -> bool:
@@ -74,9 +73,5 @@ class ModelSource:
                 f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
                 "beside them, or name the model's module:function"
             )
-        build = partial(self._module, self.build, workload.sequence)
+        build = partial(self.build, workload.sequence)
         return cached_facts(self.fingerprint, build, config, workload, device)
-
-    def _module(self, build: Callable[[], nn.Module], sequence: int) -> nn.Module:
-        found = self.stand_in(sequence) if self.stand_in is not None else None
-        return build() if found is None else found

@@ -42,12 +42,11 @@ from offload.tools.memest.source.transformers_models import (
     library_model,
 )
 from offload.tools.memest.source.weight_names import tree_of_names
+from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["ModelSource", "SourceKind", "StatedSizes", "read_model", "read_stated"]
 
 _INDEX = "model.safetensors.index.json"
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -122,7 +121,7 @@ def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
         shape=shape,
         fingerprint="",  # code may change between two calls
         notes=() if shape.numel_trainable else (none_trained,),
-        build=lambda: model,
+        build=lambda sequence: model,
     )
 
 
@@ -132,18 +131,13 @@ def read_yaml(path: Path) -> ModelSource:
     config = OffloadConfig.load(path)
     if config.written_for is not None:
         return read_written_for(config, config.written_for)
-    stated = "train" in config.model_fields_set
-    model = config.train.model
-    return ModelSource(
-        name=path.name,
-        kind=SourceKind.YAML,
-        shape=shape_of(builtin_tree(model), config.groups.blocks),
-        fingerprint=_builtin_fingerprint(model),
+    stated, model = "train" in config.model_fields_set, config.train.model
+    shape = shape_of(builtin_tree(model), config.groups.blocks)
+    notes = () if stated else ("no train: section: the built-in model at its default size",)
+    return replace(
+        _built_in(path.name, SourceKind.YAML, model, shape, notes),
         context=model.max_sequence,
-        notes=() if stated else ("no train: section: the built-in model at its default size",),
         config=config,
-        train_model=model,
-        build=cache(lambda: _build_builtin(model)),
     )
 
 
@@ -181,17 +175,28 @@ def _name_it(source: str | None) -> str:
 def read_stated(sizes: StatedSizes) -> ModelSource:
     """A model of a few stated sizes. ConfigError where they contradict."""
     stated = model_of(sizes)
-    count = stated.shape.numel
+    name = f"{counted(stated.shape.numel)} parameters"
+    found = _built_in(name, SourceKind.STATED, stated.config, stated.shape, stated.notes)
+    return replace(found, context=sizes.context)
+
+
+def _built_in(
+    name: str, kind: SourceKind, model: ModelConfig, shape: ModelShape, notes: tuple[str, ...]
+) -> ModelSource:
+    @cache
+    def build(sequence: int) -> nn.Module:
+        import torch
+
+        from offload.gpt import LanguageModel
+
+        with torch.device("meta"):
+            return LanguageModel(model)
+
+    fingerprint = key_of({"built-in": model.model_dump(mode="json")})
     return ModelSource(
-        name=f"{counted(count)} parameters",
-        kind=SourceKind.STATED,
-        shape=stated.shape,
-        fingerprint=_builtin_fingerprint(stated.config),
-        context=sizes.context,
-        notes=stated.notes,
-        train_model=stated.config,
-        build=cache(lambda: _build_builtin(stated.config)),
-    )
+        name=name, kind=kind, shape=shape, fingerprint=fingerprint, notes=notes, train_model=model,
+        build=build,
+    )  # fmt: skip
 
 
 def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
@@ -206,13 +211,18 @@ def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
 def _from_configuration(
     configuration: ModelConfiguration, name: str, blocks: Sequence[str]
 ) -> ModelSource:
-    build = cache(lambda: build_on_meta(configuration))
+    library = cache(lambda: build_on_meta(configuration))
+
+    def build(sequence: int) -> nn.Module:
+        own = own_model(configuration, sequence)
+        return library() if own is None else own
+
     tree = family_tree(configuration)
     context, notes = configuration.context, configuration.notes
     if tree is not None:
         shape = shape_of(tree, blocks)
     else:
-        found, built = library_model(configuration, blocks, build)
+        found, built = library_model(configuration, blocks, library)
         shape, context, notes = found.shape, context or found.context, (*notes, *built)
     check_numel(shape.numel, configuration.where)
     return ModelSource(
@@ -222,8 +232,7 @@ def _from_configuration(
         fingerprint=key_of(fingerprint_parts(configuration)),
         context=context,
         notes=notes,
-        build=build,
-        stand_in=cache(lambda sequence: own_model(configuration, sequence)),
+        build=cache(build),
         traced=lambda sequence: traced_modules(configuration, sequence),
     )
 
@@ -234,7 +243,8 @@ def _from_tensors(
     named = tree_of_names(tensors)
     shape = shape_of(named.tree)
     if shape.numel == 0:
-        raise ConfigError(f"{path}: holds no trainable weights: {_formats(tensors)}")
+        formats = ", ".join(f"{n:,} of {dtype}" for dtype, n in formats_of(tensors).items())
+        raise ConfigError(f"{path}: holds no trainable weights: {formats or 'it is empty'}")
     notes = ["groups are told from the names of the weights"]
     if blocks:
         notes.append(f"groups.blocks ({', '.join(blocks)}) needs the model's classes: left aside")
@@ -250,21 +260,3 @@ def _from_tensors(
         fingerprint="",
         notes=tuple(notes),
     )
-
-
-def _formats(tensors: Mapping[str, HeaderTensor]) -> str:
-    counts = formats_of(tensors)
-    return ", ".join(f"{count:,} of {dtype}" for dtype, count in counts.items()) or "it is empty"
-
-
-def _builtin_fingerprint(model: ModelConfig) -> str:
-    return key_of({"built-in": model.model_dump(mode="json")})
-
-
-def _build_builtin(model: ModelConfig) -> nn.Module:
-    import torch
-
-    from offload.gpt import LanguageModel
-
-    with torch.device("meta"):
-        return LanguageModel(model)
