@@ -25,8 +25,7 @@ from offload.tools.memest.options import (
 )
 from offload.tools.memest.output import write_file
 from offload.tools.memest.run_hardware import profile_of, speeds_of
-from offload.tools.memest.source.facts_cache import UntraceableError
-from offload.tools.memest.source.model_source import ModelSource, SourceKind
+from offload.tools.memest.source.model_source import ModelSource, SourceKind, UntraceableError
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 

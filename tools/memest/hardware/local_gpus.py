@@ -1,16 +1,13 @@
-"""GPUs of this machine without torch: NVIDIA's management library, through ctypes.
-
-It comes with the driver; where there is none, there is no GPU that could be used.
-"""
+"""GPUs of this machine without torch, as `nvidia-smi` lists them: it comes with the driver."""
 
 from __future__ import annotations
 
-import ctypes
 import os
+import subprocess
 from dataclasses import dataclass
 
-_OK = 0
-_NAME_NBYTES = 96
+_TIMEOUT_S = 30.0
+_QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")  # in MiB
 
 
 @dataclass(frozen=True)
@@ -22,25 +19,21 @@ class LocalGpu:
     free_nbytes: int
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [
-        ("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)
-    ]  # fmt: skip
-
-
-def local_gpus(library: str = "libnvidia-ml.so.1") -> list[LocalGpu]:
+def local_gpus(program: str = "nvidia-smi") -> list[LocalGpu]:
     """The GPUs, in the driver's order; empty without a driver. `CUDA_VISIBLE_DEVICES` counts."""
     try:
-        nvml = ctypes.CDLL(library)
-    except OSError:
+        listed = subprocess.run(
+            [program, *_QUERY], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
         return []
-    if nvml.nvmlInit_v2() != _OK:
-        return []
-    try:
-        found = _read_all(nvml)
-    finally:
-        nvml.nvmlShutdown()
-    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in listed.stdout.splitlines()]
+    gpus = [
+        LocalGpu(name, int(total) << 20, int(free) << 20)
+        for name, total, free in rows
+        if total.isdecimal() and free.isdecimal()  # "[N/A]": memory shared with the CPU
+    ]
+    return visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible(gpus: list[LocalGpu], setting: str | None) -> list[LocalGpu]:
@@ -51,22 +44,3 @@ def visible(gpus: list[LocalGpu], setting: str | None) -> list[LocalGpu]:
     if not all(name.isdecimal() for name in names):
         return gpus[: sum(name != "-1" for name in names)]
     return [gpus[int(name)] for name in names if int(name) < len(gpus)]
-
-
-def _read_all(nvml: ctypes.CDLL) -> list[LocalGpu]:
-    count = ctypes.c_uint()
-    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _OK:
-        return []
-    found = (_read(nvml, index) for index in range(count.value))
-    return [gpu for gpu in found if gpu is not None]
-
-
-def _read(nvml: ctypes.CDLL, index: int) -> LocalGpu | None:
-    device, memory = ctypes.c_void_p(), _Memory()
-    name = ctypes.create_string_buffer(_NAME_NBYTES)
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != _OK:
-        return None
-    if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) != _OK:
-        return None
-    nvml.nvmlDeviceGetName(device, name, _NAME_NBYTES)
-    return LocalGpu(name.value.decode(errors="replace"), memory.total, memory.free)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.workload import Workload
-from offload.tiers.errors import UnsupportedError
-from offload.tools.memest.source.facts_cache import cached_facts
+from offload.tiers.errors import OffloadError, UnsupportedError
+from offload.tools.memest.source.answer_cache import key_of, remembered
+from offload.tools.memest.source.error_text import one_line
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -28,6 +31,10 @@ class SourceKind(enum.StrEnum):
     FACTORY = "factory"  # module:function
     YAML = "yaml"  # an offload configuration: the built-in model
     STATED = "stated"  # numbers
+
+
+class UntraceableError(UnsupportedError):
+    """A model whose code cannot be followed without values: its states are known all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +72,61 @@ class ModelSource:
     ) -> ActivationFacts:
         """Bytes and operations of one forward and backward pass, from the module's own graph.
 
-        `device` (cpu, cuda): whose kernels are meant, by default those of `config`. Loads torch and
-        takes seconds unless the answer is on disk. UnsupportedError where no code is known.
+        `device` (cpu, cuda): whose kernels are meant, by default those of `config`, or of this
+        machine. Loads torch and takes seconds unless the answer is on disk. UnsupportedError where
+        no code is known, or where it fails for this input; UntraceableError where it cannot be
+        followed.
         """
         if self.build is None:
             raise UnsupportedError(
                 f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
                 "beside them, or name the model's module:function"
             )
-        build = partial(self.build, workload.sequence)
-        return cached_facts(self.fingerprint, build, config, workload, device)
+        find = partial(_traced, self.build, config, workload, device)
+        if self.fingerprint:
+            key = key_of({"model": self.fingerprint, **_pass_parts(config, workload, device)})
+            facts = remembered("activations", key, ActivationFacts | str, find)
+        else:
+            facts = find()
+        if isinstance(facts, str):
+            raise UntraceableError(facts)
+        return facts
+
+
+def _traced(
+    build: Callable[[int], nn.Module], config: OffloadConfig, workload: Workload,
+    device: str | None,
+) -> ActivationFacts | str:  # fmt: skip
+    """The facts, or why the model's code cannot be followed."""
+    from offload.planning.activation_trace import trace_activations
+
+    model = build(workload.sequence)
+    try:
+        return trace_activations(model, config, workload, device=device)
+    except UnsupportedError as error:
+        return str(error)
+    except OffloadError:
+        raise
+    except Exception as error:  # the model's own code: sizes that only it finds out about
+        raise UnsupportedError(
+            f"{type(model).__name__}: its forward fails for {workload.batch} x {workload.sequence} "
+            f"tokens: {one_line(error)}"
+        ) from error
+
+
+def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -> dict[str, Any]:
+    """All that a trace depends on beside the model."""
+    chosen = device or config.device
+    # torch would say which it is on this machine: without it, what decides that is named
+    here = ("/dev/nvidiactl", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpu = [os.path.exists(here[0]), here[1]] if chosen == "auto" else None
+    return {
+        "torch": metadata.version("torch"),
+        "device": [chosen, gpu],
+        "precision": config.precision,
+        "blocks": config.groups.blocks,
+        "recompute": config.placement.activations.checkpoint,
+        "micro_batches": config.micro_batches,
+        "batch": workload.batch,
+        "sequence": workload.sequence,
+    }
