@@ -176,7 +176,7 @@ def test_code_named_by_a_model_within_is_left_aside_too(tmp_path: Path) -> None:
 def test_sizes_that_no_model_has_are_refused_before_they_are_counted() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"layers": 4096, "hidden": 1 << 24}, "--hidden: 16777216 makes 1.38e"),
-        ({"layers": 2, "hidden": 256, "vocab": 1 << 31}, "--vocab 2147483648: must be from 1 to"),
+        ({"layers": 2, "hidden": 256, "vocab": 1 << 31}, "--vocab 2147483648: must be from 256 to"),
         ({"layers": 2, "hidden": 256, "mlp": 1 << 40}, "--mlp 1099511627776: must be from 1 to"),
     ]
     for sizes, said in cases:

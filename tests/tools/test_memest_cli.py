@@ -425,7 +425,7 @@ BAD: list[tuple[list[str], str]] = [
     (["max", "llama", "gpt"], "unexpected extra argument"),
     (["check"], "missing argument 'RUN'"),
     ([""], "the model's name is empty"),
-    (["--layers", "2", "--hidden", "64", "--vocab", "1"], "--vocab 1: must be at least 256"),
+    (["--layers", "2", "--hidden", "64", "--vocab", "1"], "--vocab 1: must be from 256 to"),
 ]
 
 

@@ -9,8 +9,8 @@ from offload.tools.memest.source.tree_pieces import (
     linear,
     module,
     repeat,
-    scale,
     tie,
+    weights,
 )
 from offload.zero.module_tree import ModuleTree
 
@@ -56,4 +56,8 @@ def _block(config: ModelConfig) -> ModuleTree:
 
 
 def _norm(config: ModelConfig) -> ModuleTree:
-    return scale("RMSNorm", config.hidden) if config.shape == "llama" else layer_norm(config.hidden)
+    return (
+        weights("RMSNorm", weight=(config.hidden,))
+        if config.shape == "llama"
+        else layer_norm(config.hidden)
+    )

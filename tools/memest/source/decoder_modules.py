@@ -94,8 +94,7 @@ class _RMSNorm(_Module):
         return self._scaled(hidden_states, input_dtype)
 
     def _scaled(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
-        normed: Tensor = self.weight * hidden_states.to(dtype)
-        return normed
+        return self.weight * hidden_states.to(dtype)
 
 
 class _OlmoNorm(_RMSNorm):
@@ -108,13 +107,11 @@ class _GemmaNorm(_Module):
     def forward(self, x: Tensor) -> Tensor:
         output = self._plain(x.float())
         output = output * (1.0 + self.weight.float())
-        narrow: Tensor = output.to(x.dtype)
-        return narrow
+        return output.to(x.dtype)
 
     @staticmethod
     def _plain(x: Tensor) -> Tensor:
-        normed: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return normed
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def _check_positions(embeds: Tensor, position_ids: Tensor) -> None:
@@ -231,8 +228,7 @@ class _LlamaBlock(_Module):
 
     def _normed(self, place: int, hidden_states: Tensor) -> Tensor:
         name = self.settings.family.norms[place]
-        normed: Tensor = hidden_states if name is None else getattr(self, name)(hidden_states)
-        return normed
+        return hidden_states if name is None else getattr(self, name)(hidden_states)
 
     def _dropped(self, hidden_states: Tensor) -> Tensor:
         return F.dropout(hidden_states, self.settings.residual_dropout, self.training)
@@ -252,15 +248,19 @@ class _LlamaAttention(_Module):
         return output, None
 
     def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
-        query = self._normed("q_norm", self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        key = self._normed("k_norm", self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        query = self._normed("q_norm", self.q_proj(hidden_states), shape)
+        key = self._normed("k_norm", self.k_proj(hidden_states), shape)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         return query, key, value
 
-    def _normed(self, name: str, states: Tensor) -> Tensor:
-        norm = self._modules.get(name)
-        normed: Tensor = states if norm is None else norm(states)
-        return normed
+    def _normed(self, name: str, states: Tensor, shape: Any) -> Tensor:
+        over = self.settings.family.head_norms
+        if over == "width":
+            states = getattr(self, name)(states)
+        states = states.view(shape)
+        if over == "head":
+            states = getattr(self, name)(states)
+        return states.transpose(1, 2)
 
     def _rotated(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
@@ -280,8 +280,7 @@ def _half_turned(x: Tensor) -> Tensor:
 
 class _GatedMLP(_Module):
     def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(self._active(self.gate_proj(x)) * self.up_proj(x))
-        return down
+        return self.down_proj(self._active(self.gate_proj(x)) * self.up_proj(x))
 
     def _active(self, gate: Tensor) -> Tensor:
         return F.silu(gate)
@@ -297,16 +296,7 @@ class _GemmaEmbedding(_Module):
         self.register_buffer("embed_scale", torch.empty(()), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        scaled: Tensor = F.embedding(tokens, self.weight) * self.embed_scale.to(self.weight.dtype)
-        return scaled
-
-
-class _OlmoAttention(_LlamaAttention):
-    def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
-        query = self.q_norm(self.q_proj(hidden_states))
-        key = self.k_norm(self.k_proj(hidden_states))
-        value = self.v_proj(hidden_states)
-        return tuple(each.view(shape).transpose(1, 2) for each in (query, key, value))
+        return F.embedding(tokens, self.weight) * self.embed_scale.to(self.weight.dtype)
 
 
 class _PhiAttention(_LlamaAttention):
@@ -337,8 +327,7 @@ class _PhiMLP(_Module):
         up = self.gate_up_proj(hidden_states)
         gate, up = up.chunk(2, dim=-1)
         up = up * F.silu(gate)
-        down: Tensor = self.down_proj(up)
-        return down
+        return self.down_proj(up)
 
 
 # ---------------------------------------------------------------- Mixtral, Qwen 3 MoE
@@ -441,8 +430,7 @@ class _GPT2Block(_Module):
         residual = hidden_states
         hidden_states = self.ln_2(hidden_states)
         fed_forward = self.mlp(hidden_states)
-        result: Tensor = residual + fed_forward
-        return result
+        return residual + fed_forward
 
 
 class _GPT2Attention(_Module):
@@ -475,7 +463,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 _BY_SUFFIX: dict[str, type[_Module]] = {  # the first that fits
     "GPT2Model": _GPT2Model, "GPT2Block": _GPT2Block, "GPT2Attention": _GPT2Attention,
-    "GPT2MLP": _GPT2MLP, "Olmo2RMSNorm": _OlmoNorm, "Olmo2Attention": _OlmoAttention,
+    "GPT2MLP": _GPT2MLP, "Olmo2RMSNorm": _OlmoNorm,
     "Phi3Attention": _PhiAttention, "Phi3MLP": _PhiMLP, "Gemma2RMSNorm": _GemmaNorm,
     "Gemma2MLP": _GemmaMLP, "ScaledWordEmbedding": _GemmaEmbedding,
     "Qwen3MoeTopKRouter": _QwenRouter, "ForCausalLM": _CausalModel, "LMHeadModel": _CausalModel,

@@ -11,7 +11,6 @@ from offload.tools.memest.source.tree_pieces import (
     linear,
     module,
     repeat,
-    scale,
     tie,
     weights,
 )
@@ -43,10 +42,6 @@ class _Decoder:
         self.head, self.kv_width = head_dim(keys), kv_heads(keys) * head_dim(keys)
         self.width = keys.size("num_attention_heads") * self.head
 
-    @property
-    def mlp_width(self) -> int:
-        return self.keys.size("intermediate_size")
-
     def tree(self) -> ModuleTree:
         vocab, scaled = self.keys.size("vocab_size"), self.family.scaled_embedding
         name = f"{self.prefix}TextScaledWordEmbedding" if scaled else "Embedding"
@@ -69,7 +64,7 @@ class _Decoder:
         )
 
     def _norm(self, width: int) -> ModuleTree:
-        return scale(f"{self.prefix}RMSNorm", width)
+        return weights(f"{self.prefix}RMSNorm", weight=(width,))
 
     def _attention(self) -> ModuleTree:
         bias = self.family.flag(self.keys, "attention_bias")
@@ -96,12 +91,12 @@ class _Decoder:
         return {"q_norm": self._norm(q_width), "k_norm": self._norm(k_width)}
 
     def _mlp(self) -> ModuleTree:
-        bias = self.family.flag(self.keys, "mlp_bias")
+        bias, width = self.family.flag(self.keys, "mlp_bias"), self.keys.size("intermediate_size")
         names = {"gate_up_proj": 2} if self.family.fused else {"gate_proj": 1, "up_proj": 1}
         return module(
             f"{self.prefix}MLP",
-            **{n: linear(self.hidden, k * self.mlp_width, bias=bias) for n, k in names.items()},
-            down_proj=linear(self.mlp_width, self.hidden, bias=bias),
+            **{n: linear(self.hidden, k * width, bias=bias) for n, k in names.items()},
+            down_proj=linear(width, self.hidden, bias=bias),
         )
 
     def _is_sparse(self, layer: int) -> bool:
@@ -114,7 +109,7 @@ class _Decoder:
     def _experts(self) -> ModuleTree:
         """A router, and all experts' gated MLPs in two tensors."""
         count, own = self.keys.size("num_local_experts"), "moe_intermediate_size"
-        width = self.keys.size(own) if self.family.reads(own) else self.mlp_width
+        width = self.keys.size(own if self.family.reads(own) else "intermediate_size")
         parts = {
             "gate": weights(f"{self.prefix}TopKRouter", weight=(count, self.hidden)),
             "experts": weights(

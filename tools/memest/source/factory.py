@@ -48,7 +48,13 @@ def build_named(source: str) -> nn.Module:
             f"{source}: returned {type(model).__name__}, not an nn.Module"
             + ("; name the function that builds it" if model is None else "")
         )
-    _check_on_meta(source, model)
+    real = [(name, param) for name, param in model.named_parameters() if not param.is_meta]
+    if real:
+        name, param = real[0]
+        raise ConfigError(
+            f"{source}: {len(real)} parameters have real memory, the first is {name} on "
+            f"{param.device}; build without loading weights and without naming a device"
+        )
     return model
 
 
@@ -74,16 +80,6 @@ def _imported(source: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{source}: is {type(found).__name__}, not a function")
     return found
-
-
-def _check_on_meta(source: str, model: nn.Module) -> None:
-    real = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    if real:
-        name, param = real[0]
-        raise ConfigError(
-            f"{source}: {len(real)} parameters have real memory, the first is {name} on "
-            f"{param.device}; build without loading weights and without naming a device"
-        )
 
 
 @contextlib.contextmanager

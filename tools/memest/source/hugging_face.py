@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE
+from offload.config.training import MOST_LAYERS, MOST_SIZE
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.config_keys import Keys
 from offload.tools.memest.source.decoder_tree import decoder_tree
@@ -117,15 +117,6 @@ def check_sizes(values: Any, where: str) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if sized and number and most < value < math.inf:
             raise ConfigError(f"{where}: {key} is {shown(value)}; it must be from 1 to {most}")
-
-
-def check_numel(numel: int, where: str) -> None:
-    """ConfigError for more parameters than are counted."""
-    if numel > MOST_PARAMS:
-        raise ConfigError(
-            f"{where}: its sizes make {float(numel):.3g} parameters; at most {MOST_PARAMS:.0e} are "
-            "counted"
-        )
 
 
 def read_configuration(path: Path) -> ModelConfiguration:

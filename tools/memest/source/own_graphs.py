@@ -19,7 +19,6 @@ from offload.tools.memest.source.hugging_face import ModelConfiguration, family_
 if TYPE_CHECKING:
     from torch import nn
 
-AS_IN = "transformers 5.17"
 _ADD_OPERATIONS = (  # or outputs, where they are asked for
     "output_attentions", "output_hidden_states", "output_router_logits", "loss_type",
     "use_sliding_window", "router_jitter_noise", "reorder_and_upcast_attn", "torchscript",
@@ -74,7 +73,10 @@ def traced_modules(configuration: ModelConfiguration, sequence: int) -> str:
     """Where the figures of a pass come from."""
     if own_settings(configuration, sequence) is None:
         return "activations and work: a trace of the modules of the installed transformers"
-    return f"activations and work: a trace of memest's own modules, which equal those of {AS_IN}"
+    return (
+        "activations and work: a trace of memest's own modules, which equal those of "
+        "transformers 5.17"
+    )
 
 
 def _sees_all(family: Family, keys: Keys, sequence: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
-from offload.config.training import ModelConfig
+from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.config.written_for import WrittenFor
 from offload.planning.durations import counted
 from offload.tiers.errors import ConfigError
@@ -21,7 +22,6 @@ from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import (
     ModelConfiguration,
     check_configuration,
-    check_numel,
     family_tree,
     read_configuration,
 )
@@ -30,7 +30,6 @@ from offload.tools.memest.source.model_source import ModelSource, SourceKind
 from offload.tools.memest.source.own_graphs import own_model, traced_modules
 from offload.tools.memest.source.safetensors_header import (
     HeaderTensor,
-    formats_of,
     read_files,
     read_header,
     read_index,
@@ -224,7 +223,11 @@ def _from_configuration(
     else:
         found, built = library_model(configuration, blocks, library)
         shape, context, notes = found.shape, context or found.context, (*notes, *built)
-    check_numel(shape.numel, configuration.where)
+    if shape.numel > MOST_PARAMS:
+        raise ConfigError(
+            f"{configuration.where}: its sizes make {float(shape.numel):.3g} parameters; at most "
+            f"{MOST_PARAMS:.0e} are counted"
+        )
     return ModelSource(
         name=name or configuration.model_type,
         kind=SourceKind.CONFIGURATION,
@@ -243,7 +246,10 @@ def _from_tensors(
     named = tree_of_names(tensors)
     shape = shape_of(named.tree)
     if shape.numel == 0:
-        formats = ", ".join(f"{n:,} of {dtype}" for dtype, n in formats_of(tensors).items())
+        counts: Counter[str] = Counter()
+        for tensor in tensors.values():
+            counts[tensor.dtype] += tensor.numel
+        formats = ", ".join(f"{numel:,} of {dtype}" for dtype, numel in counts.most_common())
         raise ConfigError(f"{path}: holds no trainable weights: {formats or 'it is empty'}")
     notes = ["groups are told from the names of the weights"]
     if blocks:

@@ -7,7 +7,7 @@ holes, and fill the file. https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,14 @@ def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise ConfigError(f"{path}: {name[:80]} is in {shown(file)}, no file beside the index")
     files = sorted(set(weight_map.values()))
-    _check_present(path, files)
+    missing = [file for file in files if not (path.parent / file).exists()]
+    if missing:
+        named = ", ".join(file[:80] for file in missing[:4])
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ConfigError(
+            f"{path}: {len(missing)} of {len(files)} files are missing: {named}{more}; "
+            "finish the download, or name the config.json instead"
+        )
     headers = {file: read_header(path.parent / file) for file in files}
     for name, file in weight_map.items():
         if name not in headers[file]:
@@ -76,22 +83,3 @@ def read_files(paths: Sequence[Path]) -> dict[str, HeaderTensor]:
                 raise ConfigError(f"{path}: {name[:80]} is in another file, too")
             tensors[name] = tensor
     return tensors
-
-
-def formats_of(tensors: Mapping[str, HeaderTensor]) -> dict[str, int]:
-    """Elements of each format, the most first."""
-    counts: dict[str, int] = {}
-    for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
-
-def _check_present(path: Path, files: Sequence[str]) -> None:
-    missing = [file for file in files if not (path.parent / file).exists()]
-    if missing:
-        named = ", ".join(file[:80] for file in missing[:4])
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise ConfigError(
-            f"{path}: {len(missing)} of {len(files)} files are missing: {named}{more}; "
-            "finish the download, or name the config.json instead"
-        )

@@ -41,7 +41,6 @@ _LEFT_ASIDE = (
     "use_kernels", "_use_kernels", "kernel_config", "allow_all_kernels", "trust_remote_code",
 )  # fmt: skip
 _SPECIAL = ("Infinity", "-Infinity", "NaN")
-_INSTALL = "install transformers (`pip install 'offload[hf]'`)"
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def library_model(
 def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
     """All that a model's graph depends on."""
     versions = {name: _version(name) for name in ("torch", "transformers")}
-    return {"values": _values(configuration), "versions": versions}
+    return {"values": _decoded(configuration.values), "versions": versions}
 
 
 def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
@@ -89,7 +88,7 @@ def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
             raise unknown_architecture(configuration, list(transformers.CONFIG_MAPPING))
         try:
             config_class = transformers.CONFIG_MAPPING[configuration.model_type]
-            config = config_class.from_dict(_values(configuration))
+            config = config_class.from_dict(_decoded(configuration.values))
             with torch.device("meta"):
                 model: nn.Module = _build(configuration, config)
         except OffloadError:
@@ -118,23 +117,14 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def _values(configuration: ModelConfiguration) -> dict[str, Any]:
-    """What the file says of the model itself."""
-    values: dict[str, Any] = _decoded(configuration.values)
-    return values
-
-
-def _is_left_aside(key: str) -> bool:
-    return key in _LEFT_ASIDE or names_code(key)
-
-
 def _decoded(value: Any) -> Any:
     """A copy without what is left aside, and with the floats that transformers writes as
     `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _SPECIAL:
             return float(value["__float__"])
-        return {k: _decoded(inner) for k, inner in value.items() if not _is_left_aside(k)}
+        kept = {k: v for k, v in value.items() if k not in _LEFT_ASIDE and not names_code(k)}
+        return {key: _decoded(inner) for key, inner in kept.items()}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -144,7 +134,7 @@ def _require_known(configuration: ModelConfiguration) -> None:
         if _version(name) == "none":
             raise ConfigError(
                 f"{configuration.where}: the modules of {configuration.model_type} are not known "
-                f"here without {name}; {_INSTALL}"
+                f"here without {name}; install transformers (`pip install 'offload[hf]'`)"
             )
     known = _named_types()
     if known and configuration.model_type not in known:

@@ -31,11 +31,6 @@ def embedding(count: int, width: int, class_name: str = "Embedding") -> ModuleTr
     return weights(class_name, weight=(count, width))
 
 
-def scale(class_name: str, width: int) -> ModuleTree:
-    """A norm with a weight alone."""
-    return weights(class_name, weight=(width,))
-
-
 def layer_norm(width: int) -> ModuleTree:
     return weights("LayerNorm", weight=(width,), bias=(width,))
 
