@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.tiers.errors import ConfigError, PathError
 from offload.tools.memest.source.divisors import divisors
-from offload.tools.memest.source.hugging_face import check_configuration, read_configuration
+from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.safetensors_header import read_header
@@ -153,7 +153,8 @@ def test_code_of_a_repository_is_neither_fetched_nor_run(
         (tmp_path / name).mkdir()
     plain = read_model(str(write_config(tmp_path / "plain")))
     named = read_model(str(write_config(tmp_path / "named", **keys)))
-    model: Any = build_on_meta(read_configuration(tmp_path / "named" / "config.json"))
+    path = tmp_path / "named" / "config.json"
+    model: Any = build_on_meta(check_configuration(read_json(path), str(path)))
     assert not asked
     chosen = str(model.config._attn_implementation) + str(model.config._experts_implementation)
     assert _REPOSITORY not in chosen

@@ -61,6 +61,15 @@ def test_a_configuration_and_its_folder_give_the_same_model(tmp_path: Path) -> N
     assert file.fingerprint == folder.fingerprint != ""
 
 
+def test_a_model_is_named_by_the_folder_that_links_to_its_configuration(tmp_path: Path) -> None:
+    """As in Hugging Face's cache, where every file is a link to a blob."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "model" / "config.json"
+    config.symlink_to(write_config(tmp_path / "blobs"))
+    assert read_model(str(config)).name == read_model(str(config.parent)).name == "model"
+
+
 def test_tied_weights_count_once_and_their_group_serves_both_units(tmp_path: Path) -> None:
     shape = read_model(str(write_config(tmp_path, tie_word_embeddings=True))).shape
     assert shape.numel == TINY_LLAMA_NUMEL - 64 * 32

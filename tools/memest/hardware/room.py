@@ -29,14 +29,15 @@ class Room:
 
 
 def room_of(profile: HardwareProfile) -> Room:
-    """All that the planner may use, too: every system is held to the same capacities."""
+    """The capacities that our planner has, too: every system is compared at the same ones."""
     return Room(profile.gpu_free_nbytes, profile.usable_ram_nbytes, profile.nvme_nbytes)
 
 
 def places_of(
     held: Mapping[TierName, Mapping[MemoryClass, int]], room: Room, ranks_per_node: int
 ) -> Mapping[TierName, PlaceEstimate]:
-    """What a system holds in each tier beside what there is. Without a GPU all is in RAM.
+    """The bytes that a system holds in each tier, and the tier's capacity. Without a GPU the bytes
+    meant for it are in RAM.
 
     `held`: of one GPU, of one node's RAM and of one node's disks.
     """
@@ -52,7 +53,7 @@ def places_of(
 
 
 def too_full(places: Mapping[TierName, PlaceEstimate]) -> Iterator[TierName]:
-    """The places that cannot hold their part."""
+    """The tiers whose bytes exceed their capacity."""
     for tier, place in places.items():
         if place.peak_nbytes > place.capacity_nbytes:
             yield tier

@@ -28,7 +28,7 @@ class Keys:
         self.where = where
 
     def raw(self, key: str) -> Any:
-        """Whatever the file says; None where it says nothing."""
+        """The value as the file has it, unchecked; None where neither file nor family has one."""
         return self._values.get(key)
 
     def size(self, key: str, *, most: int = MOST_SIZE) -> int:

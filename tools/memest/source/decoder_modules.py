@@ -18,16 +18,18 @@ from torch.nn import functional as F  # noqa: N812
 from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
 
 if TYPE_CHECKING:
-    from offload.tools.memest.source.own_graphs import Settings
+    from offload.tools.memest.source.decoder_settings import DecoderSettings
 
 
-def model_of(tree: ModuleTree, settings: Settings) -> nn.Module:
+def model_of(tree: ModuleTree, settings: DecoderSettings) -> nn.Module:
     """The module that `tree` describes, on the meta device."""
     with torch.device("meta"):
         return _built(tree, settings, {})
 
 
-def _built(tree: ModuleTree, settings: Settings, made: dict[TreeParam, nn.Parameter]) -> nn.Module:
+def _built(
+    tree: ModuleTree, settings: DecoderSettings, made: dict[TreeParam, nn.Parameter]
+) -> nn.Module:
     if tree.kind is ModuleKind.CONTAINER:
         return nn.ModuleList(_built(block, settings, made) for block in tree.children.values())
     module: _Module = _class_of(tree.class_name)()
@@ -52,7 +54,7 @@ def _class_of(name: str) -> type[_Module]:
 class _Module(nn.Module):
     """Its parameters and children are put in from outside."""
 
-    settings: Settings
+    settings: DecoderSettings
 
     if TYPE_CHECKING:
 
@@ -130,7 +132,7 @@ def _positions(embeds: Tensor) -> Tensor:
 
 
 def _attention(
-    settings: Settings, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    settings: DecoderSettings, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
     more: dict[str, Any] = {}
     times = settings.heads // settings.kv_heads

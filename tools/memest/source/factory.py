@@ -1,4 +1,4 @@
-"""`module:function`: a function of the user's own that returns an nn.Module.
+"""`module:function`: a user's function that returns an nn.Module.
 
 The one kind of source whose code runs, because the user named it. It is built under
 `torch.device("meta")`: a model of any size takes no memory. What it prints goes to stderr: standard

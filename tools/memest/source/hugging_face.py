@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from offload.config.training import MOST_LAYERS, MOST_SIZE
@@ -21,7 +20,6 @@ from offload.tools.memest.source.decoder_tree import decoder_tree
 from offload.tools.memest.source.error_text import shown
 from offload.tools.memest.source.families import FAMILIES
 from offload.tools.memest.source.family import Family
-from offload.tools.memest.source.input_files import read_json
 from offload.zero.module_tree import ModuleTree
 
 # `attn_implementation`, `_experts_implementation_internal`, ...: in transformers the name of a
@@ -63,7 +61,7 @@ class ModelConfiguration:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What in the file was not followed."""
+        """What in the file was ignored."""
         notes = []
         if "auto_map" in self.values:
             notes.append("auto_map names code in the model folder, which is not executed")
@@ -119,11 +117,6 @@ def check_sizes(values: Any, where: str) -> None:
             raise ConfigError(f"{where}: {key} is {shown(value)}; it must be from 1 to {most}")
 
 
-def read_configuration(path: Path) -> ModelConfiguration:
-    """The configuration in a file. ConfigError if it describes no model."""
-    return check_configuration(read_json(path), str(path))
-
-
 def check_configuration(values: Any, where: str) -> ModelConfiguration:
     """The top level of parsed JSON. ConfigError if it describes no model."""
     if not isinstance(values, dict):
@@ -175,7 +168,7 @@ def check_heads(keys: Keys) -> None:
 
 
 def unknown_architecture(configuration: ModelConfiguration, known: list[str]) -> ConfigError:
-    """The error for a `model_type` that nobody here knows, with those that could be meant."""
+    """The error for an unknown `model_type`, with the known ones that are spelt like it."""
     like = difflib.get_close_matches(configuration.model_type, known, n=3)
     hint = f"; did you mean {' or '.join(like)}?" if like else ""
     return ConfigError(

@@ -1,4 +1,4 @@
-"""Files that somebody names: opened for reading only, bounded, and never executed.
+"""Files that a user names: opened for reading only, up to a size, and never executed.
 
 Formats that hold code (pickles, PyTorch's zip archives) are known by their first bytes and refused
 unopened.

@@ -1,4 +1,4 @@
-"""Whatever memest can be asked about, as one kind of thing: a model's shape and its activations."""
+"""A model that memest reads, from any source: its shape, and the activations of its passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UntraceableError(UnsupportedError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model that can be asked about.
+    """A model as memest knows it.
 
     `shape` has the groups that `discover` finds in the module that will be trained.
     """
@@ -48,9 +48,9 @@ class ModelSource:
     kind: SourceKind
     shape: ModelShape
     fingerprint: str  # of all that the model's graph depends on
-    location: str | None = None  # where it was read from, for others to read it again
+    location: str | None = None  # where it was read from, so that it can be read again
     context: int | None = None  # longest sequence in tokens, where one is known
-    notes: tuple[str, ...] = ()  # what was assumed, left aside, or took long
+    notes: tuple[str, ...] = ()  # what was assumed, ignored, or took long
     config: OffloadConfig | None = None  # of an offload YAML
     train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does
     # modules on the meta device whose trace is the model's for sequences of a length; loads torch
@@ -115,7 +115,7 @@ def _traced(
 
 
 def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -> dict[str, Any]:
-    """All that a trace depends on beside the model."""
+    """Everything but the model that a trace depends on."""
     chosen = device or config.device
     # torch would say which it is on this machine: without it, what decides that is named
     here = ("/dev/nvidiactl", os.environ.get("CUDA_VISIBLE_DEVICES"))

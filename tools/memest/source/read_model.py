@@ -1,4 +1,4 @@
-"""Whatever memest can be asked about: read as one kind of thing, `ModelSource`."""
+"""Every kind of source that memest reads, as a `ModelSource`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from offload.planning.durations import counted
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.answer_cache import key_of
 from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.decoder_settings import own_model, traced_modules
 from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import (
     ModelConfiguration,
     check_configuration,
     family_tree,
-    read_configuration,
 )
 from offload.tools.memest.source.input_files import read_json, refuse_code, status_of
 from offload.tools.memest.source.model_source import ModelSource, SourceKind
-from offload.tools.memest.source.own_graphs import own_model, traced_modules
 from offload.tools.memest.source.safetensors_header import (
     HeaderTensor,
     read_files,
@@ -90,8 +89,7 @@ def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be listed: {error.strerror}") from None
     if "config.json" in names:
-        configuration = read_configuration(path / "config.json")
-        return _from_configuration(configuration, path.resolve().name, blocks)
+        return _read_json_file(path / "config.json", blocks)
     if _INDEX in names:
         return _read_json_file(path / _INDEX, blocks)
     files = sorted(name for name in names if name.endswith(".safetensors"))
@@ -203,7 +201,7 @@ def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     if isinstance(values, dict) and "weight_map" in values:
         return _from_tensors(read_index(values, path), path, blocks)
     configuration = check_configuration(values, str(path))
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    name = path.parent.resolve().name if path.name == "config.json" else path.stem
     return _from_configuration(configuration, name, blocks)
 
 

@@ -35,7 +35,7 @@ class HeaderTensor:
 
 
 def read_header(path: Path) -> dict[str, HeaderTensor]:
-    """The tensors of a file by name. PathError if it cannot be read, ConfigError if it is none."""
+    """The tensors of a file by name. PathError if it cannot be read, ConfigError if damaged."""
     refuse_code(path)
     from safetensors import SafetensorError, safe_open
 
@@ -48,9 +48,9 @@ def read_header(path: Path) -> dict[str, HeaderTensor]:
 
 
 def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
-    """The tensors of all files beside `path` that it names: a `model.safetensors.index.json`.
+    """The tensors of the files beside `path` that a parsed `model.safetensors.index.json` names.
 
-    ConfigError that names the files which are missing, or lack a tensor of theirs.
+    ConfigError for a file that is missing or lacks a tensor, by name.
     """
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

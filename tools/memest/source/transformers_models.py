@@ -36,16 +36,17 @@ if TYPE_CHECKING:
 
 # Not of the model, wherever in the file: code of others (kernels of a repository, too, and a map
 # that gives them another name), formats of stored weights, choices of one machine.
-_LEFT_ASIDE = (
+_IGNORED = (
     "auto_map", "quantization_config", "torch_dtype", "dtype", "_name_or_path", "attribute_map",
     "use_kernels", "_use_kernels", "kernel_config", "allow_all_kernels", "trust_remote_code",
 )  # fmt: skip
+_BUILT = "the modules were built by transformers, which takes seconds; the next answer will not"
 _SPECIAL = ("Infinity", "-Infinity", "NaN")
 
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """What the modules that the library builds tell of a model."""
+    """What is known of a model from the modules and the configuration that the library builds."""
 
     shape: ModelShape
     context: int | None  # longest sequence in tokens, where its configuration has one
@@ -60,9 +61,7 @@ def library_model(
     def find() -> LibraryModel:
         from offload.zero.discovery import discover
 
-        notes.append(
-            "the modules were built by transformers, which takes seconds; the next answer will not"
-        )
+        notes.append(_BUILT)
         model: Any = build()
         shape = discover(model, blocks).shape()
         return LibraryModel(shape, first_size(vars(model.config.get_text_config()), CONTEXT_KEYS))
@@ -118,12 +117,12 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """A copy without what is left aside, and with the floats that transformers writes as
+    """A copy without the ignored keys, and with the floats that transformers writes as
     `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _SPECIAL:
             return float(value["__float__"])
-        kept = {k: v for k, v in value.items() if k not in _LEFT_ASIDE and not names_code(k)}
+        kept = {k: v for k, v in value.items() if k not in _IGNORED and not names_code(k)}
         return {key: _decoded(inner) for key, inner in kept.items()}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 

@@ -1,8 +1,7 @@
 """Which configurations are traced on modules of our own (`decoder_modules`), and how these run.
 
-Importing transformers takes longer than tracing what it builds. For the families most asked about
-the trace runs on modules of our own, which call torch as transformers' (5.17) do; a test compares
-every figure of the two traces. Other options are traced on the modules of transformers.
+Importing transformers takes longer than a trace. Our modules call torch as transformers' (5.17) do:
+a test compares every figure of both traces. Other options are traced on the library's modules.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _ADD_OPERATIONS = (  # or outputs, where they are asked for
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a forward depends on beside its family and the shapes of its parameters."""
+class DecoderSettings:
+    """What a forward depends on, apart from the shapes of its parameters."""
 
     family: Family
     heads: int
@@ -42,7 +41,7 @@ class Settings:
     caps_logits: bool = False
 
 
-def own_settings(configuration: ModelConfiguration, sequence: int) -> Settings | None:
+def own_settings(configuration: ModelConfiguration, sequence: int) -> DecoderSettings | None:
     """How the model runs on sequences of that length; None if that is not described here."""
     family = configuration.family
     if family is None:
@@ -92,7 +91,7 @@ def _sees_all(family: Family, keys: Keys, sequence: int) -> bool:
     return isinstance(window, int) and sequence < window
 
 
-def _settings(family: Family, keys: Keys) -> Settings | None:
+def _settings(family: Family, keys: Keys) -> DecoderSettings | None:
     shares = _shares(family, keys, "attention_dropout", "resid_pdrop")
     if shares is None or not _plain_ropes(family, keys):
         return None
@@ -101,20 +100,20 @@ def _settings(family: Family, keys: Keys) -> Settings | None:
         return None
     cap = "final_logit_softcapping"
     caps = family.reads(cap) and keys.raw(cap) is not None
-    return Settings(
+    return DecoderSettings(
         family, keys.size("num_attention_heads"), kv_heads(keys), head_dim(keys),
         attention_dropout=shares[0], residual_dropout=shares[1], experts_per_token=chosen,
         norms_shares=family.flag(keys, "norm_topk_prob"), caps_logits=caps,
     )  # fmt: skip
 
 
-def _gpt2_settings(family: Family, keys: Keys) -> Settings | None:
+def _gpt2_settings(family: Family, keys: Keys) -> DecoderSettings | None:
     shares = _shares(family, keys, "attn_pdrop", "embd_pdrop", "resid_pdrop")
     heads, hidden = keys.size("n_head"), keys.size("n_embd")
     if shares is None or keys.raw("pad_token_id") is not None or hidden % heads:
         return None
     attention, embedding, residual = shares
-    return Settings(family, heads, heads, hidden // heads, attention, embedding, residual)
+    return DecoderSettings(family, heads, heads, hidden // heads, attention, embedding, residual)
 
 
 def _plain_ropes(family: Family, keys: Keys) -> bool:
