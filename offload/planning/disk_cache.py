@@ -61,13 +61,6 @@ def save(kind: str, key: str, values: Any) -> None:
             raise
 
 
-def text(value: Any) -> str:
-    """ValueError unless it is text."""
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value
-
-
 def flag(value: Any) -> bool:
     """ValueError unless it is true or false."""
     if not isinstance(value, bool):

@@ -13,8 +13,8 @@ from offload import machine
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import ConfigError
 from offload.tools.memest import profiles
-from offload.tools.memest.local_gpus import LocalGpu, local_gpus, visible
-from offload.tools.memest.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
+from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus, visible
+from offload.tools.memest.hardware.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
 from offload.tools.memest.profiles import (
     MATMUL_SHARE,
     SYSTEM_NBYTES,
@@ -197,7 +197,26 @@ def test_gpus_are_those_that_cuda_would_show() -> None:
 
 
 def test_without_a_driver_there_is_no_gpu() -> None:
-    assert local_gpus("libno-such-library.so.1") == []
+    assert local_gpus("no-such-program") == []
+
+
+def test_gpus_are_read_as_the_driver_lists_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho 'NVIDIA H200, 143771, 143160'\necho 'NVIDIA GB10, [N/A], [N/A]'\n"
+        "echo 'A, B, 24564, 1000'\nexit ${FAILS:-0}\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = [LocalGpu("NVIDIA H200", 143771 << 20, 143160 << 20),
+             LocalGpu("A, B", 24564 << 20, 1000 << 20)]  # fmt: skip
+    assert local_gpus(str(program)) == found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert local_gpus(str(program)) == found[1:]
+    monkeypatch.setenv("FAILS", "9")
+    assert local_gpus(str(program)) == []
 
 
 def test_nothing_here_imports_torch() -> None:

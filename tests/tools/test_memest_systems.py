@@ -14,10 +14,10 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import round_up
 from offload.tools.memest.compare import PLACE_NAMES, compare, lines
+from offload.tools.memest.hardware.room import room_of
 from offload.tools.memest.ladders import FamilyName, Shape, facts_of, ladder, model_of, subject_from
 from offload.tools.memest.largest import largest, largest_of_all
 from offload.tools.memest.profiles import HardwareProfile, read_profile
-from offload.tools.memest.room import room_of
 from offload.tools.memest.subject import Ranks, Subject, subject_of
 from offload.tools.memest.systems import OTHERS, Framework, Numbers, System, memory_of
 from offload.tools.memest.systems_ours import plan_ours

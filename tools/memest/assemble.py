@@ -14,10 +14,10 @@ from offload.planning.workload import Workload
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
 from offload.tools.memest.changes import changes
+from offload.tools.memest.hardware.parts import NCCL
 from offload.tools.memest.judge import Judge
-from offload.tools.memest.parts import NCCL
 from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.source import ModelSource, SourceKind
+from offload.tools.memest.source.model_source import ModelSource, SourceKind
 
 
 def estimate(

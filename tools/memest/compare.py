@@ -14,8 +14,8 @@ from offload.planning.speeds import Speeds
 from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
+from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
 from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.room import Room, places_of, room_of, too_full
 from offload.tools.memest.subject import Ranks, Subject, ranks_of, subject_of
 from offload.tools.memest.systems import (
     FRAMEWORK,
@@ -81,7 +81,8 @@ def compare(
     framework = _framework(ours)
     rows = []
     for system in OTHERS:
-        places = places_of(memory_of(system, subject, ranks, numbers, framework), room, ranks)
+        held = memory_of(system, subject, ranks, numbers, framework)
+        places = places_of(held, room, ranks.per_node)
         step_s = None
         if speeds is not None and ranks.count == 1:
             step_s = rough_step_s(
@@ -108,7 +109,7 @@ def _planned(
     model: ModelShape, config: OffloadConfig, subject: Subject, ranks: Ranks, room: Room
 ) -> Row:
     found = plan_ours(config, model, subject, ranks, room)
-    places = places_of(found.held, room, ranks)
+    places = places_of(found.held, room, ranks.per_node)
     full = tuple(too_full(places)) or found.short_tiers
     return Row(System.OURS, places, full, None)
 

@@ -17,15 +17,8 @@ from offload.planning.speeds import Speeds
 from offload.planning.tuning import known
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
-from offload.tools.memest.local_gpus import LocalGpu, local_gpus
-from offload.tools.memest.part_names import (
-    find_part,
-    plain_name,
-    read_count,
-    read_size,
-    unknown_part,
-)
-from offload.tools.memest.parts import (
+from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus
+from offload.tools.memest.hardware.parts import (
     GEN4,
     GPUS,
     MACHINES,
@@ -36,6 +29,13 @@ from offload.tools.memest.parts import (
     LinkPart,
     MachinePart,
     SsdPart,
+)
+from offload.tools.memest.part_names import (
+    find_part,
+    plain_name,
+    read_count,
+    read_size,
+    unknown_part,
 )
 from offload.zero.sharding import ALONE, Sharding
 

@@ -200,7 +200,7 @@ def history_table(found: Sequence[Finding]) -> Table:
 # ---------------------------------------------------------------- deepspeed
 def run_deepspeed(asked: EstimateOptions, stage: int | None, largest_layer: str | None) -> int:
     """What DeepSpeed's own estimator says of the same model."""
-    from offload.tools.memest.stated_sizes import parse_count
+    from offload.tools.memest.source.stated_sizes import parse_count
 
     numel, layer = _numel_and_layer(asked)
     if largest_layer is not None:

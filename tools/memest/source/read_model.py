@@ -1,9 +1,10 @@
-"""Whatever memest can be asked about: read as one kind of thing, `ModelSource`."""
+"""Every kind of source that memest reads, as a `ModelSource`."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,43 +12,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
-from offload.config.training import ModelConfig
+from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.config.written_for import WrittenFor
+from offload.planning.durations import counted
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.answer_cache import key_of
-from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.factory import build_named, is_named
-from offload.tools.memest.hugging_face import (
+from offload.tools.memest.source.answer_cache import key_of
+from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.decoder_settings import own_model, traced_modules
+from offload.tools.memest.source.factory import build_named, is_named
+from offload.tools.memest.source.hugging_face import (
     ModelConfiguration,
     check_configuration,
-    check_numel,
     family_tree,
-    read_configuration,
 )
-from offload.tools.memest.input_files import read_json, refuse_code, status_of
-from offload.tools.memest.own_graphs import own_model, traced_modules
-from offload.tools.memest.safetensors_header import (
+from offload.tools.memest.source.input_files import read_json, refuse_code, status_of
+from offload.tools.memest.source.model_source import ModelSource, SourceKind
+from offload.tools.memest.source.safetensors_header import (
     HeaderTensor,
-    formats_of,
     read_files,
     read_header,
-    tensors_of_index,
+    read_index,
 )
-from offload.tools.memest.source import ModelSource, SourceKind
-from offload.tools.memest.stated_sizes import StatedSizes, model_of
-from offload.tools.memest.transformers_models import (
+from offload.tools.memest.source.stated_sizes import StatedSizes, model_of
+from offload.tools.memest.source.transformers_models import (
     build_on_meta,
     fingerprint_parts,
-    library_shape,
+    library_model,
 )
-from offload.tools.memest.weight_names import tree_of_names
-from offload.tools.memest.wording import counted
+from offload.tools.memest.source.weight_names import tree_of_names
+from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["ModelSource", "SourceKind", "StatedSizes", "read_model", "read_stated"]
 
 _INDEX = "model.safetensors.index.json"
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -92,8 +89,7 @@ def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be listed: {error.strerror}") from None
     if "config.json" in names:
-        configuration = read_configuration(path / "config.json")
-        return _from_configuration(configuration, path.resolve().name, blocks)
+        return _read_json_file(path / "config.json", blocks)
     if _INDEX in names:
         return _read_json_file(path / _INDEX, blocks)
     files = sorted(name for name in names if name.endswith(".safetensors"))
@@ -122,7 +118,7 @@ def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
         shape=shape,
         fingerprint="",  # code may change between two calls
         notes=() if shape.numel_trainable else (none_trained,),
-        build=lambda: model,
+        build=lambda sequence: model,
     )
 
 
@@ -132,19 +128,13 @@ def read_yaml(path: Path) -> ModelSource:
     config = OffloadConfig.load(path)
     if config.written_for is not None:
         return read_written_for(config, config.written_for)
-    stated = "train" in config.model_fields_set
-    model = config.train.model
-    return ModelSource(
-        name=path.name,
-        kind=SourceKind.YAML,
-        shape=shape_of(builtin_tree(model), config.groups.blocks),
-        fingerprint=_builtin_fingerprint(model),
+    stated, model = "train" in config.model_fields_set, config.train.model
+    shape = shape_of(builtin_tree(model), config.groups.blocks)
+    notes = () if stated else ("no train: section: the built-in model at its default size",)
+    return replace(
+        _built_in(path.name, SourceKind.YAML, model, shape, notes),
         context=model.max_sequence,
-        vocab=model.vocab,
-        notes=() if stated else ("no train: section: the built-in model at its default size",),
         config=config,
-        train_model=model,
-        build=cache(lambda: _build_builtin(model)),
     )
 
 
@@ -182,50 +172,68 @@ def _name_it(source: str | None) -> str:
 def read_stated(sizes: StatedSizes) -> ModelSource:
     """A model of a few stated sizes. ConfigError where they contradict."""
     stated = model_of(sizes)
-    count = stated.shape.numel
+    name = f"{counted(stated.shape.numel)} parameters"
+    found = _built_in(name, SourceKind.STATED, stated.config, stated.shape, stated.notes)
+    return replace(found, context=sizes.context)
+
+
+def _built_in(
+    name: str, kind: SourceKind, model: ModelConfig, shape: ModelShape, notes: tuple[str, ...]
+) -> ModelSource:
+    @cache
+    def build(sequence: int) -> nn.Module:
+        import torch
+
+        from offload.gpt import LanguageModel
+
+        with torch.device("meta"):
+            return LanguageModel(model)
+
+    fingerprint = key_of({"built-in": model.model_dump(mode="json")})
     return ModelSource(
-        name=f"{counted(count)} parameters",
-        kind=SourceKind.STATED,
-        shape=stated.shape,
-        fingerprint=_builtin_fingerprint(stated.config),
-        context=sizes.context,
-        vocab=stated.config.vocab,
-        notes=stated.notes,
-        train_model=stated.config,
-        build=cache(lambda: _build_builtin(stated.config)),
-    )
+        name=name, kind=kind, shape=shape, fingerprint=fingerprint, notes=notes, train_model=model,
+        build=build,
+    )  # fmt: skip
 
 
 def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     values = read_json(path)
     if isinstance(values, dict) and "weight_map" in values:
-        return _from_tensors(tensors_of_index(values, path), path, blocks)
+        return _from_tensors(read_index(values, path), path, blocks)
     configuration = check_configuration(values, str(path))
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    name = path.parent.resolve().name if path.name == "config.json" else path.stem
     return _from_configuration(configuration, name, blocks)
 
 
 def _from_configuration(
     configuration: ModelConfiguration, name: str, blocks: Sequence[str]
 ) -> ModelSource:
+    library = cache(lambda: build_on_meta(configuration))
+
+    def build(sequence: int) -> nn.Module:
+        own = own_model(configuration, sequence)
+        return library() if own is None else own
+
     tree = family_tree(configuration)
-    notes = configuration.notes
+    context, notes = configuration.context, configuration.notes
     if tree is not None:
         shape = shape_of(tree, blocks)
     else:
-        shape, built = library_shape(configuration, blocks)
-        notes = (*notes, *built)
-    check_numel(shape.numel, configuration.where)
+        found, built = library_model(configuration, blocks, library)
+        shape, context, notes = found.shape, context or found.context, (*notes, *built)
+    if shape.numel > MOST_PARAMS:
+        raise ConfigError(
+            f"{configuration.where}: its sizes make {float(shape.numel):.3g} parameters; at most "
+            f"{MOST_PARAMS:.0e} are counted"
+        )
     return ModelSource(
         name=name or configuration.model_type,
         kind=SourceKind.CONFIGURATION,
         shape=shape,
         fingerprint=key_of(fingerprint_parts(configuration)),
-        context=configuration.context,
-        vocab=configuration.vocab,
+        context=context,
         notes=notes,
-        build=cache(lambda: build_on_meta(configuration)),
-        stand_in=cache(lambda sequence: own_model(configuration, sequence)),
+        build=cache(build),
         traced=lambda sequence: traced_modules(configuration, sequence),
     )
 
@@ -236,7 +244,11 @@ def _from_tensors(
     named = tree_of_names(tensors)
     shape = shape_of(named.tree)
     if shape.numel == 0:
-        raise ConfigError(f"{path}: holds no trainable weights: {_formats(tensors)}")
+        counts: Counter[str] = Counter()
+        for tensor in tensors.values():
+            counts[tensor.dtype] += tensor.numel
+        formats = ", ".join(f"{numel:,} of {dtype}" for dtype, numel in counts.most_common())
+        raise ConfigError(f"{path}: holds no trainable weights: {formats or 'it is empty'}")
     notes = ["groups are told from the names of the weights"]
     if blocks:
         notes.append(f"groups.blocks ({', '.join(blocks)}) needs the model's classes: left aside")
@@ -252,21 +264,3 @@ def _from_tensors(
         fingerprint="",
         notes=tuple(notes),
     )
-
-
-def _formats(tensors: Mapping[str, HeaderTensor]) -> str:
-    counts = formats_of(tensors)
-    return ", ".join(f"{count:,} of {dtype}" for dtype, count in counts.items()) or "it is empty"
-
-
-def _builtin_fingerprint(model: ModelConfig) -> str:
-    return key_of({"built-in": model.model_dump(mode="json")})
-
-
-def _build_builtin(model: ModelConfig) -> nn.Module:
-    import torch
-
-    from offload.gpt import LanguageModel
-
-    with torch.device("meta"):
-        return LanguageModel(model)

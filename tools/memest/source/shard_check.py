@@ -33,15 +33,14 @@ def check_shards(model: ModelShape, sharding: Sharding) -> Shards:
     """Every shard of every group. StateError, naming the group and the rank, where the shards do
     not make up the whole."""
     found: dict[object, int] = {}
-    numel = padded = parts = 0
+    padded = parts = 0
     for group in model.sharded(sharding.ranks, sharding.replicas).groups:
         key = tuple((param.shape, param.trainable) for param in group.params)
         if key not in found:
             found[key] = _check(group.name, group.layout, sharding)
         parts += found[key]
-        numel += group.numel
         padded += group.layout.numel
-    return Shards(numel, padded, parts)
+    return Shards(model.numel, padded, parts)
 
 
 def _check(name: str, layout: Layout, sharding: Sharding) -> int:

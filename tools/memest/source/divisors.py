@@ -1,4 +1,4 @@
-"""What divides a number: found by its root, for numbers that somebody may have mistyped."""
+"""The divisors of a number, in time that grows with its root: a user may have mistyped it."""
 
 from __future__ import annotations
 

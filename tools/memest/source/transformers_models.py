@@ -13,19 +13,22 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError, OffloadError
-from offload.tools.memest.answer_cache import key_of
-from offload.tools.memest.hugging_face import (
+from offload.tools.memest.source.answer_cache import key_of, remembered
+from offload.tools.memest.source.error_text import one_line
+from offload.tools.memest.source.hugging_face import (
+    CONTEXT_KEYS,
     ModelConfiguration,
+    first_size,
     names_code,
     unknown_architecture,
 )
-from offload.tools.memest.skeleton_cache import load_shape, save_shape
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -33,34 +36,44 @@ if TYPE_CHECKING:
 
 # Not of the model, wherever in the file: code of others (kernels of a repository, too, and a map
 # that gives them another name), formats of stored weights, choices of one machine.
-_LEFT_ASIDE = (
+_IGNORED = (
     "auto_map", "quantization_config", "torch_dtype", "dtype", "_name_or_path", "attribute_map",
     "use_kernels", "_use_kernels", "kernel_config", "allow_all_kernels", "trust_remote_code",
 )  # fmt: skip
+_BUILT = "the modules were built by transformers, which takes seconds; the next answer will not"
 _SPECIAL = ("Infinity", "-Infinity", "NaN")
-_INSTALL = "install transformers (`pip install 'offload[hf]'`)"
 
 
-def library_shape(
-    configuration: ModelConfiguration, blocks: Sequence[str]
-) -> tuple[ModelShape, tuple[str, ...]]:
-    """The shape of any model that transformers knows, and a note if that took its time."""
+@dataclass(frozen=True)
+class LibraryModel:
+    """What is known of a model from the modules and the configuration that the library builds."""
+
+    shape: ModelShape
+    context: int | None  # longest sequence in tokens, where its configuration has one
+
+
+def library_model(
+    configuration: ModelConfiguration, blocks: Sequence[str], build: Callable[[], nn.Module]
+) -> tuple[LibraryModel, tuple[str, ...]]:
+    """A model as `build` has it (`build_on_meta`), and a note if that took its time."""
+    notes = []
+
+    def find() -> LibraryModel:
+        from offload.zero.discovery import discover
+
+        notes.append(_BUILT)
+        model: Any = build()
+        shape = discover(model, blocks).shape()
+        return LibraryModel(shape, first_size(vars(model.config.get_text_config()), CONTEXT_KEYS))
+
     key = key_of({**fingerprint_parts(configuration), "blocks": list(blocks)})
-    shape = load_shape(key)
-    if shape is not None:
-        return shape, ()
-    from offload.zero.discovery import discover
-
-    shape = discover(build_on_meta(configuration), blocks).shape()
-    save_shape(key, shape)
-    note = "the modules were built by transformers, which takes seconds; the next answer will not"
-    return shape, (note,)
+    return remembered("shapes", key, LibraryModel, find), tuple(notes)
 
 
 def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
     """All that a model's graph depends on."""
     versions = {name: _version(name) for name in ("torch", "transformers")}
-    return {"values": _values(configuration), "versions": versions}
+    return {"values": _decoded(configuration.values), "versions": versions}
 
 
 def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
@@ -74,7 +87,7 @@ def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
             raise unknown_architecture(configuration, list(transformers.CONFIG_MAPPING))
         try:
             config_class = transformers.CONFIG_MAPPING[configuration.model_type]
-            config = config_class.from_dict(_values(configuration))
+            config = config_class.from_dict(_decoded(configuration.values))
             with torch.device("meta"):
                 model: nn.Module = _build(configuration, config)
         except OffloadError:
@@ -82,7 +95,7 @@ def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
         except Exception as error:
             raise ConfigError(
                 f"{configuration.where}: transformers cannot build this "
-                f"{configuration.model_type}: {_one_line(error)}"
+                f"{configuration.model_type}: {one_line(error)}"
             ) from error
     return model.train()
 
@@ -103,23 +116,14 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def _values(configuration: ModelConfiguration) -> dict[str, Any]:
-    """What the file says of the model itself."""
-    values: dict[str, Any] = _decoded(configuration.values)
-    return values
-
-
-def _is_left_aside(key: str) -> bool:
-    return key in _LEFT_ASIDE or names_code(key)
-
-
 def _decoded(value: Any) -> Any:
-    """A copy without what is left aside, and with the floats that transformers writes as
+    """A copy without the ignored keys, and with the floats that transformers writes as
     `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _SPECIAL:
             return float(value["__float__"])
-        return {k: _decoded(inner) for k, inner in value.items() if not _is_left_aside(k)}
+        kept = {k: v for k, v in value.items() if k not in _IGNORED and not names_code(k)}
+        return {key: _decoded(inner) for key, inner in kept.items()}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -129,7 +133,7 @@ def _require_known(configuration: ModelConfiguration) -> None:
         if _version(name) == "none":
             raise ConfigError(
                 f"{configuration.where}: the modules of {configuration.model_type} are not known "
-                f"here without {name}; {_INSTALL}"
+                f"here without {name}; install transformers (`pip install 'offload[hf]'`)"
             )
     known = _named_types()
     if known and configuration.model_type not in known:
@@ -174,9 +178,3 @@ def _quiet_and_offline() -> Iterator[None]:
     finally:
         constants.HF_HUB_OFFLINE = offline
         logging.disable(disabled)
-
-
-def _one_line(error: Exception) -> str:
-    """The first lines of an error as one, not long."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

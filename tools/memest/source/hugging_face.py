@@ -9,17 +9,17 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE
+from offload.config.training import MOST_LAYERS, MOST_SIZE
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.config_keys import Keys, shown
-from offload.tools.memest.families import FAMILIES
-from offload.tools.memest.family import Family
-from offload.tools.memest.input_files import read_json
+from offload.tools.memest.source.config_keys import Keys
+from offload.tools.memest.source.decoder_tree import decoder_tree
+from offload.tools.memest.source.error_text import shown
+from offload.tools.memest.source.families import FAMILIES
+from offload.tools.memest.source.family import Family
 from offload.zero.module_tree import ModuleTree
 
 # `attn_implementation`, `_experts_implementation_internal`, ...: in transformers the name of a
@@ -27,7 +27,7 @@ from offload.zero.module_tree import ModuleTree
 _CODE_KEY = re.compile(r"_*\w*implementation(_internal)?")
 _LAYERS_KEY = re.compile(r"(num|n)_(\w+_)?layers?|num_layers|depth")
 _SIZE_KEY = re.compile(r"\w+_(size|dim|rank)|(num|n|d)_\w+")
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -45,38 +45,23 @@ class ModelConfiguration:
         family = FAMILIES.get(self.model_type)
         if family is None or self.architecture not in (None, family.architecture):
             return None
-        return family if family.covers(self.keys(family)) else None
+        return None if self.values.get("add_cross_attention") else family
 
     def keys(self, family: Family) -> Keys:
         return family.keys(self.values, self.where)
 
-    def first_size(self, *names: str) -> int | None:
-        """The first of some keys that has a usable size: here, or of the text model."""
-        inner = self.values.get("text_config")
-        for values in (self.values, inner if isinstance(inner, dict) else {}):
-            for name in names:
-                value = values.get(name)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    return value
-        return None
-
     @property
     def context(self) -> int | None:
         """Longest sequence in tokens, where the file or its family says."""
-        return self.first_size(*_CONTEXT_KEYS) or self._default(*_CONTEXT_KEYS)
-
-    @property
-    def vocab(self) -> int | None:
-        return self.first_size("vocab_size") or self._default("vocab_size")
-
-    def _default(self, *names: str) -> int | None:
+        inner = self.values.get("text_config")
         family = FAMILIES.get(self.model_type)
-        defaults = family.defaults if family is not None else {}
-        return next((defaults[name] for name in names if name in defaults), None)
+        stated = (self.values, inner, family.defaults if family is not None else None)
+        found = (first_size(each, CONTEXT_KEYS) for each in stated if isinstance(each, dict))
+        return next((size for size in found if size is not None), None)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What in the file was not followed."""
+        """What in the file was ignored."""
         notes = []
         if "auto_map" in self.values:
             notes.append("auto_map names code in the model folder, which is not executed")
@@ -89,6 +74,13 @@ class ModelConfiguration:
         if self.architecture is None:
             notes.append("no architecture is named: taken as a causal language model")
         return tuple(notes)
+
+
+def first_size(values: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The first of some keys that has a size that can be used."""
+    found = (values.get(name) for name in names)
+    sizes = (v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0)
+    return next(sizes, None)
 
 
 def names_code(key: str) -> bool:
@@ -125,20 +117,6 @@ def check_sizes(values: Any, where: str) -> None:
             raise ConfigError(f"{where}: {key} is {shown(value)}; it must be from 1 to {most}")
 
 
-def check_numel(numel: int, where: str) -> None:
-    """ConfigError for more parameters than are counted."""
-    if numel > MOST_PARAMS:
-        raise ConfigError(
-            f"{where}: its sizes make {float(numel):.3g} parameters; at most {MOST_PARAMS:.0e} are "
-            "counted"
-        )
-
-
-def read_configuration(path: Path) -> ModelConfiguration:
-    """The configuration in a file. ConfigError if it describes no model."""
-    return check_configuration(read_json(path), str(path))
-
-
 def check_configuration(values: Any, where: str) -> ModelConfiguration:
     """The top level of parsed JSON. ConfigError if it describes no model."""
     if not isinstance(values, dict):
@@ -168,7 +146,7 @@ def family_tree(configuration: ModelConfiguration) -> ModuleTree | None:
         return None
     keys = configuration.keys(family)
     check_heads(keys)
-    return family.build(keys)
+    return decoder_tree(family, keys)
 
 
 def check_heads(keys: Keys) -> None:
@@ -190,7 +168,7 @@ def check_heads(keys: Keys) -> None:
 
 
 def unknown_architecture(configuration: ModelConfiguration, known: list[str]) -> ConfigError:
-    """The error for a `model_type` that nobody here knows, with those that could be meant."""
+    """The error for an unknown `model_type`, with the known ones that are spelt like it."""
     like = difflib.get_close_matches(configuration.model_type, known, n=3)
     hint = f"; did you mean {' or '.join(like)}?" if like else ""
     return ConfigError(

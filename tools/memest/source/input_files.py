@@ -1,4 +1,4 @@
-"""Files that somebody names: opened for reading only, bounded, and never executed.
+"""Files that a user names: opened for reading only, up to a size, and never executed.
 
 Formats that hold code (pickles, PyTorch's zip archives) are known by their first bytes and refused
 unopened.
@@ -54,11 +54,10 @@ def file_nbytes(path: Path) -> int:
     return status.st_size
 
 
-def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """Up to `nbytes` of a file from `offset`; PathError when it cannot be read."""
+def read_start(path: Path, nbytes: int) -> bytes:
+    """The first `nbytes` of a file, or all it has; PathError when it cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(offset)
             return file.read(nbytes)
     except OSError as error:
         raise PathError(f"{path}: cannot be read: {error.strerror}") from None
@@ -67,7 +66,7 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
 def refuse_code(path: Path) -> bytes:
     """The first 16 bytes of a file; ConfigError if they are those of a format not read here."""
     file_nbytes(path)  # a pipe would be waited for
-    start = read_range(path, 0, 16)
+    start = read_start(path, 16)
     for magic, what in _MAGIC.items():
         if start.startswith(magic):
             raise ConfigError(f"{path}: is {what}")
@@ -78,7 +77,8 @@ def refuse_code(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. PathError if it cannot be read, ConfigError if it is no JSON.
+    """The value of a JSON file. PathError if it cannot be read, ConfigError if it is no JSON,
+    or has a key twice.
 
     `Infinity` and `NaN` are read: configurations of state-space models have them. As a size they
     are refused where the size is asked for.
@@ -89,16 +89,9 @@ def read_json(path: Path) -> Any:
             f"{path}: {format_bytes(nbytes)} is too much for a description of a model; "
             f"at most {format_bytes(MOST_JSON_NBYTES)} are read"
         )
-    return parse_json(read_range(path, 0, nbytes), str(path))
-
-
-def parse_json(data: bytes, where: str) -> Any:
-    """The value of JSON text; ConfigError, naming it as `where`, also for a key given twice."""
+    where, data = str(path), read_start(path, nbytes)
     try:
-        return json.loads(
-            data.decode("utf-8-sig"),
-            object_pairs_hook=_unique(where),
-        )
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_unique(where))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not JSON: byte {error.start} is no UTF-8 text") from None
     except json.JSONDecodeError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.config.training import MOST_LAYERS, MOST_SIZE
 from offload.tiers.errors import ConfigError
+from offload.tools.memest.source.error_text import shown
 
 
 class Keys:
@@ -27,7 +28,7 @@ class Keys:
         self.where = where
 
     def raw(self, key: str) -> Any:
-        """Whatever the file says; None where it says nothing."""
+        """The value as the file has it, unchecked; None where neither file nor family has one."""
         return self._values.get(key)
 
     def size(self, key: str, *, most: int = MOST_SIZE) -> int:
@@ -40,11 +41,6 @@ class Keys:
     def size_or(self, key: str, otherwise: int) -> int:
         """A whole number of at least 1, or `otherwise` where it is null or absent."""
         return otherwise if self._values.get(key) is None else self.size(key)
-
-    def count(self, key: str, otherwise: int = 0) -> int:
-        """A whole number of at least 0."""
-        value = self._values.get(key)
-        return otherwise if value is None else self._whole(key, value, 0, MOST_SIZE)
 
     def layers(self, key: str = "num_hidden_layers") -> int:
         return self.size(key, most=MOST_LAYERS)
@@ -84,9 +80,3 @@ class Keys:
                 f"{self.where}: {key} is {shown(value)}; it must be from {least} to {most}"
             )
         return value
-
-
-def shown(value: Any) -> str:
-    """A value in an error message: one line, not long."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

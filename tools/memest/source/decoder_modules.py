@@ -1,4 +1,4 @@
-"""Modules that call torch as transformers' (5.17) do, for traces: made from a description's tree.
+"""Modules that call torch as transformers' (5.17) do, for traces: made from a family's tree.
 
 What is alive when depends on which names refer to what, so each `forward` keeps its results under
 as many names, for as long, as the one it stands for. They have no values and are never trained.
@@ -15,17 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from offload.planning.decoder_settings import Settings
 from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
 
+if TYPE_CHECKING:
+    from offload.tools.memest.source.decoder_settings import DecoderSettings
 
-def model_of(tree: ModuleTree, settings: Settings) -> nn.Module:
+
+def model_of(tree: ModuleTree, settings: DecoderSettings) -> nn.Module:
     """The module that `tree` describes, on the meta device."""
     with torch.device("meta"):
         return _built(tree, settings, {})
 
 
-def _built(tree: ModuleTree, settings: Settings, made: dict[TreeParam, nn.Parameter]) -> nn.Module:
+def _built(
+    tree: ModuleTree, settings: DecoderSettings, made: dict[TreeParam, nn.Parameter]
+) -> nn.Module:
     if tree.kind is ModuleKind.CONTAINER:
         return nn.ModuleList(_built(block, settings, made) for block in tree.children.values())
     module: _Module = _class_of(tree.class_name)()
@@ -50,7 +54,7 @@ def _class_of(name: str) -> type[_Module]:
 class _Module(nn.Module):
     """Its parameters and children are put in from outside."""
 
-    settings: Settings
+    settings: DecoderSettings
 
     if TYPE_CHECKING:
 
@@ -89,8 +93,27 @@ class _RMSNorm(_Module):
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
-        normed: Tensor = self.weight * hidden_states.to(input_dtype)
-        return normed
+        return self._scaled(hidden_states, input_dtype)
+
+    def _scaled(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.weight * hidden_states.to(dtype)
+
+
+class _OlmoNorm(_RMSNorm):
+    def _scaled(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
+        normed: Tensor = self.weight * hidden_states
+        return normed.to(dtype)
+
+
+class _GemmaNorm(_Module):
+    def forward(self, x: Tensor) -> Tensor:
+        output = self._plain(x.float())
+        output = output * (1.0 + self.weight.float())
+        return output.to(x.dtype)
+
+    @staticmethod
+    def _plain(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def _check_positions(embeds: Tensor, position_ids: Tensor) -> None:
@@ -109,7 +132,7 @@ def _positions(embeds: Tensor) -> Tensor:
 
 
 def _attention(
-    settings: Settings, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    settings: DecoderSettings, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
     more: dict[str, Any] = {}
     times = settings.heads // settings.kv_heads
@@ -166,7 +189,7 @@ class _LlamaModel(_Module):
     def forward(self, input_ids: Tensor) -> Any:
         inputs_embeds = self.embed_tokens(input_ids)
         position_ids = _positions(inputs_embeds)
-        for _ in range(self.settings.masks):
+        for _ in range(2 if self.settings.family.alternates else 1):  # masks, one of a kind
             _check_positions(inputs_embeds, position_ids)
         hidden_states = inputs_embeds
         position_embeddings = self._rotary(hidden_states, position_ids)
@@ -187,7 +210,7 @@ class _LlamaModel(_Module):
         both = torch.cat((frequencies, frequencies), dim=-1)
         cos = both.cos() * 1.0
         sin = both.sin() * 1.0
-        if self.settings.rotates_in_fp32:
+        if self.settings.family.rotates_in_fp32:
             return cos, sin
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
@@ -195,13 +218,19 @@ class _LlamaModel(_Module):
 class _LlamaBlock(_Module):
     def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
         residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states = self._normed(0, hidden_states)
         hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
+        hidden_states = self._normed(1, hidden_states)
         hidden_states = residual + self._dropped(hidden_states)
         residual = hidden_states
-        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self._normed(2, hidden_states)
         hidden_states = self.mlp(hidden_states)
+        hidden_states = self._normed(3, hidden_states)
         return residual + self._dropped(hidden_states)
+
+    def _normed(self, place: int, hidden_states: Tensor) -> Tensor:
+        name = self.settings.family.norms[place]
+        return hidden_states if name is None else getattr(self, name)(hidden_states)
 
     def _dropped(self, hidden_states: Tensor) -> Tensor:
         return F.dropout(hidden_states, self.settings.residual_dropout, self.training)
@@ -221,15 +250,19 @@ class _LlamaAttention(_Module):
         return output, None
 
     def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
-        query = self._normed("q_norm", self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        key = self._normed("k_norm", self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        query = self._normed("q_norm", self.q_proj(hidden_states), shape)
+        key = self._normed("k_norm", self.k_proj(hidden_states), shape)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         return query, key, value
 
-    def _normed(self, name: str, states: Tensor) -> Tensor:
-        norm = self._modules.get(name)
-        normed: Tensor = states if norm is None else norm(states)
-        return normed
+    def _normed(self, name: str, states: Tensor, shape: Any) -> Tensor:
+        over = self.settings.family.head_norms
+        if over == "width":
+            states = getattr(self, name)(states)
+        states = states.view(shape)
+        if over == "head":
+            states = getattr(self, name)(states)
+        return states.transpose(1, 2)
 
     def _rotated(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
@@ -249,42 +282,25 @@ def _half_turned(x: Tensor) -> Tensor:
 
 class _GatedMLP(_Module):
     def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
+        return self.down_proj(self._active(self.gate_proj(x)) * self.up_proj(x))
+
+    def _active(self, gate: Tensor) -> Tensor:
+        return F.silu(gate)
 
 
-# ---------------------------------------------------------------- OLMo 2
-class _OlmoNorm(_Module):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
-        normed: Tensor = self.weight * hidden_states
-        return normed.to(input_dtype)
+class _GemmaMLP(_GatedMLP):
+    def _active(self, gate: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh")
 
 
-class _OlmoBlock(_Module):
-    def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
-        residual = hidden_states
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
-        hidden_states = self.post_attention_layernorm(hidden_states)
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.post_feedforward_layernorm(hidden_states)
-        return residual + hidden_states
+class _GemmaEmbedding(_Module):
+    def complete(self) -> None:
+        self.register_buffer("embed_scale", torch.empty(()), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight) * self.embed_scale.to(self.weight.dtype)
 
 
-class _OlmoAttention(_LlamaAttention):
-    def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
-        query = self.q_norm(self.q_proj(hidden_states))
-        key = self.k_norm(self.k_proj(hidden_states))
-        value = self.v_proj(hidden_states)
-        return tuple(each.view(shape).transpose(1, 2) for each in (query, key, value))
-
-
-# ---------------------------------------------------------------- Phi-3
 class _PhiAttention(_LlamaAttention):
     def _projected(self, hidden_states: Tensor, shape: Any) -> tuple[Tensor, ...]:
         together = self.qkv_proj(hidden_states)
@@ -313,55 +329,7 @@ class _PhiMLP(_Module):
         up = self.gate_up_proj(hidden_states)
         gate, up = up.chunk(2, dim=-1)
         up = up * F.silu(gate)
-        down: Tensor = self.down_proj(up)
-        return down
-
-
-# ---------------------------------------------------------------- Gemma 2
-class _GemmaEmbedding(_Module):
-    def complete(self) -> None:
-        self.register_buffer("embed_scale", torch.empty(()), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        scaled: Tensor = F.embedding(tokens, self.weight) * self.embed_scale.to(self.weight.dtype)
-        return scaled
-
-
-class _GemmaNorm(_Module):
-    def forward(self, x: Tensor) -> Tensor:
-        output = self._plain(x.float())
-        output = output * (1.0 + self.weight.float())
-        narrow: Tensor = output.to(x.dtype)
-        return narrow
-
-    @staticmethod
-    def _plain(x: Tensor) -> Tensor:
-        normed: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return normed
-
-
-class _GemmaBlock(_Module):
-    def forward(self, hidden_states: Tensor, **more: Any) -> Tensor:
-        residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **more)
-        hidden_states = self.post_attention_layernorm(hidden_states)
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.pre_feedforward_layernorm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.post_feedforward_layernorm(hidden_states)
-        return residual + hidden_states
-
-
-class _GemmaMLP(_Module):
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(self._active(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-    @staticmethod
-    def _active(gate: Tensor) -> Tensor:
-        return F.gelu(gate, approximate="tanh")
+        return self.down_proj(up)
 
 
 # ---------------------------------------------------------------- Mixtral, Qwen 3 MoE
@@ -464,8 +432,7 @@ class _GPT2Block(_Module):
         residual = hidden_states
         hidden_states = self.ln_2(hidden_states)
         fed_forward = self.mlp(hidden_states)
-        result: Tensor = residual + fed_forward
-        return result
+        return residual + fed_forward
 
 
 class _GPT2Attention(_Module):
@@ -498,10 +465,9 @@ def _gelu(x: Tensor) -> Tensor:
 
 _BY_SUFFIX: dict[str, type[_Module]] = {  # the first that fits
     "GPT2Model": _GPT2Model, "GPT2Block": _GPT2Block, "GPT2Attention": _GPT2Attention,
-    "GPT2MLP": _GPT2MLP, "Olmo2RMSNorm": _OlmoNorm, "Olmo2DecoderLayer": _OlmoBlock,
-    "Olmo2Attention": _OlmoAttention, "Phi3Attention": _PhiAttention, "Phi3MLP": _PhiMLP,
-    "Gemma2TextScaledWordEmbedding": _GemmaEmbedding, "Gemma2RMSNorm": _GemmaNorm,
-    "Gemma2DecoderLayer": _GemmaBlock, "Gemma2MLP": _GemmaMLP,
+    "GPT2MLP": _GPT2MLP, "Olmo2RMSNorm": _OlmoNorm,
+    "Phi3Attention": _PhiAttention, "Phi3MLP": _PhiMLP, "Gemma2RMSNorm": _GemmaNorm,
+    "Gemma2MLP": _GemmaMLP, "ScaledWordEmbedding": _GemmaEmbedding,
     "Qwen3MoeTopKRouter": _QwenRouter, "ForCausalLM": _CausalModel, "LMHeadModel": _CausalModel,
     "Model": _LlamaModel, "DecoderLayer": _LlamaBlock, "Attention": _LlamaAttention,
     "MLP": _GatedMLP, "SparseMoeBlock": _Mixture, "TopKRouter": _Router, "Experts": _Experts,

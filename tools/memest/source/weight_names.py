@@ -1,4 +1,4 @@
-"""The modules that names of weights tell of: `model.layers.12.mlp.up_proj.weight`.
+"""The modules of a model, from the names of its weights: `model.layers.12.mlp.up_proj.weight`.
 
 Children that are all numbers are a list of blocks, as in nn.ModuleList; those that look alike (all
 with modules inside, or all without) count as one class. Tied weights are stored once, so nothing
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload.tools.memest.safetensors_header import HeaderTensor
+from offload.tools.memest.source.safetensors_header import HeaderTensor
 from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
 
-# what older versions of transformers and others store beside the parameters
+# buffers that older versions of transformers and other libraries store
 _BUFFERS = (
     ".rotary_emb.inv_freq",
     ".masked_bias",
@@ -28,7 +28,7 @@ _BUFFERS = (
 
 @dataclass(frozen=True)
 class NamedWeights:
-    """Modules as names tell of them, and what was left out."""
+    """Modules found from names, and names that belong to none."""
 
     tree: ModuleTree
     buffers: tuple[str, ...]  # names taken for buffers

@@ -10,17 +10,17 @@ from pydantic import ValidationError
 
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE, MOST_WIDTH, ModelConfig
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.config_keys import shown
-from offload.tools.memest.divisors import divisors
-from offload.tools.memest.tree_pieces import weights
+from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.divisors import divisors
+from offload.tools.memest.source.error_text import shown
+from offload.tools.memest.source.tree_pieces import weights
 from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 
 _COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+]?\d{1,3})?)\s*([kKmMbBgGtT]?)\s*")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _VOCAB = 32_000  # Llama 2's
-_LEAST_VOCAB = 256  # bytes are tokens
+_LEAST = {"vocab": 256}  # bytes are tokens
 _CONTEXT = 1 << 17  # rotary positions: costs nothing
 _ASPECT = 128  # hidden / layers where neither is stated: about that of Llama's 7 B to 70 B
 _LARGEST = {
@@ -37,13 +37,13 @@ def parse_count(text: str) -> int:
             f"{text[:40]!r} is no number of parameters; write for example 7e9, 7B or 350M"
         )
     number, unit = match.groups()
-    value = float(number.replace("_", "")) * _FACTORS[unit.lower()]
+    exact, factor = number.replace("_", ""), _FACTORS[unit.lower()]
+    value = float(exact) * factor
     if not 1 <= value <= MOST_PARAMS:
         raise ConfigError(
             f"{text.strip()[:40]!r} is no number of parameters from 1 to {MOST_PARAMS:.0e}"
         )
-    exact = number.replace("_", "")
-    return int(exact) * _FACTORS[unit.lower()] if exact.isdigit() else round(value)
+    return int(exact) * factor if exact.isdigit() else round(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,10 @@ class StatedSizes:
 
     def __post_init__(self) -> None:
         for name in ("params", "layers", "hidden", "heads", "kv_heads", "mlp", "vocab", "context"):
-            value = getattr(self, name)
-            option = f"--{name.replace('_', '-')}"
-            most = _LARGEST.get(name, MOST_WIDTH)
-            if name == "vocab" and value is not None and value < _LEAST_VOCAB:
-                raise ConfigError(f"{option} {shown(value)}: must be at least {_LEAST_VOCAB}")
-            if value is not None and not 1 <= value <= most:
-                raise ConfigError(f"{option} {shown(value)}: must be from 1 to {most}")
+            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
+            least, most = _LEAST.get(name, 1), _LARGEST.get(name, MOST_WIDTH)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{option} {shown(value)}: must be from {least} to {most}")
         if self.params is None and (self.layers is None or self.hidden is None):
             raise ConfigError(
                 "which size? give --params, or --layers and --hidden, for example "
@@ -78,10 +75,9 @@ class StatedSizes:
 
 @dataclass(frozen=True)
 class StatedModel:
-    """A model of the stated sizes: that of `train.model`, and parameters beside it."""
+    """A model of the stated sizes. `shape` may have parameters that `train.model` has not."""
 
     config: ModelConfig
-    other: int  # parameters that no part of the model has
     shape: ModelShape
     notes: tuple[str, ...]
 
@@ -144,7 +140,7 @@ def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
     """Llama 2's, or what two fifths of a small model's parameters suffice for."""
     if sizes.params is None:
         return _VOCAB
-    return max(_LEAST_VOCAB, min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))
+    return max(_LEAST["vocab"], min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))
 
 
 def _mlp_for(params: int, narrowest: ModelConfig) -> int:
@@ -171,7 +167,7 @@ def _with_rest(sizes: StatedSizes, config: ModelConfig, notes: tuple[str, ...]) 
     if other:
         tree.children["other"] = weights("Other", weight=(other,))
         notes = (*notes, f"{other:,} parameters that no part has are counted as `other`")
-    return StatedModel(config, other, shape_of(tree), notes)
+    return StatedModel(config, shape_of(tree), notes)
 
 
 def _config(values: dict[str, object]) -> ModelConfig:

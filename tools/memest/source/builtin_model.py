@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from offload.config.training import ModelConfig
-from offload.tools.memest.tree_pieces import (
+from offload.tools.memest.source.tree_pieces import (
     embedding,
     layer_norm,
     linear,
     module,
     repeat,
-    scale,
     tie,
+    weights,
 )
 from offload.zero.module_tree import ModuleTree
 
@@ -56,4 +56,8 @@ def _block(config: ModelConfig) -> ModuleTree:
 
 
 def _norm(config: ModelConfig) -> ModuleTree:
-    return scale("RMSNorm", config.hidden) if config.shape == "llama" else layer_norm(config.hidden)
+    return (
+        weights("RMSNorm", weight=(config.hidden,))
+        if config.shape == "llama"
+        else layer_norm(config.hidden)
+    )

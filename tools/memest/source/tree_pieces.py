@@ -18,9 +18,8 @@ def weights(class_name: str, **shapes: tuple[int, ...]) -> ModuleTree:
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> ModuleTree:
-    if bias:
-        return weights("Linear", weight=(outputs, inputs), bias=(outputs,))
-    return weights("Linear", weight=(outputs, inputs))
+    more = {"bias": (outputs,)} if bias else {}
+    return weights("Linear", weight=(outputs, inputs), **more)
 
 
 def conv1d(inputs: int, outputs: int) -> ModuleTree:
@@ -32,15 +31,8 @@ def embedding(count: int, width: int, class_name: str = "Embedding") -> ModuleTr
     return weights(class_name, weight=(count, width))
 
 
-def scale(class_name: str, width: int) -> ModuleTree:
-    """A norm with a weight alone."""
-    return weights(class_name, weight=(width,))
-
-
-def layer_norm(width: int, *, bias: bool = True) -> ModuleTree:
-    if bias:
-        return weights("LayerNorm", weight=(width,), bias=(width,))
-    return weights("LayerNorm", weight=(width,))
+def layer_norm(width: int) -> ModuleTree:
+    return weights("LayerNorm", weight=(width,), bias=(width,))
 
 
 def repeat(count: int, make: Callable[[int], ModuleTree]) -> ModuleTree:

@@ -1,4 +1,4 @@
-"""`module:function`: a function of the user's own that returns an nn.Module.
+"""`module:function`: a user's function that returns an nn.Module.
 
 The one kind of source whose code runs, because the user named it. It is built under
 `torch.device("meta")`: a model of any size takes no memory. What it prints goes to stderr: standard
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError
+from offload.tools.memest.source.error_text import one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,13 +42,19 @@ def build_named(source: str) -> nn.Module:
         with torch.device("meta"), contextlib.redirect_stdout(sys.stderr):
             model = function()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source}: the function failed: {_one_line(error)}") from error
+        raise ConfigError(f"{source}: the function failed: {one_line(error)}") from error
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
             f"{source}: returned {type(model).__name__}, not an nn.Module"
             + ("; name the function that builds it" if model is None else "")
         )
-    _check_on_meta(source, model)
+    real = [(name, param) for name, param in model.named_parameters() if not param.is_meta]
+    if real:
+        name, param = real[0]
+        raise ConfigError(
+            f"{source}: {len(real)} parameters have real memory, the first is {name} on "
+            f"{param.device}; build without loading weights and without naming a device"
+        )
     return model
 
 
@@ -64,7 +71,7 @@ def _imported(source: str) -> Any:
                 f"{source}: no module named {error.name!r}; run memest where it can be imported"
             ) from None
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{source}: importing it failed: {_one_line(error)}") from error
+            raise ConfigError(f"{source}: importing it failed: {one_line(error)}") from error
     for name in attributes.split("."):
         try:
             found = getattr(found, name)
@@ -73,16 +80,6 @@ def _imported(source: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{source}: is {type(found).__name__}, not a function")
     return found
-
-
-def _check_on_meta(source: str, model: nn.Module) -> None:
-    real = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    if real:
-        name, param = real[0]
-        raise ConfigError(
-            f"{source}: {len(real)} parameters have real memory, the first is {name} on "
-            f"{param.device}; build without loading weights and without naming a device"
-        )
 
 
 @contextlib.contextmanager
@@ -97,8 +94,3 @@ def _current_folder_importable() -> Iterator[None]:
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

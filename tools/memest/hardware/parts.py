@@ -17,7 +17,7 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class LinkPart:
-    """A connection of a GPU to its host, or to the GPUs beside it."""
+    """A connection of a GPU to its host, or to the other GPUs of its machine."""
 
     name: str
     bytes_per_s: float
@@ -75,7 +75,7 @@ class MachinePart:
     ssds: int
     network_bytes_per_s: float  # of one machine to the others
     source: str
-    inside: LinkPart | None = None  # of one GPU to those beside it; None: through the host
+    inside: LinkPart | None = None  # of one GPU to the others; None: through the host
 
 
 _PCIE_SOURCE = "PCI-SIG: 8, 16, 32 GT/s x 16 lanes, 128b/130b encoding"
@@ -94,7 +94,7 @@ INSIDE_LINKS = (NVLINK2, NVLINK3, NVLINK4)
 
 @dataclass(frozen=True)
 class Latencies:
-    """What a collective takes beside its bytes."""
+    """Times of a collective that do not depend on its bytes."""
 
     begin_s: float
     inside_step_s: float  # of a ring, from one GPU to the next
