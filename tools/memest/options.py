@@ -1,4 +1,4 @@
-"""What `memest MODEL` was asked, as given on the command line, and what in it contradicts."""
+"""The options of memest's commands: each is declared here once, with its text of `--help`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from offload.tiers.errors import ConfigError
+
+
+def _given(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, help=text, **more)
+
+
+_MODEL, _WORK, _MACHINE, _ANSWER = "Model", "Work", "Hardware", "Answer"
+_SIZE = {"metavar": "SIZE"}
+Batch = _given(_WORK, "Sequences per pass.")
+Sequence = _given(_WORK, "Tokens of each.")
+Gpus = _given(_MACHINE, "GPUs per node.")
+Nodes = _given(_MACHINE, "Nodes.")
 
 
 class Format(enum.StrEnum):
@@ -37,15 +52,20 @@ class Recompute(enum.StrEnum):
 class ModelOptions:
     """The model: a source, or numbers. None: not given."""
 
-    source: str | None = None
-    params: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    mlp: int | None = None
-    vocab: int | None = None
-    tied: bool = False
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", show_default=False, help="Where the model is described."),
+    ] = None
+    params: Annotated[
+        str | None, _given(_MODEL, "Parameters, like 7e9 or 7B.", metavar="NUMBER")
+    ] = None
+    layers: Annotated[int | None, _given(_MODEL, "Blocks.")] = None
+    hidden: Annotated[int | None, _given(_MODEL, "Width.")] = None
+    heads: Annotated[int | None, _given(_MODEL, "Attention heads.")] = None
+    kv_heads: Annotated[int | None, _given(_MODEL, "Key/value heads.")] = None
+    mlp: Annotated[int | None, _given(_MODEL, "Width of the MLP.")] = None
+    vocab: Annotated[int | None, _given(_MODEL, "Vocabulary.")] = None
+    tied: Annotated[bool, _given(_MODEL, "One matrix for both ends.", "--tied")] = False
 
     @property
     def numbers(self) -> dict[str, object]:
@@ -75,13 +95,22 @@ class ModelOptions:
 class WorkOptions:
     """The configuration, and the input of a step."""
 
-    config: Path | None = None
-    overrides: tuple[str, ...] = ()
-    batch: int | None = None
-    sequence: int | None = None
-    accumulate: int | None = None
-    precision: Precision | None = None
-    checkpoint: Recompute | None = None
+    config: Annotated[
+        Path | None, _given(_WORK, "An offload YAML for the model.", metavar="FILE")
+    ] = None
+    overrides: Annotated[
+        list[str] | None,
+        _given(
+            _WORK,
+            "Set a key of the configuration, for example -o placement.optimizer=nvme. Repeatable.",
+            "-o", "--option", metavar="KEY=VALUE",
+        ),
+    ] = None  # fmt: skip
+    batch: Annotated[int | None, Batch] = None
+    sequence: Annotated[int | None, Sequence] = None
+    accumulate: Annotated[int | None, _given(_WORK, "Passes per step.")] = None
+    precision: Annotated[Precision | None, _given(_WORK, "Of the weights.")] = None
+    checkpoint: Annotated[Recompute | None, _given(_WORK, "Recompute activations.")] = None
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
@@ -92,25 +121,37 @@ class WorkOptions:
             "placement.activations.checkpoint": self.checkpoint,
         }
         given = {key: value for key, value in named.items() if value is not None}
-        for text in self.overrides:
+        overrides = self.overrides or []
+        for text in overrides:
             key = text.partition("=")[0].strip()
             if key in given:
                 raise ConfigError(f"-o {text}: {key} is given twice, {given[key]} by its option")
-        return (*self.overrides, *(f"{key}={value}" for key, value in given.items()))
+        return (*overrides, *(f"{key}={value}" for key, value in given.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
     """The hardware; what is not given is as on this machine."""
 
-    gpu: str | None = None
-    ram: str | None = None
-    reserve: str | None = None
-    nvme: str | None = None
-    ssd: str | None = None
-    gpus: int | None = None
-    nodes: int | None = None
-    profile: str | None = None
+    gpu: Annotated[
+        str | None, _given(_MACHINE, "24GiB, 'RTX 4090', or none.", metavar="SIZE|NAME")
+    ] = None
+    ram: Annotated[str | None, _given(_MACHINE, "64GiB.", **_SIZE)] = None
+    reserve: Annotated[
+        str | None,
+        _given(
+            _MACHINE, "Of --ram, kept for the system (default 2GiB); 0 in a container.", **_SIZE
+        ),
+    ] = None
+    nvme: Annotated[str | None, _given(_MACHINE, "Free disk, 1TiB.", **_SIZE)] = None
+    ssd: Annotated[str | None, _given(_MACHINE, "'Gen4 SSD', '4 x Gen5 SSD'.", metavar="NAME")] = (
+        None
+    )
+    gpus: Annotated[int | None, Gpus] = None
+    nodes: Annotated[int | None, Nodes] = None
+    profile: Annotated[
+        str | None, _given(_MACHINE, "A machine of `memest profiles`.", metavar="NAME")
+    ] = None
 
     def check(self) -> None:
         """ConfigError where two options say different things."""
@@ -125,13 +166,27 @@ class MachineOptions:
 class OutputOptions:
     """What becomes of the answer."""
 
-    format: Format | None = None
-    out: Path | None = None
-    dark: bool = False
-    write: Path | None = None
-    force: bool = False
-    measure: bool = True
-    advise: bool = False
+    format: Annotated[
+        Format | None, _given(_ANSWER, "Default: what --out's name says, else table.")
+    ] = None
+    out: Annotated[Path | None, _given(_ANSWER, "Instead of standard output.", metavar="FILE")] = (
+        None
+    )
+    dark: Annotated[bool, _given(_ANSWER, "A dark PNG.", "--dark")] = False
+    write: Annotated[
+        Path | None, _given(_ANSWER, "Write a configuration to train with.", metavar="FILE")
+    ] = None
+    force: Annotated[bool, _given(_ANSWER, "Replace the file of --write.", "--force")] = False
+    no_measure: Annotated[
+        bool,
+        _given(
+            _ANSWER, "No times, rather than measuring this machine (once, some seconds).",
+            "--no-measure",
+        ),
+    ] = False  # fmt: skip
+    advise: Annotated[
+        bool, _given(_ANSWER, "Say what would make a step faster, too.", "--advise")
+    ] = False
 
     @property
     def chosen(self) -> Format:

@@ -50,7 +50,7 @@ def read_question(asked: EstimateOptions) -> Question:
     config, assumed = _config_of(asked, source, named)
     workload, more = _workload_of(asked.work, source, config)
     profile = profile_of(asked.machine, config)
-    speeds = speeds_of(profile, config, measure=asked.output.measure and source.has_graph)
+    speeds = speeds_of(profile, config, measure=source.has_graph and not asked.output.no_measure)
     # `offload train` takes every step it begins; whose loop the others are in is not known
     planned = config.owning_the_loop() if source.kind is SourceKind.YAML else config
     case = Case(source, planned, workload, profile, speeds)

@@ -32,7 +32,7 @@ def run_scale(asked: EstimateOptions) -> int:
         raise ConfigError("scale: gives a table, --format json or html; leave the others out")
     # one machine that is not here: there is nothing to be measured
     one = replace(asked.machine, nodes=None)
-    output = replace(asked.output, measure=False)
+    output = replace(asked.output, no_measure=True)
     question = read_question(replace(asked, machine=one, output=output))
     case = question.case
     machine = case.profile.ranks_per_node

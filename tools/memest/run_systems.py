@@ -22,7 +22,7 @@ from offload.tools.memest.deepspeed_estimator import Setup, estimate, lines
 from offload.tools.memest.headlines import Finding, findings
 from offload.tools.memest.judge import Judge
 from offload.tools.memest.largest import Largest, largest_of_all
-from offload.tools.memest.options import EstimateOptions, Format, MachineOptions
+from offload.tools.memest.options import EstimateOptions, Format, MachineOptions, ModelOptions
 from offload.tools.memest.part_names import read_count
 from offload.tools.memest.picture import PLACE_TITLES
 from offload.tools.memest.profiles import HardwareProfile
@@ -111,7 +111,7 @@ def _place_values(places: Places) -> dict[str, Any]:
 # ---------------------------------------------------------------- max
 def run_max(
     family: str, machine: MachineOptions, batch: int, sequence: int, *, as_json: bool
-) -> int:
+) -> None:
     """The largest model of a family that trains on the hardware, under every system."""
     from offload.config import OffloadConfig
 
@@ -127,7 +127,6 @@ def run_max(
         title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam"
         _print(Text(title), max_table(found))
         _print_notes([*_taken_aside(profile), *(each.note for each in found if each.note)])
-    return 0
 
 
 def _taken_aside(profile: HardwareProfile) -> Iterator[str]:
@@ -198,16 +197,19 @@ def history_table(found: Sequence[Finding]) -> Table:
 
 
 # ---------------------------------------------------------------- deepspeed
-def run_deepspeed(asked: EstimateOptions, stage: int | None, largest_layer: str | None) -> int:
+def run_deepspeed(
+    model: ModelOptions, gpus: int | None, nodes: int | None, stage: int | None,
+    largest_layer: str | None,
+) -> None:  # fmt: skip
     """What DeepSpeed's own estimator says of the same model."""
     from offload.tools.memest.stated_sizes import parse_count
 
-    numel, layer = _numel_and_layer(asked)
+    numel, layer = _numel_and_layer(model)
     if largest_layer is not None:
         layer = parse_count(largest_layer)
     setup = Setup(
-        read_count(asked.machine.gpus, "--gpus", 1) or 1,
-        read_count(asked.machine.nodes, "--nodes", 1) or 1,
+        read_count(gpus, "--gpus", 1) or 1,
+        read_count(nodes, "--nodes", 1) or 1,
     )
     stages = (2, 3) if stage is None else (stage,)
     found = [line for each in stages for line in lines(estimate(each, numel, layer, setup))]
@@ -217,16 +219,15 @@ def run_deepspeed(asked: EstimateOptions, stage: int | None, largest_layer: str 
         "no activations"
     )
     print("\n".join(found))
-    return 0
 
 
 def _several(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def _numel_and_layer(asked: EstimateOptions) -> tuple[int, int]:
+def _numel_and_layer(asked: ModelOptions) -> tuple[int, int]:
     """All parameters, and those of the largest module without its children."""
-    shape = source_of(asked.model).shape
+    shape = source_of(asked).shape
     owners: dict[str, int] = {}
     for group in shape.groups:
         for param in group.params:
