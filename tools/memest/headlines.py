@@ -9,12 +9,10 @@ fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offload.planning.workload import Workload
-from offload.tiers.extent import TierName
-from offload.tools.memest.ladders import FamilyName, Shape
+from offload.tools.memest.ladders import FamilyName
 from offload.tools.memest.largest import largest_shape
 from offload.tools.memest.parts import GIB, TB, gpu_named, machine_named
 from offload.tools.memest.room import Room
@@ -23,7 +21,6 @@ from offload.tools.memest.systems import System
 
 TOLERANCE = 0.15
 WORKLOAD = Workload(batch=4, sequence=1024)
-_PLACES = {TierName.DEVICE: "GPU", TierName.HOST: "RAM", TierName.NVME: "nvme"}
 
 
 @dataclass(frozen=True)
@@ -43,15 +40,11 @@ class Headline:
 
 @dataclass(frozen=True)
 class Finding:
-    """A headline and what the formulas make of it."""
+    """A headline and what the formulas make of it: parameters, 0 if not even the smallest rung
+    fits."""
 
     headline: Headline
-    shape: Shape | None  # None: not even the smallest rung fits
-    bound: tuple[TierName, ...]  # what the next rung does not fit into
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel if self.shape else 0
+    numel: int
 
     @property
     def difference(self) -> float:
@@ -119,48 +112,8 @@ def find(headline: Headline) -> Finding:
         headline.system, headline.family, headline.ranks, headline.room, WORKLOAD,
         scores=headline.scores,
     )  # fmt: skip
-    return Finding(headline, found.shape, found.bound)
+    return Finding(headline, found.numel)
 
 
 def findings() -> list[Finding]:
     return [find(headline) for headline in headlines()]
-
-
-def lines(found: list[Finding]) -> Iterator[str]:
-    """A table, the explanations below it."""
-    yield (
-        f"{'system':<20} {'published':>10} {'ours':>10} {'apart':>6}  {'full':<6} "
-        f"{'the model':<32} machine"
-    )
-    for each in found:
-        headline = each.headline
-        shape = each.shape.label if each.shape else "none"
-        bound = ", ".join(_PLACES[tier] for tier in each.bound)
-        yield (
-            f"{headline.system:<20} {_counted(headline.claim):>10} {_counted(each.numel):>10} "
-            f"{each.difference:>+6.0%}  {bound:<6} {shape:<32} {headline.machine}"
-        )
-    yield ""
-    for each in found:
-        why = f". {each.headline.why}" if each.headline.why else ""
-        yield f"{each.headline.system} {_counted(each.headline.claim)}: {each.headline.source}{why}"
-    yield ""
-    yield (
-        f"One set of assumptions: {WORKLOAD.batch} x {WORKLOAD.sequence} tokens per GPU and pass, "
-        "blocks recomputed, 20 bytes of states a parameter with 16-bit Adam (MegaTrain 12), "
-        "buffers as DeepSpeed documents them, 5 % lost to the allocator, 1 GiB of each GPU and "
-        "3 GiB of RAM per rank for libraries."
-    )
-
-
-def print_history() -> None:
-    """`memest history`."""
-    for line in lines(findings()):
-        print(line)
-
-
-def _counted(numel: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9)):
-        if numel >= size:
-            return f"{numel / size:.3g} {unit}"
-    return f"{numel / 1e6:.3g} M"

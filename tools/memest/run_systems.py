@@ -44,7 +44,7 @@ def run_compare(asked: EstimateOptions) -> int:
     case = question.case
     facts = judge.facts(case, ours.config)
     speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times
-    rows = compare(case.source.shape, facts, ours.config, case.workload, case.profile, speeds, ours)
+    rows = compare(case.source.shape, facts, ours, case.profile, speeds)
     if asked.output.chosen is Format.JSON:
         systems = [_row_values(row) for row in rows]
         _print_json({"schema": "memest-compare/1", "systems": systems, "notes": list(ours.notes)})

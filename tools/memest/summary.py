@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.estimate import Change, Estimate
+from offload.planning.estimate import Estimate
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest import wording
@@ -88,12 +88,6 @@ def _life(estimate: Estimate) -> Figure:
     time = wording.duration(steps * estimate.step.seconds)
     rated = format_bytes(estimate.endurance_nbytes)
     return Figure("SSD life", f"{wording.counted(steps)} steps", f"{time}; rated {rated} written")
-
-
-def change_text(change: Change) -> str:
-    """`-o key=value ...: what it does (+12 % time)`."""
-    settings = " ".join(setting_text(key, value) for key, value in change.settings.items())
-    return f"{settings}: {change.text}" if settings else change.text
 
 
 def setting_text(key: str, value: str) -> str:
