@@ -17,7 +17,7 @@ from offload.tools.memest.case import Case
 from offload.tools.memest.judge import Judge, remedy
 from offload.tools.memest.knobs import knobs
 from offload.tools.memest.model_source import read_stated
-from offload.tools.memest.profiles import read_profile
+from offload.tools.memest.read_profile import read_profile
 from offload.tools.memest.stated_sizes import StatedSizes
 
 GIB = 1 << 30

@@ -20,7 +20,8 @@ from offload.tools.memest.options import (
     OutputOptions,
     WorkOptions,
 )
-from offload.tools.memest.profiles import HardwareProfile, read_profile
+from offload.tools.memest.profiles import HardwareProfile
+from offload.tools.memest.read_profile import read_profile
 from offload.tools.memest.run_estimate import Question, answer, read_question
 from offload.zero.model_shape import ModelShape
 

@@ -146,8 +146,6 @@ def subject_from(shape: Shape, facts: ActivationFacts) -> Subject:
         saved_nbytes=facts.saved_nbytes,
         working_nbytes=facts.peak_nbytes - facts.saved_nbytes,
         recomputed=True,
-        forward_flops=facts.forward.flops,
-        backward_flops=facts.backward.flops,
         expert_numel=shape.expert_numel,
     )
 

@@ -20,8 +20,6 @@ class Subject:
     saved_nbytes: int  # activations that autograd holds when forward ends
     working_nbytes: int  # activations beside them, at most
     recomputed: bool  # blocks are recomputed: what is saved are their inputs
-    forward_flops: float = 0.0
-    backward_flops: float = 0.0  # recomputation included
     expert_numel: int = 0  # of `numel`, parameters that expert parallelism spreads
 
     @property
@@ -63,8 +61,6 @@ def subject_of(model: ModelShape, facts: ActivationFacts, *, recomputed: bool) -
         saved_nbytes=facts.saved_nbytes,
         working_nbytes=max(0, facts.peak_nbytes - facts.saved_nbytes),
         recomputed=recomputed,
-        forward_flops=facts.forward.flops,
-        backward_flops=facts.backward.flops,
     )
 
 
