@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.estimate import MemoryClass
-
-_ORDER = tuple(MemoryClass)
+SPANS = (0, 4, 3, 2, 5, 1)  # the hues, in the order in which a timeline uses them
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +24,20 @@ class Theme:
     track: str  # of a gauge, behind what is filled
     good: str
     bad: str
-    classes: tuple[str, ...]  # by MemoryClass
-    spans: tuple[str, ...]  # by label, repeated when there are more
-
-    def of_class(self, name: MemoryClass) -> str:
-        return self.classes[_ORDER.index(name)]
-
-    def of_span(self, index: int) -> str:
-        return self.spans[index % len(self.spans)]
+    colours: tuple[str, ...]  # by MemoryClass
 
 
 LIGHT = Theme(
     page="#f6f6f4", card="#ffffff", ink="#1b1b1a", quiet="#5f5e5a", line="#deddd8",
     track="#e9e8e4", good="#0b7a3e", bad="#c2281d",
-    classes=("#2a6fc9", "#86b6ee", "#e5a00d", "#0d7f5f", "#7b5cc9", "#d9577b", "#c9c7c0",
+    colours=("#2a6fc9", "#86b6ee", "#e5a00d", "#0d7f5f", "#7b5cc9", "#d9577b", "#c9c7c0",
              "#85837c"),
-    spans=("#2a6fc9", "#7b5cc9", "#0d7f5f", "#e5a00d", "#d9577b", "#86b6ee"),
 )  # fmt: skip
 DARK = Theme(
     page="#161615", card="#20201f", ink="#f1f0ec", quiet="#aeaca4", line="#3b3a37",
     track="#343330", good="#4cc38a", bad="#ff7a6b",
-    classes=("#4d90e6", "#a9cdf7", "#dba11f", "#2aa37d", "#9b82e6", "#e5799a", "#5b5953",
+    colours=("#4d90e6", "#a9cdf7", "#dba11f", "#2aa37d", "#9b82e6", "#e5799a", "#5b5953",
              "#98968f"),
-    spans=("#4d90e6", "#9b82e6", "#2aa37d", "#dba11f", "#e5799a", "#a9cdf7"),
 )  # fmt: skip
 
 

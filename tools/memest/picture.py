@@ -12,9 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
 from offload.tiers.extent import TierName
+from offload.tiers.units import format_bytes
+from offload.tools.memest.colours import SPANS
+from offload.tools.memest.wording import duration, share
 
 PLACE_TITLES = {
     TierName.DEVICE: "GPU memory",
@@ -27,13 +31,15 @@ LEAST_WIDTH = 0.004  # of a piece that is there at all: it can be seen, and poin
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """One class of bytes in a bar."""
+class Piece:
+    """One coloured stretch of a bar or lane."""
 
-    name: MemoryClass
-    nbytes: int
+    label: str
+    value: str  # bytes or seconds, in words
+    share: str  # of the bar or step, in words
     start: float
     stop: float
+    colour: int  # of `colours.Theme.colours`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class Bar:
     title: str
     peak_nbytes: int
     capacity_nbytes: int
-    segments: tuple[Segment, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def filled(self) -> float:
@@ -71,21 +77,11 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """One span of a lane."""
-
-    label: str
-    seconds: float
-    start: float
-    stop: float
-
-
-@dataclass(frozen=True, slots=True)
 class Lane:
     """What one link does during a step."""
 
     link: str
-    blocks: tuple[Block, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +100,23 @@ def bars(memory: MemoryEstimate) -> tuple[Bar, ...]:
 def lanes(step: StepEstimate) -> tuple[Lane, ...]:
     """One lane per link that has spans, in the order of the links."""
     names = dict.fromkeys([*(link.name for link in step.links), *(s.link for s in step.spans)])
-    length = step_length(step)
+    length, colours = step_length(step), span_colours(step)
     found = []
     for name in names:
-        blocks = tuple(
-            Block(s.label, s.stop_s - s.start_s, s.start_s / length, s.stop_s / length)
-            for s in step.spans
-            if s.link == name
-        )
-        if blocks:
-            found.append(Lane(name, blocks))
+        pieces = tuple(
+            Piece(s.label, duration(s.stop_s - s.start_s), share((s.stop_s - s.start_s) / length),
+                  s.start_s / length, s.stop_s / length, colours[s.label])
+            for s in step.spans if s.link == name
+        )  # fmt: skip
+        if pieces:
+            found.append(Lane(name, pieces))
     return tuple(found)
 
 
-def labels(step: StepEstimate) -> tuple[str, ...]:
-    """What spans do, each once, in the order in which it is first done."""
-    return tuple(dict.fromkeys(span.label for span in sorted(step.spans, key=lambda s: s.start_s)))
+def span_colours(step: StepEstimate) -> dict[str, int]:
+    """Of what spans do, each once, in the order in which it is first done."""
+    labels = dict.fromkeys(span.label for span in sorted(step.spans, key=lambda s: s.start_s))
+    return {label: SPANS[index % len(SPANS)] for index, label in enumerate(labels)}
 
 
 def step_length(step: StepEstimate) -> float:
@@ -147,16 +144,16 @@ def _rounded(value: float, *, by_sixty: bool) -> float:
 
 
 def _bar(tier: TierName, place: PlaceEstimate) -> Bar:
-    held = [(name, place.by_class.get(name, 0)) for name in MemoryClass]
-    present = [(name, nbytes) for name, nbytes in held if nbytes > 0]
-    widths = _widths([nbytes for _, nbytes in present])
-    segments = []
-    start = 0.0
-    for (name, nbytes), width in zip(present, widths, strict=True):
-        segments.append(Segment(name, nbytes, start, start + width))
-        start += width
-    title = PLACE_TITLES[tier]
-    return Bar(tier, title, place.peak_nbytes, place.capacity_nbytes, tuple(segments))
+    held = [(index, name, place.by_class.get(name, 0)) for index, name in enumerate(MemoryClass)]
+    present = [each for each in held if each[2] > 0]
+    edges = [0.0, *accumulate(_widths([nbytes for *_, nbytes in present]))]
+    pieces = tuple(
+        Piece(
+            str(name), format_bytes(nbytes), share(nbytes / place.peak_nbytes), start, stop, index
+        )
+        for (index, name, nbytes), (start, stop) in zip(present, pairwise(edges), strict=True)
+    )
+    return Bar(tier, PLACE_TITLES[tier], place.peak_nbytes, place.capacity_nbytes, pieces)
 
 
 def _widths(sizes: Sequence[int]) -> list[float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -15,6 +14,7 @@ from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest import summary, wording
 from offload.tools.memest.picture import Bar, bars
+from offload.tools.memest.tables import bullets, plain, ruled
 
 _BAR_CELLS = 16
 _NAME_CELLS = max(len(name) for name in MemoryClass)
@@ -37,7 +37,7 @@ def _parts(estimate: Estimate) -> Iterator[RenderableType]:
     yield ""
     yield _figures(estimate)
     if estimate.shortfalls:
-        yield from _list("why not", [s.message for s in estimate.shortfalls])
+        yield from _list("why not", (s.message for s in estimate.shortfalls))
     if estimate.changes:
         yield from _changes(estimate)
     if estimate.notes:
@@ -50,9 +50,7 @@ def _verdict(estimate: Estimate) -> Text:
 
 
 def _headline(estimate: Estimate) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = plain({"style": "dim", "no_wrap": True}, {"overflow": "fold"})
     table.add_row("model", Text(summary.model_text(estimate, estimate.model)))
     table.add_row("hardware", Text(estimate.hardware))
     table.add_row("work", summary.workload_text(estimate))
@@ -64,10 +62,8 @@ def _headline(estimate: Estimate) -> Table:
 
 def _memory(estimate: Estimate) -> Table:
     shown = bars(estimate.memory)
-    table = _titled("Peak memory")
-    table.add_column("", no_wrap=True, min_width=_NAME_CELLS)
-    for bar in shown:
-        table.add_column(bar.title, justify="right", no_wrap=True)
+    table = ruled("", *(bar.title for bar in shown), title="Peak memory")
+    table.columns[0].min_width = _NAME_CELLS
     for name in MemoryClass:
         cells = [_held(bar, name) for bar in shown]
         if any(cells):
@@ -85,15 +81,8 @@ def _memory(estimate: Estimate) -> Table:
     return table
 
 
-def _titled(title: str) -> Table:
-    return Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
-        title=Text(title, style="bold"), title_justify="left", title_style="",
-    )  # fmt: skip
-
-
 def _held(bar: Bar, name: MemoryClass) -> str:
-    return next((format_bytes(s.nbytes) for s in bar.segments if s.name is name), "")
+    return next((piece.value for piece in bar.pieces if piece.label == name), "")
 
 
 def _peak(bar: Bar) -> Text:
@@ -115,12 +104,9 @@ def _gauge(bar: Bar) -> Text:
 
 
 def _time(step: StepEstimate) -> Table:
-    title = f"One step: {wording.duration(step.seconds)}, bound by {step.bottleneck}"
-    table = _titled(title)
-    table.add_column("link", no_wrap=True, min_width=_NAME_CELLS)
-    table.add_column("busy", justify="right", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("share of the step", no_wrap=True)
+    share = "share of the step"
+    table = ruled("link", "busy", "bytes", share, title=summary.step_text(step), left=[share])
+    table.columns[0].min_width = _NAME_CELLS
     for link in step.links:
         busy = link.seconds / step.seconds if step.seconds else 0.0
         cells = min(_BAR_CELLS, round(busy * _BAR_CELLS))
@@ -132,10 +118,7 @@ def _time(step: StepEstimate) -> Table:
 
 
 def _figures(estimate: Estimate) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column()
+    table = plain({"style": "dim", "no_wrap": True}, {"justify": "right", "no_wrap": True}, {})
     for figure in summary.figures(estimate):
         if figure.name != "step":  # the title of the table above
             table.add_row(figure.name, figure.value, figure.aside)
@@ -145,9 +128,7 @@ def _figures(estimate: Estimate) -> Table:
 def _changes(estimate: Estimate) -> Iterator[RenderableType]:
     yield ""
     yield Text("what would fit" if not estimate.fits else "what would help", style="bold")
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right", style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = plain({"justify": "right", "style": "bold", "no_wrap": True}, {"overflow": "fold"})
     for change in estimate.changes:
         factor = change.step_factor
         cost = "?" if factor is None else wording.factor_of_time(factor)
@@ -158,12 +139,7 @@ def _changes(estimate: Estimate) -> Iterator[RenderableType]:
     yield Padding(table, (0, 0, 0, 2))
 
 
-def _list(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[RenderableType]:
+def _list(title: str, lines: Iterable[str]) -> Iterator[RenderableType]:
     yield ""
     yield Text(title, style="bold")
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for line in lines:
-        table.add_row("·", Text(line))
-    yield Padding(table, (0, 0, 0, 2))
+    yield Padding(bullets(lines), (0, 0, 0, 2))

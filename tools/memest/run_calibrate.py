@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from offload.planning.baseline import machine_baseline
@@ -14,6 +14,7 @@ from offload.planning.calibration import machine_speeds
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
+from offload.tools.memest.tables import plain, show
 from offload.tools.memest.wording import counted, duration
 
 
@@ -21,12 +22,12 @@ def measure_again(paths: Sequence[Path]) -> None:
     """Measure and print. PathError, before anything is measured, where a folder cannot be used."""
     for path in paths:
         _check_folder(path.expanduser())
-    Console(stderr=True).print("measuring this machine; close what else is busy ...")
+    print("measuring this machine; close what else is busy ...", file=sys.stderr)
     table = to_table(machine_speeds(paths, remeasure=True))
     for precision in ("fp32", "bf16", "fp16"):
         baseline = machine_baseline(precision, remeasure=True)
         table.add_row(f"interpreter and libraries, {precision}", format_bytes(baseline.ram_nbytes))
-    Console().print(table)
+    show(table)
 
 
 def _check_folder(path: Path) -> None:
@@ -41,9 +42,7 @@ def _check_folder(path: Path) -> None:
 
 def to_table(speeds: Speeds) -> Table:
     """One line per rate."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    table = plain({"no_wrap": True}, {"justify": "right", "no_wrap": True})
     for precision, rate in speeds.matmul_flops_per_s.items():
         table.add_row(f"matrix products in {precision}", f"{rate / 1e12:,.3g} TFLOP/s")
     for states, rate in speeds.optimizer_parameters_per_s.items():

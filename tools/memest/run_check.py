@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from offload.planning.run_check import Row, RunCheck, check_run
 from offload.tiers.units import format_bytes
 from offload.tools.memest import wording
+from offload.tools.memest.tables import ruled, show, show_json
 
 # How far apart a prediction may be, by figure: beyond, the line is marked.
 _TOLERANCES = {"RSS": 0.08, "step": 0.20}
@@ -23,9 +21,9 @@ def print_check(folder: Path, *, as_json: bool) -> None:
     """One line per figure. ConfigError where the folder holds no run that can be checked."""
     found = check_run(folder)
     if as_json:
-        print(json.dumps(_values(found), indent=2))
+        show_json(_values(found))
         return
-    Console().print(check_table(found))
+    show(check_table(found))
     for reason in found.missing:
         print(reason)
     ended = "" if found.finished else ", cut short: the most that was held at the end of one"
@@ -33,10 +31,7 @@ def print_check(folder: Path, *, as_json: bool) -> None:
 
 
 def check_table(found: RunCheck) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in ("predicted", "measured", "apart"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = ruled("", "predicted", "measured", "apart")
     for row in found.rows:
         apart = row.ratio - 1
         far = abs(apart) > _TOLERANCES.get(row.name, _TOLERANCE)

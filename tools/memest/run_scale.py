@@ -6,14 +6,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.options import EstimateOptions, Format
 from offload.tools.memest.output import write_file
 from offload.tools.memest.run_estimate import DOES_NOT_FIT, Question, read_question
 from offload.tools.memest.scale_wording import (
-    HEADER,
     NARROW,
     NARROW_LEGEND,
     STATES,
@@ -21,9 +20,6 @@ from offload.tools.memest.scale_wording import (
     statements,
 )
 from offload.tools.memest.scaling import MOST_RANKS, Point, Series, in_order, scaling, totals
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def run_scale(asked: EstimateOptions) -> int:
@@ -66,39 +62,23 @@ def _show(question: Question, found: Sequence[Series], asked: EstimateOptions) -
         write_file(output.out, text.encode(errors="replace"), "--out")
 
 
-# ---------------------------------------------------------------- tables
 def _print_tables(question: Question, found: Sequence[Series]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    from offload.tools.memest.tables import bullets, ruled, show
+
     case = question.case
-    console.print(Text(f"{case.source.name} on machines like {case.profile.name}, simulated\n"))
+    show(Text(f"{case.source.name} on machines like {case.profile.name}, simulated\n"))
     for series in found:
         for what, columns in NARROW:
-            console.print(_table(series, what, columns))
-            console.print()
-    console.print(Text(f"{NARROW_LEGEND}\n"))
-    for line in statements(question, found):
-        console.print(Text(f"  · {line}", style="dim"))
+            table = ruled(*columns, title=f"{series.name}: {what}")
+            for point in series.points:
+                row = cells(point)
+                table.add_row(*(row[name] for name in columns))
+            show(table, "")
+    show(f"{NARROW_LEGEND}\n", bullets(statements(question, found)))
 
 
-def _table(series: Series, what: str, columns: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left",
-                  title=Text(f"{series.name}: {what}", style="bold"), title_style="")  # fmt: skip
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for point in series.points:
-        row = dict(zip(HEADER, cells(point), strict=True))
-        table.add_row(*(row[name] for name in columns))
-    return table
-
-
-# ---------------------------------------------------------------- JSON
 def values(question: Question, found: Sequence[Series]) -> dict[str, Any]:
     return {
         "schema": "memest-scale/1",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +27,7 @@ from offload.tools.memest.run_estimate import DOES_NOT_FIT, answered, read_quest
 from offload.tools.memest.run_hardware import profile_of
 from offload.tools.memest.summary import model_text, workload_text
 from offload.tools.memest.systems import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
+from offload.tools.memest.tables import bullets, ruled, show, show_json
 
 Places = Mapping[TierName, PlaceEstimate]
 _NODE_TITLES = {**PLACE_TITLES, TierName.HOST: "RAM of a node", TierName.NVME: "disk of a node"}
@@ -47,11 +45,11 @@ def run_compare(asked: EstimateOptions) -> int:
     rows = compare(case.source.shape, facts, ours, case.profile, speeds)
     if asked.output.chosen is Format.JSON:
         systems = [_row_values(row) for row in rows]
-        _print_json({"schema": "memest-compare/1", "systems": systems, "notes": list(ours.notes)})
+        show_json({"schema": "memest-compare/1", "systems": systems, "notes": list(ours.notes)})
     else:
         title = f"{model_text(ours, ours.model)}\n{ours.hardware}, {workload_text(ours)}"
-        _print(Text(title), compare_table(rows))
-        _print_notes([*ours.notes, *(note for row in rows for note in row.notes)])
+        notes = [*ours.notes, *(note for row in rows for note in row.notes)]
+        show(Text(title), compare_table(rows), "", bullets(notes))
     return 0 if ours.fits else DOES_NOT_FIT
 
 
@@ -64,13 +62,12 @@ def _check_format(asked: EstimateOptions) -> None:
 def compare_table(rows: Sequence[Row]) -> Table:
     """One line per system: what it takes of each place, its step, what is short."""
     tiers = [tier for tier in TierName if any(tier in row.places for row in rows)]
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("system", no_wrap=True)
-    for tier in tiers:
-        capacity = next(row.places[tier] for row in rows if tier in row.places).capacity_nbytes
-        table.add_column(f"{_NODE_TITLES[tier]}\nof {format_bytes(capacity)}", justify="right")
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
+    there = [next(row.places[tier] for row in rows if tier in row.places) for tier in tiers]
+    heads = [
+        f"{_NODE_TITLES[tier]}\nof {format_bytes(place.capacity_nbytes)}"
+        for tier, place in zip(tiers, there, strict=True)
+    ]
+    table = ruled("system", *heads, "step", "fits", left=["fits"])
     for row in rows:
         cells = [_used(row.places, tier, short=tier in row.full) for tier in tiers]
         step = "-" if row.step_s is None else wording.duration(row.step_s)
@@ -120,13 +117,11 @@ def run_max(
     profile = profile_of(machine, OffloadConfig())
     found = largest_of_all(family, profile, Workload(batch, sequence))
     if as_json:
-        _print_json(
-            {"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]}
-        )
+        show_json({"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]})
     else:
         title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam"
-        _print(Text(title), max_table(found))
-        _print_notes([*_taken_aside(profile), *(each.note for each in found if each.note)])
+        notes = [*_taken_aside(profile), *(each.note for each in found if each.note)]
+        show(Text(title), max_table(found), "", bullets(notes))
 
 
 def _taken_aside(profile: HardwareProfile) -> Iterator[str]:
@@ -143,11 +138,7 @@ def _taken_aside(profile: HardwareProfile) -> Iterator[str]:
 
 def max_table(found: Sequence[Largest]) -> Table:
     """One line per system: its largest model, and what the next one does not fit into."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("system", no_wrap=True)
-    table.add_column("largest", justify="right", no_wrap=True)
-    table.add_column("shape")
-    table.add_column("bound by")
+    table = ruled("system", "largest", "shape", "bound by", left=["shape", "bound by"])
     for each in found:
         bound = ", ".join(_NODE_TITLES[tier] for tier in each.bound)
         size = wording.counted(each.numel) if each.shape else "none"
@@ -170,22 +161,16 @@ def _largest_values(each: Largest) -> dict[str, Any]:
 def print_history() -> None:
     """Published capacities beside what the formulas say of the same machines."""
     found = findings()
-    _print(history_table(found))
     notes = [
         f"{each.headline.system} {wording.counted(each.headline.claim)}: {each.headline.source}"
         + (f". {each.headline.why}" if each.headline.why else "")
         for each in found
     ]
-    _print_notes(notes)
+    show(history_table(found), "", bullets(notes))
 
 
 def history_table(found: Sequence[Finding]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("system", no_wrap=True)
-    table.add_column("published", justify="right", no_wrap=True)
-    table.add_column("computed", justify="right", no_wrap=True)
-    table.add_column("apart", justify="right", no_wrap=True)
-    table.add_column("machine")
+    table = ruled("system", "published", "computed", "apart", "machine", left=["machine"])
     for each in found:
         style = "" if each.within else "yellow"
         table.add_row(
@@ -234,23 +219,3 @@ def _numel_and_layer(asked: ModelOptions) -> tuple[int, int]:
             owner = param.names[0].rpartition(".")[0]
             owners[owner] = owners.get(owner, 0) + param.numel
     return shape.numel, max(owners.values(), default=0)
-
-
-# ---------------------------------------------------------------- output
-def _print(*parts: RenderableType) -> None:
-    console = Console()
-    for part in parts:
-        console.print(part)
-
-
-def _print_notes(notes: Sequence[str]) -> None:
-    console = Console()
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    for note in dict.fromkeys(notes):
-        table.add_row("·", Text(note))
-    if notes:
-        console.print("\n", table, sep="", end="")
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, allow_nan=False))

@@ -47,25 +47,27 @@ def statements(question: Question, found: Sequence[Series]) -> Iterator[str]:
     yield from question.assumed
 
 
-def cells(point: Point) -> list[str]:
-    """One row, as `HEADER` names it."""
+def cells(point: Point) -> dict[str, str]:
+    """One row by its columns."""
     sharding = point.sharding
-    held = [wording_of(point.held_nbytes(state)) for state in STATES]
-    return [
-        f"{point.ranks:,}", f"{sharding.ranks:,} x {sharding.replicas:,}", *held,
-        wording_of(point.shared_nbytes), f"{point.shards.padding:.1%}",
-        f"{point.collectives:,}", f"{point.times_model:.2f}", wording.duration(point.step.seconds),
-        wording.duration(point.network_s) if point.network_s else "-",
-        f"{point.step.tokens_per_s:,.0f}", f"{point.efficiency:.0%}",
-        "yes" if point.fits else "no",
-    ]  # fmt: skip
+    held = {str(state): _bytes(point.held_nbytes(state)) for state in STATES}
+    return {
+        "ranks": f"{point.ranks:,}",
+        "shards": f"{sharding.ranks:,} x {sharding.replicas:,}",
+        **held,
+        "exchange": _bytes(point.shared_nbytes),
+        "padding": f"{point.shards.padding:.1%}",
+        "collectives": f"{point.collectives:,}",
+        "moved / model": f"{point.times_model:.2f}",
+        "step": wording.duration(point.step.seconds),
+        "network": wording.duration(point.network_s) if point.network_s else "-",
+        "tokens/s": f"{point.step.tokens_per_s:,.0f}",
+        "computing": f"{point.efficiency:.0%}",
+        "fits": "yes" if point.fits else "no",
+    }
 
 
-HEADER = (
-    "ranks", "shards", "parameters", "gradients", "optimizer", "exchange", "padding",
-    "collectives", "moved / model", "step", "network", "tokens/s", "computing", "fits",
-)  # fmt: skip
-NARROW = (  # tables that a terminal of 80 columns has room for: what they have of `HEADER`
+NARROW = (  # tables that a terminal of 80 columns has room for: their columns
     (
         "bytes of one rank",
         ("ranks", "shards", "parameters", "gradients", "optimizer", "exchange", "fits"),
@@ -86,5 +88,5 @@ NARROW_LEGEND = (
 )
 
 
-def wording_of(nbytes: int) -> str:
+def _bytes(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else "-"

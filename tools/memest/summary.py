@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.estimate import Estimate
+from offload.planning.estimate import Estimate, StepEstimate
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest import wording
-from offload.tools.memest.picture import PLACE_TITLES
+from offload.tools.memest.picture import PLACE_TITLES, Bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,25 @@ def state_text(estimate: Estimate) -> str:
     words = {True: ", checkpointing", "selective": ", selective checkpointing"}
     states = f", {config.optimizer.type} with {config.optimizer.states} states"
     return f"{config.precision}{master}{states}{words.get(recompute, '')}"
+
+
+def step_text(step: StepEstimate) -> str:
+    return f"One step: {wording.duration(step.seconds)}, bound by {step.bottleneck}"
+
+
+def used_text(bar: Bar) -> str:
+    """`12.0 GiB of 24.0 GiB (50 %)`."""
+    used = f"{format_bytes(bar.peak_nbytes)} of {format_bytes(bar.capacity_nbytes)}"
+    return f"{used} ({wording.share(bar.filled)})" if bar.capacity_nbytes else used
+
+
+def what_text(estimate: Estimate) -> str:
+    """The model, and its numbers' formats."""
+    return f"{model_text(estimate)} · {state_text(estimate)}"
+
+
+def where_text(estimate: Estimate) -> str:
+    return f"{estimate.hardware} · {workload_text(estimate)}"
 
 
 def figures(estimate: Estimate) -> tuple[Figure, ...]:

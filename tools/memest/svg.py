@@ -10,18 +10,8 @@ from __future__ import annotations
 from html import escape
 
 from offload.planning.estimate import StepEstimate
-from offload.tiers.units import format_bytes
-from offload.tools.memest import wording
-from offload.tools.memest.picture import (
-    Bar,
-    Block,
-    Lane,
-    Segment,
-    Tick,
-    labels,
-    step_length,
-    ticks,
-)
+from offload.tools.memest import summary
+from offload.tools.memest.picture import Bar, Lane, Piece, Tick, step_length, ticks
 
 _LEAST_PX = 560  # width of a drawing on a small laptop
 _LETTER_PX = 7.2  # a wide letter of 12 px text, and its share of the margins
@@ -42,21 +32,19 @@ def gauge(bar: Bar) -> str:
             f'<rect x="{_percent(min(limit, 0.997))}" y="0" width="3" height="14" '
             'fill="var(--ink)"><title>capacity</title></rect>'
         )
-    text = f"{bar.title}: {format_bytes(bar.peak_nbytes)} of {format_bytes(bar.capacity_nbytes)}"
-    return _svg("gauge", text, parts)
+    return _svg("gauge", f"{bar.title}: {summary.used_text(bar)}", parts)
 
 
 def stack(bar: Bar) -> str:
     """The peak by class, as wide as the page."""
-    return _svg("stack", f"{bar.title}, peak by class", [_segment(bar, s) for s in bar.segments])
+    return _svg("stack", f"{bar.title}, peak by class", [_piece(each, 34) for each in bar.pieces])
 
 
-def lane(lane: Lane, step: StepEstimate) -> str:
+def lane(lane: Lane) -> str:
     """What one link does during the step."""
-    names = labels(step)
-    parts = [_block(block, names.index(block.label)) for block in lane.blocks]
     axis = '<rect y="25" width="100%" height="1" fill="var(--line)"/>'
-    return _svg("lane", f"{lane.link} during one step", [axis, *parts])
+    pieces = [_piece(each, 24) for each in lane.pieces]
+    return _svg("lane", f"{lane.link} during one step", [axis, *pieces])
 
 
 def axis(step: StepEstimate) -> str:
@@ -64,33 +52,18 @@ def axis(step: StepEstimate) -> str:
     return _svg("axis", "time", [_tick(tick) for tick in ticks(step_length(step))])
 
 
-def _segment(bar: Bar, segment: Segment) -> str:
-    name = segment.name
-    share = wording.share(segment.nbytes / bar.peak_nbytes)
-    title = f"{name}: {format_bytes(segment.nbytes)} ({share})"
-    return _piece(segment.start, segment.stop, 34, str(name), title, f"c-{name}", f"i-{name}")
-
-
-def _block(block: Block, index: int) -> str:
-    title = f"{block.label}: {wording.duration(block.seconds)}"
-    colour = index % 6
-    return _piece(block.start, block.stop, 24, block.label, title, f"s-{colour}", f"t-{colour}")
-
-
-def _piece(
-    start: float, stop: float, height: int, label: str, title: str, fill: str, ink: str
-) -> str:
+def _piece(piece: Piece, height: int) -> str:
     """One coloured stretch with its label, where the label fits."""
-    width = max(stop - start - _GAP, 0.0015)
-    inside = f'<rect width="100%" height="100%" rx="2" class="{fill}"/>'
-    if width * _LEAST_PX >= len(label) * _LETTER_PX + 8:
+    width = max(piece.stop - piece.start - _GAP, 0.0015)
+    inside = f'<rect width="100%" height="100%" rx="2" class="c-{piece.colour}"/>'
+    if width * _LEAST_PX >= len(piece.label) * _LETTER_PX + 8:
         inside += (
-            f'<text x="50%" y="{height / 2 + 4:g}" text-anchor="middle" class="{ink}">'
-            f"{escape(label)}</text>"
+            f'<text x="50%" y="{height / 2 + 4:g}" text-anchor="middle" class="i-{piece.colour}">'
+            f"{escape(piece.label)}</text>"
         )
     return (
-        f'<svg x="{_percent(start)}" width="{_percent(width)}" height="{height}">'
-        f"{inside}<title>{escape(title)}</title></svg>"
+        f'<svg x="{_percent(piece.start)}" width="{_percent(width)}" height="{height}">'
+        f"{inside}<title>{escape(piece.label)}: {piece.value} ({piece.share})</title></svg>"
     )
 
 

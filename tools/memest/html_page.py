@@ -1,8 +1,10 @@
-"""The style sheet of the HTML page, light and dark."""
+"""The frame of memest's HTML pages: one file, no scripts, nothing fetched, light or dark."""
 
 from __future__ import annotations
 
-from offload.planning.estimate import MemoryClass
+from collections.abc import Collection, Iterable, Sequence
+from html import escape
+
 from offload.tools.memest.colours import DARK, LIGHT, Theme, ink_on
 
 _RULES = """
@@ -50,30 +52,71 @@ code{font:13px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;white-space:nowrap}
 ul.lines{margin:0;padding-left:20px}
 ul.lines li{overflow-wrap:anywhere;margin-bottom:3px}
 .after{margin:10px 0 0}
+.wide{max-width:1240px}.wide td,.wide th{padding-right:9px;font-size:13px}
+.bars td{border-bottom:0;padding:2px 14px 2px 0}.bars svg{height:16px}
+.bars td:last-child{width:100%}
 footer{margin-top:26px;font-size:13px;color:var(--quiet)}
 """
 
 
-def style_sheet() -> str:
+def page(title: str, body: str, *, wide: bool = False) -> str:
+    """The file. `body` is HTML; `title` is escaped here, as by all that follow."""
+    width = "wide" if wide else "usual"
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_style_sheet()}</style></head>"
+        f'<body><main class="{width}">{body}'
+        "<footer>Bytes in binary units: 1 GiB = 1,073,741,824 bytes. Written by memest.</footer>"
+        "</main></body></html>\n"
+    )
+
+
+def lines(title: str, texts: Iterable[str]) -> str:
+    """A heading and a list; nothing where there are no texts."""
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    if not items:
+        return ""
+    return f'<h2>{escape(title)}</h2><div class="card"><ul class="lines">{items}</ul></div>'
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,),
+    kind: str = "plain",
+) -> str:  # fmt: skip
+    """Cells are HTML; columns are of numbers but for those at `left`."""
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        of = ("" if index in left else ' class="number"' for index in range(len(cells)))
+        return "".join(f"<{tag}{k}>{c}</{tag}>" for k, c in zip(of, cells, strict=True))
+
+    head = f"<tr>{row('th', heads)}</tr>" if heads else ""
+    body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in rows)
+    return f'<table class="{kind}">{head}{body}</table>'
+
+
+def key(pieces: Iterable[tuple[int, str]]) -> str:
+    """Colours and what they stand for, which is HTML."""
+    items = "".join(
+        f'<li><span class="swatch c-{colour}"></span>{text}</li>' for colour, text in pieces
+    )
+    return f'<ul class="keys">{items}</ul>'
+
+
+def _style_sheet() -> str:
     """All rules; colours are variables that follow what the reader's system prefers."""
     dark = f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}"
     scheme = ":root{color-scheme:light dark;" + _variables(LIGHT) + "}"
-    classes = "".join(f".c-{n}{{fill:var(--{n});background:var(--{n})}}" for n in MemoryClass)
-    inks = "".join(f".i-{name}{{fill:var(--on-{name})}}" for name in MemoryClass)
-    count = len(LIGHT.spans)
-    spans = "".join(f".s-{i}{{fill:var(--s{i});background:var(--s{i})}}" for i in range(count))
-    span_inks = "".join(f".t-{i}{{fill:var(--on-s{i})}}" for i in range(count))
-    return f"{scheme}{dark}{_RULES}{classes}{inks}{spans}{span_inks}"
+    colours = "".join(
+        f".c-{n}{{fill:var(--c{n});background:var(--c{n})}}.i-{n}{{fill:var(--on{n})}}"
+        for n in range(len(LIGHT.colours))
+    )
+    return f"{scheme}{dark}{_RULES}{colours}"
 
 
 def _variables(theme: Theme) -> str:
-    named = {
-        name: getattr(theme, name)
-        for name in ("page", "card", "ink", "quiet", "line", "track", "good", "bad")
-    }
-    for memory_class in MemoryClass:
-        colour = theme.of_class(memory_class)
-        named |= {memory_class: colour, f"on-{memory_class}": ink_on(colour)}
-    for index, colour in enumerate(theme.spans):
-        named |= {f"s{index}": colour, f"on-s{index}": ink_on(colour)}
+    names = ("page", "card", "ink", "quiet", "line", "track", "good", "bad")
+    named = {name: getattr(theme, name) for name in names}
+    for index, colour in enumerate(theme.colours):
+        named |= {f"c{index}": colour, f"on{index}": ink_on(colour)}
     return "".join(f"--{name}:{value};" for name, value in named.items())
