@@ -110,7 +110,7 @@ def find(headline: Headline) -> Finding:
     """The largest model that the formulas let that system train on that machine."""
     found = largest_shape(
         headline.system, headline.family, headline.ranks, headline.room, WORKLOAD,
-        scores=headline.scores,
+        experts=headline.ranks.experts, scores=headline.scores,
     )  # fmt: skip
     return Finding(headline, found.numel)
 

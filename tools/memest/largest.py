@@ -55,26 +55,24 @@ class Largest:
         return self.shape.numel if self.shape else 0
 
 
-Try = Callable[[Shape], Trial]
+Trying = Callable[[Shape], Trial]
 
 
 def largest(
     family: str, profile: HardwareProfile, system: System, workload: Workload = WORKLOAD
 ) -> Largest:
     """bf16 with Adam, every block recomputed, fused attention. ConfigError for no such family."""
-    ranks = ranks_of(profile)
+    ranks, room = ranks_of(profile), room_of(profile)
     name = _family(family)
     experts = max(_LEAST_EXPERTS, ranks.count) if name is FamilyName.MOE else 0
     if experts:
         ranks = Ranks(ranks.per_node, ranks.nodes, experts=math.gcd(experts, ranks.count))
-    room = room_of(profile)
-    shapes = ladder(name, experts)
     if system is not System.OURS:
-        return search(system, shapes, _other(system, workload, ranks, room, scores=False))
-    holding = _room_nbytes(ranks, room) // _OUR_BYTES
-    guess = bisect.bisect(shapes, holding, key=lambda shape: shape.numel)
+        return largest_shape(system, name, ranks, room, workload, experts=experts, scores=False)
+    shapes = ladder(name, experts)
+    beyond = bisect.bisect(shapes, _room_nbytes(ranks, room) // _LEAST_BYTES, key=_numel)
     note = f"{system}: one of {ranks.count} ranks, ZeRO stage 3" if ranks.count > 1 else ""
-    return search(system, shapes, _ours(workload, ranks, room), note, guess)
+    return _search(system, shapes[: beyond + 1], _ours(workload, ranks, room), note)
 
 
 def largest_of_all(
@@ -86,48 +84,34 @@ def largest_of_all(
 
 def largest_shape(
     system: System, family: FamilyName, ranks: Ranks, room: Room, workload: Workload, *,
-    scores: bool,
+    experts: int, scores: bool,
 ) -> Largest:  # fmt: skip
     """As `largest`, for any way of spreading a model over GPUs, with attention scores or without.
     Not for `System.OURS`."""
-    experts = ranks.experts if family is FamilyName.MOE else 0
-    return search(
-        system, ladder(family, experts), _other(system, workload, ranks, room, scores=scores)
-    )
+    trial = _other(system, workload, ranks, room, scores=scores)
+    return _search(system, ladder(family, experts), trial)
 
 
-def search(
-    system: System, shapes: Sequence[Shape], trial: Try, note: str = "", first: int | None = None
-) -> Largest:
-    """The last shape that fits before one that does not. `first`: where to begin, if there is a
-    guess: then growing steps until the answer lies between two of them."""
-    best, fitting, failed = None, -1, None
-    low, high = 0, len(shapes)
-    probe = len(shapes) // 2 if first is None else min(first, len(shapes) - 1)
-    stride = 0 if first is None else 4
-    while low < high:
-        tried = trial(shapes[probe])
-        if tried.full:
-            high, failed = probe, tried
-        else:
-            low, best, fitting = probe + 1, tried, probe
-        probe, stride = _next(low, high, probe, stride, len(shapes))
-    bound = failed.full if failed else ()
-    if best is None:
-        return Largest(system, None, failed.places if failed else {}, bound, note)
-    return Largest(system, shapes[fitting], best.places, bound, note)
+def _search(system: System, shapes: Sequence[Shape], trial: Trying, note: str = "") -> Largest:
+    """The last shape that fits before one that does not, by bisection."""
+    tried: dict[Shape, Trial] = {}
+
+    def fails(shape: Shape) -> bool:
+        tried[shape] = trial(shape)
+        return bool(tried[shape].full)
+
+    count = bisect.bisect_left(shapes, True, key=fails)
+    bound = tried[shapes[count]].full if count < len(shapes) else ()
+    if not count:
+        return Largest(system, None, tried[shapes[0]].places, bound, note)
+    return Largest(system, shapes[count - 1], tried[shapes[count - 1]].places, bound, note)
 
 
-def _next(low: int, high: int, probe: int, stride: int, count: int) -> tuple[int, int]:
-    """Where to look next between `low` and `high`, and how far to go the time after."""
-    if stride and high == count and low + stride < high:
-        return low + stride, stride * 4
-    if stride and low == 0 and high - stride > low:
-        return high - stride, stride * 4
-    return (low + high) // 2, 0
+def _numel(shape: Shape) -> int:
+    return shape.numel
 
 
-def _other(system: System, workload: Workload, ranks: Ranks, room: Room, *, scores: bool) -> Try:
+def _other(system: System, workload: Workload, ranks: Ranks, room: Room, *, scores: bool) -> Trying:
     numbers = Numbers()
 
     def trial(shape: Shape) -> Trial:
@@ -139,7 +123,7 @@ def _other(system: System, workload: Workload, ranks: Ranks, room: Room, *, scor
     return trial
 
 
-def _ours(workload: Workload, ranks: Ranks, room: Room) -> Try:
+def _ours(workload: Workload, ranks: Ranks, room: Room) -> Trying:
     from offload.config import OffloadConfig  # pydantic: a tenth of a second
 
     plain = {"precision": "bf16", "placement": {"activations": {"checkpoint": True}}}
@@ -163,8 +147,8 @@ def _room_nbytes(ranks: Ranks, room: Room) -> int:
     return node * ranks.nodes
 
 
-# Ours, in bf16 with Adam and a split master: weight 2, remainder 2, moments 8, gradient 2.
-_OUR_BYTES = 14
+# A parameter of ours takes more: in bf16 weight 2, remainder of the master 2, moments of Adam 8.
+_LEAST_BYTES = 8
 # Elements. The longest that `auto` would choose; longer still where there would be tens of
 # thousands of pieces to count.
 _CHUNK, _LONG_CHUNK, _LONG_CHUNK_FROM = 1 << 22, 1 << 24, 20 * 10**9

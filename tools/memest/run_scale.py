@@ -72,6 +72,7 @@ def _print_tables(question: Question, found: Sequence[Series]) -> None:
     for series in found:
         for what, columns in NARROW:
             table = ruled(*columns, title=f"{series.name}: {what}")
+            table.columns[0].justify = "right"
             for point in series.points:
                 row = cells(point)
                 table.add_row(*(row[name] for name in columns))
