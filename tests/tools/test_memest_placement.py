@@ -22,7 +22,7 @@ from offload.tools.memest.options import (
 )
 from offload.tools.memest.profiles import HardwareProfile
 from offload.tools.memest.read_profile import read_profile
-from offload.tools.memest.run_estimate import Question, answer, read_question
+from offload.tools.memest.run_estimate import Question, answered, read_question
 from offload.zero.model_shape import ModelShape
 
 CLASSES = ("parameters", "gradients", "optimizer")
@@ -105,11 +105,11 @@ def test_the_smallest_round_figure_that_fits_is_advised() -> None:
         )
 
     judge = Judge()
-    short = answer(asked("3GiB"), judge)
+    _, short = answered(asked("3GiB"), judge)
     assert not short.fits
     assert short.system_nbytes == 3 << 29
     assert [dict(change.settings) for change in short.changes] == [{"--ram": "4GiB"}]
-    assert answer(asked("4GiB"), judge).fits
+    assert answered(asked("4GiB"), judge)[1].fits
 
 
 def test_all_of_a_model_that_fits_the_gpu_is_there() -> None:

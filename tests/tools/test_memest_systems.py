@@ -14,6 +14,7 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import round_up
 from offload.tools.memest.assemble import estimate
+from offload.tools.memest.case import Case
 from offload.tools.memest.compare import Row, compare
 from offload.tools.memest.ladders import FamilyName, Shape, facts_of, ladder, model_of, subject_from
 from offload.tools.memest.largest import largest, largest_of_all
@@ -219,7 +220,7 @@ STATED = StatedSizes(
 
 def rows_of(profile: HardwareProfile, config: OffloadConfig, *, timed: bool = False) -> list[Row]:
     source, speeds = read_stated(STATED), profile.speeds() if timed else None
-    ours = estimate(source, config, WORKLOAD, profile, speeds)
+    ours = estimate(Case(source, config, WORKLOAD, profile, speeds))
     return compare(source.shape, FACTS, ours, profile, speeds)
 
 

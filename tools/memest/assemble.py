@@ -1,81 +1,46 @@
-"""Everything `memest` says about one model, put together."""
+"""Everything `memest` says about one case, put together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from offload import machine
-from offload.config import OffloadConfig
 from offload.planning.estimate import Estimate
-from offload.planning.speeds import Speeds
 from offload.planning.step_time import MOST_PASSES
-from offload.planning.workload import Workload
-from offload.tiers.units import format_bytes
-from offload.tools.memest.case import Case, Verdict
+from offload.tools.memest.case import Case
 from offload.tools.memest.changes import changes
 from offload.tools.memest.judge import Judge
 from offload.tools.memest.parts import NCCL
-from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.source import ModelSource, SourceKind
+from offload.tools.memest.source import SourceKind
 
 
 def estimate(
-    source: ModelSource, config: OffloadConfig, workload: Workload, profile: HardwareProfile,
-    speeds: Speeds | None, judge: Judge | None = None,
-    *, advise: bool = False, by_node: bool = False,
-) -> Estimate:  # fmt: skip
+    case: Case, judge: Judge | None = None, *, advise: bool = False, by_node: bool = False
+) -> Estimate:
     """What training takes, with what would make it fit where it does not.
 
-    `speeds`: one rank's; None where they are not known: then there are no times. `judge`: one that
-    has seen the model before. `advise`: also what would make a step faster, which takes longer.
-    `by_node`: the reader makes nodes' memory of it, and shows no times of several ranks.
+    `judge`: one that has seen the model before. `advise`: also what would make a step faster, which
+    takes longer. `by_node`: the reader makes nodes' memory of it, and shows no times of several
+    ranks.
     """
-    case = Case(source, config, workload, profile, speeds)
     judge = judge or Judge()
-    verdict = judge(case)
-    found = Estimate(
-        model=source.name,
-        numel=source.shape.numel,
-        numel_trainable=source.shape.numel_trainable,
-        hardware=hardware_text(profile),
-        workload=workload,
-        config=verdict.config,
-        plan=verdict.plan,
-        memory=verdict.memory,
-        step=verdict.step,
-        shortfalls=verdict.shortfalls,
-        notes=(*_notes(case, verdict), *_ranks(case, by_node=by_node)),
-        system_nbytes=profile.system_nbytes // profile.ranks_per_node,
-        endurance_nbytes=speeds.endurance_nbytes if speeds is not None else 0,
-    )
+    found = judge(case)
+    notes = (*_notes(case), *found.notes, *_missing(case), *_ranks(case, by_node=by_node))
     if not found.fits:
-        return replace(found, changes=changes(case, verdict, judge))
-    return replace(found, changes=judge.advice(case)) if advise else found
+        return replace(found, notes=notes, changes=changes(case, found, judge))
+    return replace(found, notes=notes, changes=judge.advice(case) if advise else ())
 
 
-def hardware_text(profile: HardwareProfile) -> str:
-    """The profile's name; of this machine also what it has."""
-    if profile.name != "this machine":
-        return profile.name
-    parts = [machine.cpu_model(), f"{profile.cores} cores"]
-    if profile.gpu_nbytes:
-        name = profile.gpu.name if profile.gpu is not None else "GPU"
-        count = f"{profile.gpus} x " if profile.gpus > 1 else ""
-        parts.append(f"{count}{name} with {format_bytes(profile.gpu_nbytes)}")
-    parts.append(f"{format_bytes(profile.ram_nbytes)} RAM")
-    parts.append(f"{format_bytes(profile.nvme_nbytes)} free disk")
-    return f"this machine ({', '.join(parts)})"
-
-
-def _notes(case: Case, verdict: Verdict) -> Iterator[str]:
+def _notes(case: Case) -> Iterator[str]:
     yield from case.source.notes
     if case.source.has_graph and case.source.traced is not None:
         yield case.source.traced(case.workload.sequence)
     yield from case.profile.notes
     if case.profile.reserve_note:
         yield case.profile.reserve_note
-    yield from verdict.notes
+
+
+def _missing(case: Case) -> Iterator[str]:
     if case.source.kind is SourceKind.SAFETENSORS:
         yield (
             "weights alone do not tell what forward keeps: activations are not counted, and there "

@@ -1,13 +1,11 @@
-"""One thing to be judged: a model, a configuration, a step's input, hardware; and the verdict."""
+"""One thing to be judged: a model, a configuration, a step's input, hardware."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.estimate import MemoryEstimate, Shortfall, StepEstimate
-from offload.planning.plan import Hardware, Plan
+from offload.planning.plan import Hardware
 from offload.planning.speeds import Speeds
 from offload.planning.workload import Workload
 from offload.tools.memest.profiles import HardwareProfile
@@ -45,20 +43,3 @@ class Case:
     def hardware(self) -> Hardware:
         """What that rank's plan may use."""
         return self.profile.hardware(self.sharding)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found of a case."""
-
-    config: OffloadConfig  # resolved
-    plan: Plan
-    memory: MemoryEstimate
-    step: StepEstimate | None
-    shortfalls: tuple[Shortfall, ...]
-    facts: ActivationFacts
-    notes: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        return not self.shortfalls

@@ -1,4 +1,4 @@
-"""The verdict on a case: the best plan, its peaks by place, its step, and what is short."""
+"""The judgement on a case: the best plan, its peaks by place, its step, and what is short."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCo
 from offload.planning.baseline import Baseline, known_baseline
 from offload.planning.estimate import (
     Change,
+    Estimate,
     MemoryClass,
     MemoryEstimate,
     PlaceEstimate,
@@ -23,7 +24,7 @@ from offload.planning.speeds import NOMINAL
 from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
-from offload.tools.memest.case import Case, Verdict
+from offload.tools.memest.case import Case
 
 _NOTHING = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
 
@@ -34,19 +35,31 @@ class Judge:
 
     _facts: dict[object, dict[int, ActivationFacts]] = field(default_factory=dict)
 
-    def __call__(self, case: Case) -> Verdict:
+    def __call__(self, case: Case) -> Estimate:
         """The best plan that the configuration allows, whether or not it fits."""
         baseline = _baseline_of(case)
         best, memory, short = self._best(case, baseline)
-        config = resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu")
         step = best.step if case.timed else None
         if step is not None:
             step = replace(step, tokens=step.tokens * case.profile.ranks)
-        facts = self.facts(case, best.config)
-        return Verdict(config, best.plan, memory, step, short, facts, (baseline.note,))
+        return Estimate(
+            model=case.source.name,
+            numel=case.source.shape.numel,
+            numel_trainable=case.source.shape.numel_trainable,
+            hardware=case.profile.text,
+            workload=case.workload,
+            config=resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu"),
+            plan=best.plan,
+            memory=memory,
+            step=step,
+            shortfalls=short,
+            notes=(baseline.note,),
+            system_nbytes=case.profile.system_nbytes // case.profile.ranks_per_node,
+            endurance_nbytes=case.speeds.endurance_nbytes if case.speeds is not None else 0,
+        )
 
     def fits(self, case: Case) -> bool:
-        """Whether any plan does. Takes a fraction of the time of a verdict."""
+        """Whether any plan does. Takes a fraction of the time of an estimate."""
         baseline = _baseline_of(case)
         return not self._best(case, baseline, any_fit=True)[2]
 
@@ -97,7 +110,12 @@ class Judge:
         for candidate in (solution.best, *solution.others):
             if first is not None and not candidate.fits:
                 break
-            memory = self._memory(case, candidate, baseline)
+            plan, config = candidate.plan, candidate.config
+            facts = self.facts(case, config)
+            memory = estimate_memory(
+                plan, config, case.source.shape, facts, case.workload, baseline
+            )
+            memory = _of_the_machine(memory, case.hardware)
             short = (
                 *_told_once(candidate, case.config), *_physical(memory, candidate, case.workload)
             )  # fmt: skip
@@ -108,11 +126,8 @@ class Judge:
         return first
 
     def _solve(self, case: Case, baseline: Baseline, *, any_fit: bool = False) -> Solution:
-        hardware = case.hardware
-        if not case.source.has_graph:
-            return solve(case.config, case.source.shape, hardware)
-        known = self._known(case, baseline, any_fit=any_fit)
-        return solve(case.config, case.source.shape, hardware, known)
+        known = self._known(case, baseline, any_fit=any_fit) if case.source.has_graph else None
+        return solve(case.config, case.source.shape, case.hardware, known)
 
     def _known(self, case: Case, baseline: Baseline, *, any_fit: bool) -> Known:
         return Known(
@@ -120,13 +135,6 @@ class Judge:
             baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes, any_fit,
         )  # fmt: skip
-
-    def _memory(self, case: Case, best: Candidate, baseline: Baseline) -> MemoryEstimate:
-        facts = self.facts(case, best.config)
-        memory = estimate_memory(
-            best.plan, best.config, case.source.shape, facts, case.workload, baseline
-        )
-        return _of_the_machine(memory, case.hardware)
 
 
 def _baseline_of(case: Case) -> Baseline:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config import OffloadConfig
+from offload.planning.estimate import Estimate
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
-from offload.tools.memest.case import Case, Verdict
+from offload.tools.memest.case import Case
 from offload.tools.memest.divisors import divisors
 from offload.tools.memest.profiles import HardwareProfile, with_ram
 
@@ -38,22 +39,24 @@ class Rung:
 Ladder = Sequence[Rung]
 
 
-def knobs(case: Case, verdict: Verdict) -> list[Ladder]:
-    """Every ladder that could help against what `verdict` lacks; empty ladders left out."""
-    tiers = {shortfall.tier for shortfall in verdict.shortfalls}
-    return [ladder for ladder in _all(case, verdict, tiers) if ladder]
+def knobs(case: Case, found: Estimate, peak_at: str) -> list[Ladder]:
+    """Every ladder that could help against what `found` lacks; empty ladders left out. `peak_at`:
+    where in the model a pass holds the most."""
+    tiers = {shortfall.tier for shortfall in found.shortfalls}
+    return [ladder for ladder in _all(case, found, peak_at, tiers) if ladder]
 
 
-def _all(case: Case, verdict: Verdict, tiers: set[TierName]) -> Iterator[Ladder]:
+def _all(case: Case, found: Estimate, peak_at: str, tiers: set[TierName]) -> Iterator[Ladder]:
     compute = TierName.DEVICE if case.profile.gpu_nbytes else TierName.HOST
     if compute in tiers:
         yield _recompute(case)
         yield _batch(case)
-        yield _micro_batches(case, verdict.facts.peak_at)
+        yield _micro_batches(case, peak_at)
     if tiers - {TierName.NVME}:
-        yield from _budgets(case, verdict)
+        yield from _budget(case, found, TierName.DEVICE)
+        yield from _budget(case, found, TierName.HOST)
         yield from _placements(case)
-    yield from _budget_of(case, verdict, TierName.NVME)
+    yield from _budget(case, found, TierName.NVME)
     yield _chunk(case)
     yield _precision(case)
     yield _states(case)
@@ -121,16 +124,11 @@ def _passes(case: Case, batch: int, passes: int) -> Case | None:
     return None if changed is None else replace(changed, workload=workload)
 
 
-def _budgets(case: Case, verdict: Verdict) -> Iterator[Ladder]:
-    for tier in (TierName.DEVICE, TierName.HOST):
-        yield from _budget_of(case, verdict, tier)
-
-
-def _budget_of(case: Case, verdict: Verdict, tier: TierName) -> Iterator[Ladder]:
+def _budget(case: Case, found: Estimate, tier: TierName) -> Iterator[Ladder]:
     """Raise a budget that was given and is too small, as far as the machine goes."""
     if getattr(case.config.budget, tier) is None:
         return
-    for shortfall in verdict.shortfalls:
+    for shortfall in found.shortfalls:
         if shortfall.tier is tier and shortfall.key == f"budget.{tier}":
             needed = -(-shortfall.needed_nbytes // (64 << 20)) * 64
             text = f"what it needs, instead of {format_bytes(shortfall.capacity_nbytes)}"

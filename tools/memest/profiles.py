@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from offload import machine
 from offload.planning.network import Network
 from offload.planning.plan import Hardware
 from offload.planning.speeds import Speeds
@@ -52,6 +53,20 @@ class HardwareProfile:
     reserve_nbytes: int | None = None  # of RAM, kept for the system; None: the default
     own_ram: bool = False  # the RAM is this machine's, as this process sees it
     notes: tuple[str, ...] = ()  # what was assumed
+
+    @property
+    def text(self) -> str:
+        """The name; of this machine also what it has."""
+        if self.name != "this machine":
+            return self.name
+        parts = [machine.cpu_model(), f"{self.cores} cores"]
+        if self.gpu_nbytes:
+            name = self.gpu.name if self.gpu is not None else "GPU"
+            count = f"{self.gpus} x " if self.gpus > 1 else ""
+            parts.append(f"{count}{name} with {format_bytes(self.gpu_nbytes)}")
+        parts.append(f"{format_bytes(self.ram_nbytes)} RAM")
+        parts.append(f"{format_bytes(self.nvme_nbytes)} free disk")
+        return f"this machine ({', '.join(parts)})"
 
     @property
     def ranks_per_node(self) -> int:

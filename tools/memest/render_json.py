@@ -7,9 +7,11 @@ time. Bytes are whole numbers, seconds are floats, absent figures are null.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from offload.planning.estimate import Change, Estimate, PlaceEstimate, Shortfall, StepEstimate
+from offload.planning.estimate import Estimate, PlaceEstimate, StepEstimate
 from offload.planning.plan import Plan, needed_nbytes
 from offload.tiers.extent import TierName
 
@@ -40,7 +42,7 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
             "passes": workload.passes,
             "tokens_per_step": workload.tokens,
         },
-        "memory": {str(tier): _place(place) for tier, place in memory.places.items()},
+        "memory": places(memory.places),
         "ledger_peaks": {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()},
         "checkpoint_nbytes": memory.checkpoint_nbytes,
         "step": None if estimate.step is None else _step(estimate.step),
@@ -49,18 +51,21 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
             "life_steps": estimate.ssd_life_steps,
         },
         "plan": _plan(estimate.plan),
-        "shortfalls": [_shortfall(shortfall) for shortfall in estimate.shortfalls],
-        "changes": [_change(change) for change in estimate.changes],
+        "shortfalls": [asdict(shortfall) for shortfall in estimate.shortfalls],
+        "changes": [asdict(change) for change in estimate.changes],
         "notes": list(estimate.notes),
         "config": estimate.config.to_dict(),
     }
 
 
-def _place(place: PlaceEstimate) -> dict[str, Any]:
+def places(held: Mapping[TierName, PlaceEstimate]) -> dict[str, Any]:
     return {
-        "capacity_nbytes": place.capacity_nbytes,
-        "peak_nbytes": place.peak_nbytes,
-        "by_class": {str(name): nbytes for name, nbytes in place.by_class.items()},
+        str(tier): {
+            "capacity_nbytes": place.capacity_nbytes,
+            "peak_nbytes": place.peak_nbytes,
+            "by_class": {str(name): nbytes for name, nbytes in place.by_class.items()},
+        }
+        for tier, place in held.items()
     }
 
 
@@ -70,14 +75,8 @@ def _step(step: StepEstimate) -> dict[str, Any]:
         "tokens_per_s": step.tokens_per_s,
         "bottleneck": step.bottleneck,
         "written_nbytes": step.written_nbytes,
-        "links": [
-            {"name": link.name, "seconds": link.seconds, "nbytes": link.nbytes}
-            for link in step.links
-        ],
-        "spans": [
-            {"link": s.link, "label": s.label, "start_s": s.start_s, "stop_s": s.stop_s}
-            for s in step.spans
-        ],
+        "links": [asdict(link) for link in step.links],
+        "spans": [asdict(span) for span in step.spans],
     }
 
 
@@ -92,22 +91,4 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "groups": len(plan.groups),
         "chunk_numel": plan.chunk_numel,
         "prefetch": plan.prefetch,
-    }
-
-
-def _shortfall(shortfall: Shortfall) -> dict[str, Any]:
-    return {
-        "tier": str(shortfall.tier),
-        "needed_nbytes": shortfall.needed_nbytes,
-        "capacity_nbytes": shortfall.capacity_nbytes,
-        "key": shortfall.key,
-        "message": shortfall.message,
-    }
-
-
-def _change(change: Change) -> dict[str, Any]:
-    return {
-        "settings": dict(change.settings),
-        "text": change.text,
-        "step_factor": change.step_factor,
     }

@@ -115,7 +115,7 @@ def _sequence(point: Point) -> str:
     network = point.profile.network()
     assert network is not None, "there are times"
     calls = [
-        f"{name}: {point.verdict.plan.groups[each.group].name}, {format_bytes(each.nbytes)}, "
+        f"{name}: {point.found.plan.groups[each.group].name}, {format_bytes(each.nbytes)}, "
         f"{wording.duration(seconds_of(network, each, point.sharding))}"
         for name, each in in_order(point.sequence)
     ]

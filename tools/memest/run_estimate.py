@@ -57,30 +57,19 @@ def read_question(asked: EstimateOptions) -> Question:
     return Question(case, config, (*assumed, *more))
 
 
-def answer(
-    question: Question, judge: Judge | None = None,
-    *, advise: bool = False, by_node: bool = False,
-) -> Estimate:  # fmt: skip
-    """The estimate, assumptions first among its notes."""
-    case = question.case
-    found = estimate(
-        case.source, case.config, case.workload, case.profile, case.speeds, judge,
-        advise=advise, by_node=by_node,
-    )  # fmt: skip
-    return replace(found, notes=(*question.assumed, *found.notes))
-
-
 def answered(
     question: Question, judge: Judge | None = None,
     *, advise: bool = False, by_node: bool = False,
 ) -> tuple[Question, Estimate]:  # fmt: skip
-    """The answer; of the states alone where the model's code cannot be followed, which is noted."""
+    """The estimate, assumptions first among its notes; of the states alone where the model's code
+    cannot be followed, which is noted."""
     try:
-        return question, answer(question, judge, advise=advise, by_node=by_node)
+        found = estimate(question.case, judge, advise=advise, by_node=by_node)
     except UntraceableError as error:
         source = question.case.source.without_graph(str(error))
         question = replace(question, case=replace(question.case, source=source))
-        return question, answer(question, judge, advise=advise, by_node=by_node)
+        found = estimate(question.case, judge, advise=advise, by_node=by_node)
+    return question, replace(found, notes=(*question.assumed, *found.notes))
 
 
 def run_estimate(asked: EstimateOptions) -> int:

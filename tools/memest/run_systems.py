@@ -23,6 +23,7 @@ from offload.tools.memest.options import EstimateOptions, Format, MachineOptions
 from offload.tools.memest.part_names import read_count
 from offload.tools.memest.picture import PLACE_TITLES
 from offload.tools.memest.profiles import HardwareProfile
+from offload.tools.memest.render_json import places
 from offload.tools.memest.run_estimate import DOES_NOT_FIT, answered, read_question, source_of
 from offload.tools.memest.run_hardware import profile_of
 from offload.tools.memest.summary import model_text, workload_text
@@ -88,20 +89,9 @@ def _row_values(row: Row) -> dict[str, Any]:
         "system": str(row.system),
         "fits": row.fits,
         "step_s": row.step_s,
-        "places": _place_values(row.places),
+        "places": places(row.places),
         "short": [str(tier) for tier in row.full],
         "notes": list(row.notes),
-    }
-
-
-def _place_values(places: Places) -> dict[str, Any]:
-    return {
-        str(tier): {
-            "capacity_nbytes": place.capacity_nbytes,
-            "peak_nbytes": place.peak_nbytes,
-            "by_class": {str(name): nbytes for name, nbytes in place.by_class.items()},
-        }
-        for tier, place in places.items()
     }
 
 
@@ -152,7 +142,7 @@ def _largest_values(each: Largest) -> dict[str, Any]:
         "parameters": each.numel,
         "shape": each.shape.label if each.shape else None,
         "bound": [str(tier) for tier in each.bound],
-        "places": _place_values(each.places),
+        "places": places(each.places),
         "note": each.note,
     }
 

@@ -17,14 +17,14 @@ from offload.planning.collective_sequence import (
     CollectiveSequence,
     collective_sequence,
 )
-from offload.planning.estimate import StepEstimate
+from offload.planning.estimate import Estimate, StepEstimate
 from offload.planning.network import Network
 from offload.planning.plan_sizes import ITEMSIZE
 from offload.planning.step_time import COMPUTE, NETWORK
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
-from offload.tools.memest.case import Case, Verdict
+from offload.tools.memest.case import Case
 from offload.tools.memest.judge import Judge
 from offload.tools.memest.profiles import HardwareProfile, with_gpus
 from offload.tools.memest.shard_check import Shards, check_shards
@@ -41,7 +41,7 @@ class Point:
     sharding: Sharding
     shards: Shards
     sequence: CollectiveSequence
-    verdict: Verdict
+    found: Estimate
     step: StepEstimate
 
     @property
@@ -50,23 +50,23 @@ class Point:
 
     @property
     def fits(self) -> bool:
-        return self.verdict.fits
+        return self.found.fits
 
     def held_nbytes(self, state_class: StateClass) -> int:
         """At home, in all tiers."""
-        expected = self.verdict.plan.expected
+        expected = self.found.plan.expected
         return sum(expected[tier].get(state_class, 0) for tier in TierName)
 
     @property
     def shared_nbytes(self) -> int:
         """For working with the other ranks: gathered parameters, gradients on their way."""
-        shared = self.verdict.plan.shared
+        shared = self.found.plan.shared
         return shared.total_nbytes if shared is not None else 0
 
     @property
     def homes(self) -> str:
         """`parameters device; gradients host; ...`"""
-        placements = self.verdict.plan.placements.items()
+        placements = self.found.plan.placements.items()
         return "; ".join(f"{name} {placement.describe()}" for name, placement in placements)
 
     @property
@@ -77,7 +77,7 @@ class Point:
     @property
     def times_model(self) -> float:
         """Bytes of all collectives' buffers, in sizes of the model's parameters."""
-        itemsize = ITEMSIZE[self.verdict.config.precision]
+        itemsize = ITEMSIZE[self.found.config.precision]
         return self.sequence.nbytes / (self.shards.numel * itemsize)
 
     @property
@@ -131,12 +131,12 @@ def totals(point: Point) -> list[Total]:
     """The collectives of a step by kind, in the order in which kinds first come."""
     network = point.profile.network()
     assert network is not None, "checked before"
-    found: dict[str, Total] = {}
+    by_name: dict[str, Total] = {}
     for name, each in in_order(point.sequence):
-        before = found.get(name, Total(name, 0, 0, 0.0))
+        before = by_name.get(name, Total(name, 0, 0, 0.0))
         seconds = before.seconds + seconds_of(network, each, point.sharding)
-        found[name] = Total(name, before.count + 1, before.nbytes + each.nbytes, seconds)
-    return list(found.values())
+        by_name[name] = Total(name, before.count + 1, before.nbytes + each.nbytes, seconds)
+    return list(by_name.values())
 
 
 def in_order(sequence: CollectiveSequence) -> Iterator[tuple[str, Collective]]:
@@ -209,11 +209,11 @@ def _as_before(case: Case, points: Sequence[Point]) -> Case:
     no larger, so there is nothing better to be found."""
     if not points or not points[-1].fits or points[-1].ranks == 1:
         return case
-    verdict = points[-1].verdict
-    placements = verdict.plan.placements.values()
+    found = points[-1].found
+    placements = found.plan.placements.values()
     if any(set(placement.tiers) != {TierName.DEVICE} for placement in placements):
         return case
-    update = {"placement": verdict.config.placement, "micro_batches": verdict.config.micro_batches}
+    update = {"placement": found.config.placement, "micro_batches": found.config.micro_batches}
     return replace(case, config=case.config.model_copy(update=update))
 
 
@@ -233,12 +233,12 @@ def _point(case: Case, judge: Judge, ranks: int) -> Point:
         profile = with_gpus(profile, ranks)
     profile = replace(profile, nodes=max(1, ranks // machine))
     case = replace(case, profile=profile, speeds=profile.speeds())
-    verdict = judge(case)
-    assert verdict.step is not None, "speeds, network and work are known"
+    found = judge(case)
+    assert found.step is not None, "speeds, network and work are known"
     shape, sharding = case.source.shape, case.sharding
-    sequence = collective_sequence(verdict.config, shape, sharding, case.workload.passes)
+    sequence = collective_sequence(found.config, shape, sharding, case.workload.passes)
     shards = check_shards(shape, sharding)
-    return Point(profile, sharding, shards, sequence, verdict, verdict.step)
+    return Point(profile, sharding, shards, sequence, found, found.step)
 
 
 def _busy_s(step: StepEstimate, name: str) -> float:
