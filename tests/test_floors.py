@@ -1,4 +1,4 @@
-"""Floors within `offload/`: imports run down, and nowhere in a circle.
+"""Floors within `offload/` and `tools/memest/`: imports run down, and nowhere in a circle.
 
 Imports within functions count, those for type checkers do not: at run time nothing comes of them.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MEMEST = "offload.tools.memest"
 # From the ground up: a floor may use those before it. Names of folders, and of modules beside them.
 FLOORS: list[set[str]] = [
     {"errors", "machine"},
@@ -32,6 +33,8 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]  # fmt: skip
+# The same of `tools/memest/`: its rooms, and modules beside them. What is not named is above all.
+ROOMS: list[set[str]] = [{"source", "hardware", "profiles", "part_names"}]
 LAYERS = {"tiers", "swap", "kernels", "zero", "tools"}  # linked: `test_house` knows them
 
 
@@ -47,7 +50,7 @@ def modules(folder: Path, package: str) -> Iterator[tuple[str, Path]]:
 def graph() -> dict[str, set[str]]:
     """Of every module those that it imports; the facade `offload` names its own by strings."""
     found = dict(modules(ROOT / "offload", "offload"))
-    found |= dict(modules(ROOT / "tools/memest", "offload.tools.memest"))
+    found |= dict(modules(ROOT / "tools/memest", MEMEST))
     del found["offload"]
     return {
         name: {other for other in imported(path, found) if other in found and other != name}
@@ -99,7 +102,22 @@ def test_no_import_runs_up() -> None:
     assert up == []
 
 
-@pytest.mark.parametrize("package", ["offload", "offload.tools.memest"])
+def room_of(module: str) -> int:
+    name = module.removeprefix(f"{MEMEST}.").split(".")[0]
+    return next((number for number, names in enumerate(ROOMS) if name in names), len(ROOMS))
+
+
+def test_no_import_of_memest_runs_up() -> None:
+    up = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in sorted(others)
+        if name.startswith(MEMEST) and other.startswith(MEMEST) and room_of(other) > room_of(name)
+    ]
+    assert up == []
+
+
+@pytest.mark.parametrize("package", ["offload", MEMEST])
 def test_no_import_runs_in_a_circle(package: str) -> None:
     left = {
         name: {other for other in others if other.startswith(package)}

@@ -17,7 +17,7 @@ from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 
 # Nothing below imports the tools: whoever has them finds them by name.
-_READER = "offload.tools.memest.model_source"
+_READER = "offload.tools.memest.source.read_model"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Times in words for people: `12.3 ms`, `2 min 5 s`; the same wherever a time is printed."""
+"""Times and counts in words for people: `12.3 ms`, `2 min 5 s`, `6.74 B`; one form everywhere."""
 
 from __future__ import annotations
 
 import math
 
 _MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 365.25 * 86400
+_SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def duration(seconds: float) -> str:
@@ -26,6 +27,16 @@ def duration(seconds: float) -> str:
     if seconds < 2 * _YEAR:
         return f"{three_digits(seconds / _DAY)} days"
     return f"{three_digits(seconds / _YEAR)} years"
+
+
+def counted(number: float) -> str:
+    """`6.74 B` (short scale: a thousand million), three digits; exact below ten thousand."""
+    if number < 1e4:
+        return f"{number:,.0f}"
+    for factor, letter in _SCALES:
+        if number >= factor * 0.9995:
+            return f"{three_digits(number / factor)} {letter}"
+    raise AssertionError("unreachable")
 
 
 def three_digits(number: float) -> str:

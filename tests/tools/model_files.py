@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.tools.memest.safetensors_header import BITS
+from offload.tools.memest.source.safetensors_header import BITS
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.tiers.errors import ConfigError, PathError
-from offload.tools.memest.divisors import divisors
-from offload.tools.memest.hugging_face import check_configuration
-from offload.tools.memest.input_files import read_json
-from offload.tools.memest.model_source import StatedSizes, read_model, read_stated
-from offload.tools.memest.safetensors_header import BITS, read_header
+from offload.tools.memest.source.divisors import divisors
+from offload.tools.memest.source.hugging_face import check_configuration
+from offload.tools.memest.source.input_files import read_json
+from offload.tools.memest.source.read_model import StatedSizes, read_model, read_stated
+from offload.tools.memest.source.safetensors_header import BITS, read_header
 from tests.tools.model_files import TINY_LLAMA, entries_of, write_config, write_safetensors
 
 
@@ -165,7 +165,7 @@ def test_code_of_a_repository_is_neither_fetched_nor_run(
 
 
 def test_code_named_by_a_model_within_is_left_aside_too(tmp_path: Path) -> None:
-    from offload.tools.memest.transformers_models import fingerprint_parts
+    from offload.tools.memest.source.transformers_models import fingerprint_parts
 
     inner = {"model_type": "llama", "_attn_implementation": _REPOSITORY, "auto_map": {"A": "b.C"}}
     path = write_config(tmp_path, model_type="made_up", text_config=inner, towers=[inner])

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.tools.memest.families import FAMILIES
-from offload.tools.memest.family import Family
+from offload.tools.memest.source.families import FAMILIES
+from offload.tools.memest.source.family import Family
 from offload.zero.discovery import discover, tree_of
 from offload.zero.module_tree import ModuleTree, shape_of
 

@@ -19,10 +19,10 @@ from offload.gpt import build_meta_model
 from offload.planning.disk_cache import cache_folder
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
-from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.model_source import SourceKind, StatedSizes, read_model, read_stated
-from offload.tools.memest.skeleton_cache import load_shape, save_shape
-from offload.tools.memest.stated_sizes import parse_count
+from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.read_model import SourceKind, StatedSizes, read_model, read_stated
+from offload.tools.memest.source.skeleton_cache import load_shape, save_shape
+from offload.tools.memest.source.stated_sizes import parse_count
 from offload.zero.discovery import discover
 from offload.zero.module_tree import shape_of
 from tests.tools.model_files import (
@@ -105,7 +105,9 @@ def test_other_architectures_are_built_once_and_then_remembered(
     def build_again(*_: Any) -> nn.Module:
         raise AssertionError("built a second time")
 
-    monkeypatch.setattr("offload.tools.memest.transformers_models.build_on_meta", build_again)
+    monkeypatch.setattr(
+        "offload.tools.memest.source.transformers_models.build_on_meta", build_again
+    )
     second = read_model(str(path))
     assert second.shape == first.shape
     assert not any("takes seconds" in note for note in second.notes)
@@ -463,7 +465,7 @@ def test_a_known_configuration_is_counted_without_torch(tmp_path: Path) -> None:
     (tmp_path / "o.yaml").write_text("precision: bf16")
     program = (
         "import sys\n"
-        "from offload.tools.memest.model_source import *\n"
+        "from offload.tools.memest.source.read_model import *\n"
         "for name in ('config.json', 'w.safetensors', 'o.yaml', '.'):\n"
         "    assert read_model(name).shape.numel\n"
         "assert read_stated(StatedSizes(params=10**9)).shape.numel == 10**9\n"

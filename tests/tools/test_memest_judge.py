@@ -16,9 +16,9 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case
 from offload.tools.memest.judge import Judge, remedy
 from offload.tools.memest.knobs import knobs
-from offload.tools.memest.model_source import read_stated
 from offload.tools.memest.read_profile import read_profile
-from offload.tools.memest.stated_sizes import StatedSizes
+from offload.tools.memest.source.read_model import read_stated
+from offload.tools.memest.source.stated_sizes import StatedSizes
 
 GIB = 1 << 30
 MODEL = read_stated(StatedSizes(layers=2, hidden=256, heads=2, vocab=512))

@@ -12,7 +12,6 @@ from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.solver import Candidate, Known, solve
 from offload.planning.workload import Workload
 from offload.tools.memest.judge import Judge
-from offload.tools.memest.model_source import StatedSizes, read_stated
 from offload.tools.memest.options import (
     EstimateOptions,
     MachineOptions,
@@ -23,6 +22,7 @@ from offload.tools.memest.options import (
 from offload.tools.memest.profiles import HardwareProfile
 from offload.tools.memest.read_profile import read_profile
 from offload.tools.memest.run_estimate import Question, answered, read_question
+from offload.tools.memest.source.read_model import StatedSizes, read_stated
 from offload.zero.model_shape import ModelShape
 
 CLASSES = ("parameters", "gradients", "optimizer")

@@ -13,8 +13,8 @@ from offload import machine
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import ConfigError
 from offload.tools.memest import profiles
-from offload.tools.memest.local_gpus import LocalGpu, local_gpus, visible
-from offload.tools.memest.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
+from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus, visible
+from offload.tools.memest.hardware.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
 from offload.tools.memest.profiles import MATMUL_SHARE, SYSTEM_NBYTES, with_ram
 from offload.tools.memest.read_profile import _with_nvme, read_profile, this_machine
 

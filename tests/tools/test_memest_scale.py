@@ -16,7 +16,7 @@ from offload.tools.memest.cli import main
 from offload.tools.memest.ladders import FamilyName, ladder, model_of
 from offload.tools.memest.run_scale import NARROW
 from offload.tools.memest.scaling import MOST_RANKS, _sizes
-from offload.tools.memest.shard_check import check_shards
+from offload.tools.memest.source.shard_check import check_shards
 from offload.zero.layout import Layout, ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape
 from offload.zero.sharding import Sharding

@@ -9,9 +9,9 @@ from offload.planning.estimate import Estimate
 from offload.planning.step_time import MOST_PASSES
 from offload.tools.memest.case import Case
 from offload.tools.memest.changes import changes
+from offload.tools.memest.hardware.parts import NCCL
 from offload.tools.memest.judge import Judge
-from offload.tools.memest.parts import NCCL
-from offload.tools.memest.source import SourceKind
+from offload.tools.memest.source.model_source import SourceKind
 
 
 def estimate(

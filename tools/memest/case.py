@@ -9,7 +9,7 @@ from offload.planning.plan import Hardware
 from offload.planning.speeds import Speeds
 from offload.planning.workload import Workload
 from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.source import ModelSource
+from offload.tools.memest.source.model_source import ModelSource
 from offload.zero.sharding import Sharding
 
 

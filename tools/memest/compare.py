@@ -10,8 +10,8 @@ from offload.planning.estimate import Estimate, MemoryClass, PlaceEstimate
 from offload.planning.plan_sizes import ITEMSIZE
 from offload.planning.speeds import Speeds
 from offload.tiers.extent import TierName
+from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
 from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.room import Room, places_of, room_of, too_full
 from offload.tools.memest.subject import Ranks, ranks_of, subject_of
 from offload.tools.memest.systems import (
     OTHERS,
@@ -58,7 +58,9 @@ def compare(
     framework = _framework(ours)
     rows = []
     for system in OTHERS:
-        places = places_of(memory_of(system, subject, ranks, numbers, framework), room, ranks)
+        places = places_of(
+            memory_of(system, subject, ranks, numbers, framework), room, ranks.per_node
+        )
         step_s = None
         if speeds is not None and ranks.count == 1:
             step_s = rough_step_s(

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.planning.workload import Workload
+from offload.tools.memest.hardware.parts import GIB, TB, gpu_named, machine_named
+from offload.tools.memest.hardware.room import Room
 from offload.tools.memest.ladders import FamilyName
 from offload.tools.memest.largest import largest_shape
-from offload.tools.memest.parts import GIB, TB, gpu_named, machine_named
-from offload.tools.memest.room import Room
 from offload.tools.memest.subject import Ranks
 from offload.tools.memest.systems import System
 

@@ -14,8 +14,8 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case
-from offload.tools.memest.divisors import divisors
 from offload.tools.memest.profiles import HardwareProfile, with_ram
+from offload.tools.memest.source.divisors import divisors
 
 GIB = 1 << 30
 # Round figures, a quarter apart at most: the smallest that fits is named.

@@ -14,6 +14,7 @@ from offload.planning.estimate import PlaceEstimate
 from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
+from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
 from offload.tools.memest.ladders import (
     FamilyName,
     Shape,
@@ -23,7 +24,6 @@ from offload.tools.memest.ladders import (
     subject_from,
 )
 from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.room import Room, places_of, room_of, too_full
 from offload.tools.memest.subject import Ranks, ranks_of
 from offload.tools.memest.systems import OTHERS, Numbers, System, memory_of
 from offload.tools.memest.systems_ours import plan_ours
@@ -117,7 +117,7 @@ def _other(system: System, workload: Workload, ranks: Ranks, room: Room, *, scor
     def trial(shape: Shape) -> Trial:
         facts = facts_of(shape, workload, itemsize=numbers.parameter, scores=scores)
         held = memory_of(system, subject_from(shape, facts), ranks, numbers)
-        places = places_of(held, room, ranks)
+        places = places_of(held, room, ranks.per_node)
         return Trial(places, tuple(too_full(places)))
 
     return trial
@@ -134,7 +134,7 @@ def _ours(workload: Workload, ranks: Ranks, room: Room) -> Trying:
         facts = facts_of(shape, workload, itemsize=2, scores=False)
         subject = subject_from(shape, facts)
         ours = plan_ours(config, model_of(shape), subject, ranks, room)
-        places = places_of(ours.held, room, ranks)
+        places = places_of(ours.held, room, ranks.per_node)
         full = tuple(too_full(places))
         return Trial(places, full or ours.short_tiers)
 

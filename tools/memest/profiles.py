@@ -15,7 +15,7 @@ from offload.planning.speeds import Speeds
 from offload.planning.tuning import known
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
-from offload.tools.memest.parts import NCCL, GpuPart, LinkPart, SsdPart
+from offload.tools.memest.hardware.parts import NCCL, GpuPart, LinkPart, SsdPart
 from offload.zero.sharding import ALONE, Sharding
 
 # What of a rated peak a training step reaches in the long run.

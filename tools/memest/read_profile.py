@@ -11,7 +11,8 @@ from pathlib import Path
 from offload import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
-from offload.tools.memest.local_gpus import LocalGpu, local_gpus
+from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus
+from offload.tools.memest.hardware.parts import GEN4, GPUS, MACHINES, SSDS, TB, GpuPart, MachinePart
 from offload.tools.memest.part_names import (
     find_part,
     plain_name,
@@ -19,7 +20,6 @@ from offload.tools.memest.part_names import (
     read_size,
     unknown_part,
 )
-from offload.tools.memest.parts import GEN4, GPUS, MACHINES, SSDS, TB, GpuPart, MachinePart
 from offload.tools.memest.profiles import (
     SYSTEM_NBYTES,
     HardwareProfile,

@@ -15,9 +15,7 @@ from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.assemble import estimate
 from offload.tools.memest.case import Case
-from offload.tools.memest.facts_cache import UntraceableError
 from offload.tools.memest.judge import Judge
-from offload.tools.memest.model_source import StatedSizes, read_model, read_stated
 from offload.tools.memest.options import (
     EstimateOptions,
     Format,
@@ -27,8 +25,10 @@ from offload.tools.memest.options import (
 )
 from offload.tools.memest.output import write_file
 from offload.tools.memest.run_hardware import profile_of, speeds_of
-from offload.tools.memest.source import ModelSource, SourceKind
-from offload.tools.memest.stated_sizes import parse_count
+from offload.tools.memest.source.facts_cache import UntraceableError
+from offload.tools.memest.source.model_source import ModelSource, SourceKind
+from offload.tools.memest.source.read_model import StatedSizes, read_model, read_stated
+from offload.tools.memest.source.stated_sizes import parse_count
 
 DOES_NOT_FIT = 1
 _USUAL_SEQUENCE = 2048

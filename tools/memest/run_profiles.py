@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.tiers.units import format_bytes
-from offload.tools.memest.parts import GPUS, LINKS, MACHINES, SSDS
+from offload.tools.memest.hardware.parts import GPUS, LINKS, MACHINES, SSDS
 from offload.tools.memest.tables import ruled, show
 
 

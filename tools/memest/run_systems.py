@@ -177,7 +177,7 @@ def run_deepspeed(
     largest_layer: str | None,
 ) -> None:  # fmt: skip
     """What DeepSpeed's own estimator says of the same model."""
-    from offload.tools.memest.stated_sizes import parse_count
+    from offload.tools.memest.source.stated_sizes import parse_count
 
     numel, layer = _numel_and_layer(model)
     if largest_layer is not None:

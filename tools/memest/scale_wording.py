@@ -15,7 +15,7 @@ STATES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
 
 def statements(question: Question, found: Sequence[Series]) -> Iterator[str]:
     """What of the numbers is computed, what is from data sheets, and what is assumed."""
-    from offload.tools.memest.parts import NCCL
+    from offload.tools.memest.hardware.parts import NCCL
     from offload.tools.memest.profiles import LINK_SHARE, MATMUL_SHARE, NETWORK_SHARE
 
     profile = question.case.profile

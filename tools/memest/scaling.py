@@ -27,7 +27,7 @@ from offload.tiers.ledger import StateClass
 from offload.tools.memest.case import Case
 from offload.tools.memest.judge import Judge
 from offload.tools.memest.profiles import HardwareProfile, with_gpus
-from offload.tools.memest.shard_check import Shards, check_shards
+from offload.tools.memest.source.shard_check import Shards, check_shards
 from offload.zero.sharding import Sharding
 
 MOST_RANKS = 4096

@@ -18,7 +18,7 @@ from offload.planning.planner import lay_out_plan
 from offload.planning.shortfalls import shortfalls
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
-from offload.tools.memest.room import Room
+from offload.tools.memest.hardware.room import Room
 from offload.tools.memest.subject import Ranks, Subject
 from offload.tools.memest.systems import (
     FRAGMENTATION,

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from offload.planning.durations import duration, three_digits
+from offload.planning.durations import counted, duration, three_digits
 
 __all__ = ["counted", "duration", "factor_of_time", "per_second", "share"]
-
-_SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
-
-
-def counted(number: float) -> str:
-    """`6.74 B` (short scale: a thousand million), three digits; exact below ten thousand."""
-    if number < 1e4:
-        return f"{number:,.0f}"
-    for factor, letter in _SCALES:
-        if number >= factor * 0.9995:
-            return f"{three_digits(number / factor)} {letter}"
-    raise AssertionError("unreachable")
 
 
 def per_second(rate: float) -> str:

@@ -15,7 +15,7 @@ from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest import summary, wording
 from offload.tools.memest.picture import bars
-from offload.tools.memest.source import ModelSource
+from offload.tools.memest.source.model_source import ModelSource
 from offload.tools.memest.subject import Ranks
 
 _MIB = 1 << 20

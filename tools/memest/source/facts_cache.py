@@ -13,7 +13,7 @@ from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCo
 from offload.planning.disk_cache import load, text, whole
 from offload.planning.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.tools.memest.answer_cache import keep, key_of
+from offload.tools.memest.source.answer_cache import keep, key_of
 
 if TYPE_CHECKING:
     from torch import nn

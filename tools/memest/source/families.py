@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from offload.tools.memest.families_gpt import GPT
-from offload.tools.memest.families_llama import DENSE, EXPERTS
-from offload.tools.memest.family import Family
+from offload.tools.memest.source.families_gpt import GPT
+from offload.tools.memest.source.families_llama import DENSE, EXPERTS
+from offload.tools.memest.source.family import Family
 
 FAMILIES: Mapping[str, Family] = {**DENSE, **EXPERTS, **GPT}  # by `model_type`

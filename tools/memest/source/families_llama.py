@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offload.tools.memest import decoder_pieces as pieces
-from offload.tools.memest.config_keys import Keys
-from offload.tools.memest.decoder_pieces import (
+from offload.tools.memest.source import decoder_pieces as pieces
+from offload.tools.memest.source.config_keys import Keys
+from offload.tools.memest.source.decoder_pieces import (
     Piece,
     attention,
     gated_mlp,
@@ -18,8 +18,8 @@ from offload.tools.memest.decoder_pieces import (
     width_norms,
     with_gated_shared_expert,
 )
-from offload.tools.memest.family import Family
-from offload.tools.memest.tree_pieces import (
+from offload.tools.memest.source.family import Family
+from offload.tools.memest.source.tree_pieces import (
     embedding,
     layer_norm,
     linear,

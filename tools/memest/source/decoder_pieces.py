@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offload.tools.memest.config_keys import Keys
-from offload.tools.memest.tree_pieces import layer_norm, linear, module, scale, weights
+from offload.tools.memest.source.config_keys import Keys
+from offload.tools.memest.source.tree_pieces import layer_norm, linear, module, scale, weights
 from offload.zero.module_tree import ModuleTree
 
 Piece = Callable[[Keys, str, int], ModuleTree]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.config_keys import shown
-from offload.tools.memest.input_files import (
+from offload.tools.memest.source.config_keys import shown
+from offload.tools.memest.source.input_files import (
     file_nbytes,
     parse_json,
     read_json,

@@ -16,10 +16,10 @@ from typing import Any
 
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.config_keys import Keys, shown
-from offload.tools.memest.families import FAMILIES
-from offload.tools.memest.family import Family
-from offload.tools.memest.input_files import read_json
+from offload.tools.memest.source.config_keys import Keys, shown
+from offload.tools.memest.source.families import FAMILIES
+from offload.tools.memest.source.family import Family
+from offload.tools.memest.source.input_files import read_json
 from offload.zero.module_tree import ModuleTree
 
 # `attn_implementation`, `_experts_implementation_internal`, ...: in transformers the name of a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.config.training import ModelConfig
-from offload.tools.memest.tree_pieces import (
+from offload.tools.memest.source.tree_pieces import (
     embedding,
     layer_norm,
     linear,

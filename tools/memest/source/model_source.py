@@ -13,7 +13,7 @@ from offload.config.training import ModelConfig
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.workload import Workload
 from offload.tiers.errors import UnsupportedError
-from offload.tools.memest.facts_cache import cached_facts
+from offload.tools.memest.source.facts_cache import cached_facts
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.tools.memest.config_keys import Keys
+from offload.tools.memest.source.config_keys import Keys
 from offload.zero.module_tree import ModuleTree
 
 

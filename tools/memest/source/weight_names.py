@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload.tools.memest.safetensors_header import HeaderTensor
+from offload.tools.memest.source.safetensors_header import HeaderTensor
 from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
 
 # what older versions of transformers and others store beside the parameters

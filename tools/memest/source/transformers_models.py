@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError, OffloadError
-from offload.tools.memest.answer_cache import key_of
-from offload.tools.memest.hugging_face import (
+from offload.tools.memest.source.answer_cache import key_of
+from offload.tools.memest.source.hugging_face import (
     ModelConfiguration,
     names_code,
     unknown_architecture,
 )
-from offload.tools.memest.skeleton_cache import load_shape, save_shape
+from offload.tools.memest.source.skeleton_cache import load_shape, save_shape
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:

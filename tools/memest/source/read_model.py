@@ -13,35 +13,35 @@ from typing import TYPE_CHECKING
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.config.written_for import WrittenFor
+from offload.planning.durations import counted
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.answer_cache import key_of
-from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.factory import build_named, is_named
-from offload.tools.memest.hugging_face import (
+from offload.tools.memest.source.answer_cache import key_of
+from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.factory import build_named, is_named
+from offload.tools.memest.source.hugging_face import (
     ModelConfiguration,
     check_configuration,
     check_numel,
     family_tree,
     read_configuration,
 )
-from offload.tools.memest.input_files import read_json, refuse_code, status_of
-from offload.tools.memest.own_graphs import own_model, traced_modules
-from offload.tools.memest.safetensors_header import (
+from offload.tools.memest.source.input_files import read_json, refuse_code, status_of
+from offload.tools.memest.source.model_source import ModelSource, SourceKind
+from offload.tools.memest.source.own_graphs import own_model, traced_modules
+from offload.tools.memest.source.safetensors_header import (
     HeaderTensor,
     formats_of,
     read_files,
     read_header,
     tensors_of_index,
 )
-from offload.tools.memest.source import ModelSource, SourceKind
-from offload.tools.memest.stated_sizes import StatedSizes, model_of
-from offload.tools.memest.transformers_models import (
+from offload.tools.memest.source.stated_sizes import StatedSizes, model_of
+from offload.tools.memest.source.transformers_models import (
     build_on_meta,
     fingerprint_parts,
     library_shape,
 )
-from offload.tools.memest.weight_names import tree_of_names
-from offload.tools.memest.wording import counted
+from offload.tools.memest.source.weight_names import tree_of_names
 from offload.zero.module_tree import shape_of
 
 if TYPE_CHECKING:

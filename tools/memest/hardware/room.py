@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from offload.planning.estimate import MemoryClass, PlaceEstimate
 from offload.tiers.extent import TierName
 from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.subject import Ranks
-from offload.tools.memest.systems import Bytes
 
 
 @dataclass(frozen=True)
@@ -35,16 +33,21 @@ def room_of(profile: HardwareProfile) -> Room:
     return Room(profile.gpu_free_nbytes, profile.usable_ram_nbytes, profile.nvme_nbytes)
 
 
-def places_of(held: Bytes, room: Room, ranks: Ranks) -> Mapping[TierName, PlaceEstimate]:
-    """The books of a system beside what there is. Without a GPU its bytes are in RAM, too."""
-    books = {tier: Counter(held.get(tier, {})) for tier in TierName}
+def places_of(
+    held: Mapping[TierName, Mapping[MemoryClass, int]], room: Room, ranks_per_node: int
+) -> Mapping[TierName, PlaceEstimate]:
+    """What a system holds in each tier beside what there is. Without a GPU all is in RAM.
+
+    `held`: of one GPU, of one node's RAM and of one node's disks.
+    """
+    held_by_tier = {tier: Counter(held.get(tier, {})) for tier in TierName}
     if not room.device_nbytes:
-        for each, nbytes in books.pop(TierName.DEVICE).items():
+        for each, nbytes in held_by_tier.pop(TierName.DEVICE).items():
             if each is not MemoryClass.FRAMEWORK:  # no context, no NCCL
-                books[TierName.HOST][each] += nbytes * ranks.per_node
+                held_by_tier[TierName.HOST][each] += nbytes * ranks_per_node
     return {
         tier: PlaceEstimate(room.capacity(tier), {m: book[m] for m in MemoryClass if book[m]})
-        for tier, book in books.items()
+        for tier, book in held_by_tier.items()
     }
 
 

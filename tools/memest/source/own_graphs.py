@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offload.planning.decoder_settings import Settings
-from offload.tools.memest.config_keys import Keys
-from offload.tools.memest.decoder_pieces import head_dim, kv_heads
-from offload.tools.memest.hugging_face import ModelConfiguration, family_tree
+from offload.tools.memest.source.config_keys import Keys
+from offload.tools.memest.source.decoder_pieces import head_dim, kv_heads
+from offload.tools.memest.source.hugging_face import ModelConfiguration, family_tree
 
 if TYPE_CHECKING:
     from torch import nn

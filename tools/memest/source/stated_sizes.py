@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE, MOST_WIDTH, ModelConfig
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.config_keys import shown
-from offload.tools.memest.divisors import divisors
-from offload.tools.memest.tree_pieces import weights
+from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.config_keys import shown
+from offload.tools.memest.source.divisors import divisors
+from offload.tools.memest.source.tree_pieces import weights
 from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from offload.tools.memest.config_keys import Keys
-from offload.tools.memest.family import Family
-from offload.tools.memest.tree_pieces import (
+from offload.tools.memest.source.config_keys import Keys
+from offload.tools.memest.source.family import Family
+from offload.tools.memest.source.tree_pieces import (
     conv1d,
     embedding,
     layer_norm,
