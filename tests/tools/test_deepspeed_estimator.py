@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.deepspeed_estimator import Setup, estimate, lines
+from offload.tools.memest.systems.deepspeed_estimator import Setup, estimate, lines
 
 # (parameters, largest layer, GPUs per node, nodes): rows of (RAM, GPU) in bytes
 ZERO2 = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offload.tools.memest.headlines import TOLERANCE, Headline, find, findings, headlines
-from offload.tools.memest.run_systems import history_table, print_history
-from offload.tools.memest.systems import System
+from offload.tools.memest.commands.run_systems import history_table, print_history
+from offload.tools.memest.systems.headlines import TOLERANCE, Headline, find, findings, headlines
+from offload.tools.memest.systems.memory import System
 
 CASES = headlines()
 

@@ -13,10 +13,10 @@ from offload.planning.solver import Candidate, solve
 from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
-from offload.tools.memest.case import Case
-from offload.tools.memest.judge import Judge, remedy
-from offload.tools.memest.knobs import knobs
-from offload.tools.memest.read_profile import read_profile
+from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.estimate.judge import Judge, remedy
+from offload.tools.memest.estimate.knobs import knobs
+from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.read_model import read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes
 

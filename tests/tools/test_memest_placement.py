@@ -11,17 +11,18 @@ from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.solver import Candidate, Known, solve
 from offload.planning.workload import Workload
-from offload.tools.memest.judge import Judge
-from offload.tools.memest.options import (
+from offload.tools.memest.commands.options import (
     EstimateOptions,
     MachineOptions,
     ModelOptions,
     OutputOptions,
     WorkOptions,
 )
-from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.read_profile import read_profile
-from offload.tools.memest.run_estimate import Question, answered, read_question
+from offload.tools.memest.commands.run_estimate import answered, read_question
+from offload.tools.memest.estimate.case import Question
+from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.hardware.profiles import HardwareProfile
+from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.read_model import StatedSizes, read_stated
 from offload.zero.model_shape import ModelShape
 

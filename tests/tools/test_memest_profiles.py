@@ -12,11 +12,11 @@ import pytest
 from offload import machine
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import ConfigError
-from offload.tools.memest import profiles
+from offload.tools.memest.hardware import profiles
 from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus, visible
 from offload.tools.memest.hardware.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
-from offload.tools.memest.profiles import MATMUL_SHARE, SYSTEM_NBYTES, with_ram
-from offload.tools.memest.read_profile import _with_nvme, read_profile, this_machine
+from offload.tools.memest.hardware.profiles import MATMUL_SHARE, SYSTEM_NBYTES, with_ram
+from offload.tools.memest.hardware.read_profile import _with_nvme, read_profile, this_machine
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -198,8 +198,9 @@ def test_without_a_driver_there_is_no_gpu() -> None:
 def test_nothing_here_imports_torch() -> None:
     program = (
         "import sys\n"
-        "from offload.tools.memest import compare, deepspeed_estimator, headlines, largest\n"
-        "from offload.tools.memest.read_profile import read_profile\n"
+        "from offload.tools.memest.systems import compare, deepspeed_estimator\n"
+        "from offload.tools.memest.systems import headlines, largest\n"
+        "from offload.tools.memest.hardware.read_profile import read_profile\n"
         "read_profile(gpu='H100').speeds()\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -27,13 +27,20 @@ from offload.planning.estimate import (
 )
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
-from offload.tools.memest import picture, wording
-from offload.tools.memest.colours import DARK, LIGHT, Theme, ink_on
-from offload.tools.memest.picture import LEAST_WIDTH, bars, lanes, span_colours, step_length, ticks
-from offload.tools.memest.render_html import to_html
-from offload.tools.memest.render_json import SCHEMA, to_json
-from offload.tools.memest.render_png import draw, to_png
-from offload.tools.memest.render_table import to_table
+from offload.tools.memest.show import picture, wording
+from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on
+from offload.tools.memest.show.picture import (
+    LEAST_WIDTH,
+    bars,
+    lanes,
+    span_colours,
+    step_length,
+    ticks,
+)
+from offload.tools.memest.show.render_html import to_html
+from offload.tools.memest.show.render_json import SCHEMA, to_json
+from offload.tools.memest.show.render_png import draw, to_png
+from offload.tools.memest.show.render_table import to_table
 from tests.tools.estimates import GiB, estimate, memory
 
 CASES = {

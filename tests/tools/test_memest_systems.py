@@ -13,20 +13,27 @@ from offload.planning.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import round_up
-from offload.tools.memest.assemble import estimate
-from offload.tools.memest.case import Case
-from offload.tools.memest.compare import Row, compare
+from offload.tools.memest.commands.run_systems import compare_table
+from offload.tools.memest.estimate.answer import estimate
+from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.hardware.profiles import HardwareProfile
+from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.hardware.room import room_of
-from offload.tools.memest.ladders import FamilyName, Shape, facts_of, ladder, model_of, subject_from
-from offload.tools.memest.largest import largest, largest_of_all
-from offload.tools.memest.profiles import HardwareProfile
-from offload.tools.memest.read_profile import read_profile
-from offload.tools.memest.run_systems import compare_table
 from offload.tools.memest.source.read_model import read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes
-from offload.tools.memest.subject import Ranks, Subject, subject_of
-from offload.tools.memest.systems import OTHERS, Framework, Numbers, System, memory_of
-from offload.tools.memest.systems_ours import plan_ours
+from offload.tools.memest.systems.compare import Row, compare
+from offload.tools.memest.systems.ladders import (
+    FamilyName,
+    Shape,
+    facts_of,
+    ladder,
+    model_of,
+    subject_from,
+)
+from offload.tools.memest.systems.largest import largest, largest_of_all
+from offload.tools.memest.systems.memory import OTHERS, Framework, Numbers, System, memory_of
+from offload.tools.memest.systems.ours import plan_ours
+from offload.tools.memest.systems.subject import Ranks, Subject, subject_of
 from offload.zero.sharding import Sharding
 
 DEVICE, HOST, NVME = TierName.DEVICE, TierName.HOST, TierName.NVME

@@ -16,8 +16,8 @@ import typer
 
 from offload import __version__
 from offload.cli.errors import EXIT_BAD_INPUT, failing_io
-from offload.tools.memest.cli_group import DEFAULT, MemestGroup
-from offload.tools.memest.options import (
+from offload.tools.memest.commands.cli_group import DEFAULT, MemestGroup
+from offload.tools.memest.commands.options import (
     Batch,
     EstimateOptions,
     Gpus,
@@ -117,7 +117,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 @_command(DEFAULT, hidden=True)
 def estimate(asked: EstimateOptions) -> int:
     """What training MODEL takes: memory by place, seconds per step, and what to change."""
-    from offload.tools.memest.run_estimate import run_estimate
+    from offload.tools.memest.commands.run_estimate import run_estimate
 
     return run_estimate(asked)
 
@@ -125,7 +125,7 @@ def estimate(asked: EstimateOptions) -> int:
 @_command("compare")
 def compare(asked: EstimateOptions) -> int:
     """MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload, side by side."""
-    from offload.tools.memest.run_systems import run_compare
+    from offload.tools.memest.commands.run_systems import run_compare
 
     return run_compare(asked)
 
@@ -136,7 +136,7 @@ def scale(asked: EstimateOptions) -> int:
 
     --nodes is the most machines; -o zero.stage and -o zero.shard_group say what is sharded.
     """
-    from offload.tools.memest.run_scale import run_scale
+    from offload.tools.memest.commands.run_scale import run_scale
 
     return run_scale(asked)
 
@@ -150,7 +150,7 @@ def largest(
     as_json: Json = False,
 ) -> None:
     """The largest model of FAMILY that trains on the hardware, under every system."""
-    from offload.tools.memest.run_systems import run_max
+    from offload.tools.memest.commands.run_systems import run_max
 
     run_max(family, machine, batch, sequence, as_json=as_json)
 
@@ -158,7 +158,7 @@ def largest(
 @_command("history")
 def history() -> None:
     """Published capacities of other systems, computed again, with their sources."""
-    from offload.tools.memest.run_systems import print_history
+    from offload.tools.memest.commands.run_systems import print_history
 
     print_history()
 
@@ -176,7 +176,7 @@ def deepspeed(
     nodes: Annotated[int | None, Nodes] = None,
 ) -> None:
     """What DeepSpeed's own estimator says, figure for figure."""
-    from offload.tools.memest.run_systems import run_deepspeed
+    from offload.tools.memest.commands.run_systems import run_deepspeed
 
     run_deepspeed(model, gpus, nodes, stage, largest_layer)
 
@@ -184,7 +184,7 @@ def deepspeed(
 @_command("profiles")
 def profiles() -> None:
     """List the GPUs, links, SSDs and machines known by name, with their sources."""
-    from offload.tools.memest.run_profiles import print_profiles
+    from offload.tools.memest.commands.run_profiles import print_profiles
 
     print_profiles()
 
@@ -197,7 +197,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Predicted against measured for a run, per tier and for time."""
-    from offload.tools.memest.run_check import print_check
+    from offload.tools.memest.commands.run_check import print_check
 
     print_check(run, as_json=as_json)
 
@@ -210,7 +210,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure this machine's speeds again, and keep them."""
-    from offload.tools.memest.run_calibrate import measure_again
+    from offload.tools.memest.commands.run_calibrate import measure_again
 
     measure_again(paths or [])
 
