@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from offload.planning.estimate import MemoryClass as M
@@ -131,7 +131,9 @@ def memory_of(
     recomputed blocks to RAM. Not for `System.OURS`, which the planner counts.
     """
     books: _Books = {tier: defaultdict(int) for tier in TierName}
-    _STATES[system](books, Sizes(subject, ranks), numbers)
+    sizes = Sizes(subject, ranks)
+    _states(books, system, sizes, numbers)
+    _HOMES[system].buffers(books, sizes, numbers)
     _activations(books, system, subject, ranks)
     books[DEVICE][M.FRAMEWORK] += framework.gpu_nbytes
     books[HOST][M.FRAMEWORK] += framework.host_nbytes
@@ -156,46 +158,16 @@ def _activations(books: _Books, system: System, subject: Subject, ranks: Ranks) 
     books[DEVICE][M.ACTIVATIONS] += working
 
 
-def _update_states(place: dict[M, int], numel: int, numbers: Numbers) -> None:
-    """What one optimizer step needs in fp32 for `numel` elements."""
-    place[M.GRADIENTS] += numbers.full * numel
-    place[M.MASTER] += numbers.full * numel
-    place[M.OPTIMIZER] += numbers.states * numel
+def _bucket(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+    """Gradients are reduced, and leave, through a bucket."""
+    books[DEVICE][M.STAGING] += numbers.parameter * sizes.bucket
 
 
-def _ddp(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    """Everything on every GPU. With several, DDP's buckets hold each gradient once more
+def _ddp_buckets(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+    """With several GPUs DDP's buckets hold each gradient once more
     (`gradient_as_bucket_view=False`, the default)."""
-    device = books[DEVICE]
-    device[M.PARAMETERS] += numbers.parameter * sizes.whole
-    device[M.GRADIENTS] += numbers.parameter * sizes.trained
-    _update_states(device, sizes.trained, numbers)
     if sizes.ranks.data > 1:
-        device[M.STAGING] += numbers.parameter * sizes.trained
-
-
-def _zero1(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    device = books[DEVICE]
-    device[M.PARAMETERS] += numbers.parameter * sizes.whole
-    device[M.GRADIENTS] += numbers.parameter * sizes.trained
-    _update_states(device, sizes.trained_shard, numbers)
-    device[M.STAGING] += numbers.parameter * sizes.bucket
-
-
-def _zero2(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    device = books[DEVICE]
-    device[M.PARAMETERS] += numbers.parameter * sizes.whole
-    device[M.GRADIENTS] += numbers.parameter * sizes.trained_shard
-    _update_states(device, sizes.trained_shard, numbers)
-    device[M.STAGING] += numbers.parameter * sizes.bucket
-
-
-def _zero3(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    device = books[DEVICE]
-    device[M.PARAMETERS] += numbers.parameter * sizes.shard
-    device[M.GRADIENTS] += numbers.parameter * sizes.trained_shard
-    _update_states(device, sizes.trained_shard, numbers)
-    _gathered(books, sizes, numbers)
+        books[DEVICE][M.STAGING] += numbers.parameter * sizes.trained
 
 
 def _gathered(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
@@ -206,54 +178,8 @@ def _gathered(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
     books[DEVICE][M.STAGING] += numbers.parameter * (live + largest + sizes.bucket)
 
 
-def _fsdp(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    _fsdp_states(books[DEVICE], sizes, numbers)
-    _fsdp_gathered(books[DEVICE], sizes, numbers)
-
-
-def _fsdp_cpu(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    """`CPUOffloadPolicy`: shards of all states in RAM, stepped there."""
-    _fsdp_states(books[HOST], sizes, numbers)
-    _fsdp_gathered(books[DEVICE], sizes, numbers)
-
-
-def _fsdp_states(place: dict[M, int], sizes: Sizes, numbers: Numbers) -> None:
-    """`fully_shard` with a `MixedPrecisionPolicy`: the fp32 parameter is the master."""
-    place[M.MASTER if numbers.full else M.PARAMETERS] += 4 * sizes.shard
-    place[M.GRADIENTS] += 4 * sizes.trained_shard
-    place[M.OPTIMIZER] += numbers.states * sizes.trained_shard
-
-
-def _fsdp_gathered(device: dict[M, int], sizes: Sizes, numbers: Numbers) -> None:
-    """The unit at work and the next one, parameters and gradients (2304.11277: at most two
-    gathers in flight)."""
-    device[M.STAGING] += numbers.parameter * 2 * 2 * sizes.subject.block_numel
-
-
-def _zero_offload(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    """Gradients leave through a bucket as they are made."""
-    books[DEVICE][M.PARAMETERS] += numbers.parameter * sizes.whole
-    books[DEVICE][M.STAGING] += numbers.parameter * sizes.bucket
-    _update_states(books[HOST], sizes.trained_shard, numbers)
-    if not numbers.full:
-        books[HOST][M.MASTER] += 4 * sizes.trained_shard
-        books[HOST][M.GRADIENTS] += 4 * sizes.trained_shard
-
-
-def _infinity_states(place: dict[M, int], sizes: Sizes, numbers: Numbers) -> None:
-    place[M.PARAMETERS] += numbers.parameter * sizes.shard
-    place[M.GRADIENTS] += numbers.parameter * sizes.trained_shard
-    _update_states(place, sizes.trained_shard, numbers)
-
-
-def _infinity_cpu(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    _infinity_states(books[HOST], sizes, numbers)
-    _gathered(books, sizes, numbers)
-
-
-def _infinity_nvme(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+def _gathered_from_nvme(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
     """Pinned buffers stream everything: parameters, and one group of elements of the update."""
-    _infinity_states(books[NVME], sizes, numbers)
     _gathered(books, sizes, numbers)
     largest_shard = -(-sizes.subject.operator_numel // sizes.ranks.count)
     swap = min(sizes.shard, max(SWAP_BUFFER_NUMEL, largest_shard))
@@ -261,26 +187,64 @@ def _infinity_nvme(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
     books[HOST][M.STAGING] += SWAP_BUFFERS * numbers.parameter * swap + UPDATE_BUFFERS * 4 * update
 
 
-def _megatrain(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
-    """16-bit weights and gradients and two fp32 moments in RAM; the GPU has two layers in turn and
-    the gradients of one."""
-    host = books[HOST]
-    host[M.PARAMETERS] += numbers.parameter * sizes.shard
-    host[M.GRADIENTS] += numbers.parameter * sizes.trained_shard
-    host[M.OPTIMIZER] += numbers.states * sizes.trained_shard
+def _fsdp_gathered(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+    """The unit at work and the next one, parameters and gradients (2304.11277: at most two
+    gathers in flight)."""
+    books[DEVICE][M.STAGING] += numbers.parameter * 2 * 2 * sizes.subject.block_numel
+
+
+def _two_layers(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+    """MegaTrain's GPU has two layers in turn and the gradients of one."""
     books[DEVICE][M.STAGING] += numbers.parameter * 3 * sizes.subject.block_numel
 
 
-_STATES = {
-    System.DDP: _ddp,
-    System.ZERO1: _zero1,
-    System.ZERO2: _zero2,
-    System.ZERO3: _zero3,
-    System.FSDP: _fsdp,
-    System.FSDP_CPU: _fsdp_cpu,
-    System.ZERO_OFFLOAD: _zero_offload,
-    System.INFINITY_CPU: _infinity_cpu,
-    System.INFINITY_NVME: _infinity_nvme,
-    System.MEGATRAIN: _megatrain,
+@dataclass(frozen=True)
+class _Homes:
+    """Where a system keeps its states; of what is `shared`, each GPU has a shard."""
+
+    parameters: TierName
+    gradients: TierName | None  # None: they leave as they are made
+    states: TierName
+    shared: str  # of parameters, gradients and states: their first letters
+    buffers: Callable[[_Books, Sizes, Numbers], None]
+
+
+_HOMES = {
+    System.DDP: _Homes(DEVICE, DEVICE, DEVICE, "", _ddp_buckets),
+    System.ZERO1: _Homes(DEVICE, DEVICE, DEVICE, "s", _bucket),
+    System.ZERO2: _Homes(DEVICE, DEVICE, DEVICE, "gs", _bucket),
+    System.ZERO3: _Homes(DEVICE, DEVICE, DEVICE, "pgs", _gathered),
+    System.FSDP: _Homes(DEVICE, DEVICE, DEVICE, "pgs", _fsdp_gathered),
+    System.FSDP_CPU: _Homes(HOST, HOST, HOST, "pgs", _fsdp_gathered),  # `CPUOffloadPolicy`
+    System.ZERO_OFFLOAD: _Homes(DEVICE, None, HOST, "s", _bucket),
+    System.INFINITY_CPU: _Homes(HOST, HOST, HOST, "pgs", _gathered),
+    System.INFINITY_NVME: _Homes(NVME, NVME, NVME, "pgs", _gathered_from_nvme),
+    System.MEGATRAIN: _Homes(HOST, HOST, HOST, "pgs", _two_layers),
 }
+
+
+def _states(books: _Books, system: System, sizes: Sizes, numbers: Numbers) -> None:
+    homes = _HOMES[system]
+    kept = sizes.shard if "p" in homes.shared else sizes.whole
+    made = sizes.trained_shard if "g" in homes.shared else sizes.trained
+    stepped = sizes.trained_shard if "s" in homes.shared else sizes.trained
+    full = numbers.full
+    if system in (System.FSDP, System.FSDP_CPU):
+        # `fully_shard` with a `MixedPrecisionPolicy`: the fp32 parameter is the master
+        books[homes.parameters][M.MASTER if full else M.PARAMETERS] += 4 * kept
+        books[homes.parameters][M.GRADIENTS] += 4 * made
+        full = 0
+    else:
+        books[homes.parameters][M.PARAMETERS] += numbers.parameter * kept
+        if homes.gradients is not None:
+            books[homes.gradients][M.GRADIENTS] += numbers.parameter * made
+    if system is System.MEGATRAIN:  # steps the 16-bit weights
+        full = 0
+    if system is System.ZERO_OFFLOAD:  # in RAM there is an fp32 copy of fp32 weights, too
+        full = 4
+    books[homes.states][M.GRADIENTS] += full * stepped
+    books[homes.states][M.MASTER] += full * stepped
+    books[homes.states][M.OPTIMIZER] += numbers.states * stepped
+
+
 OTHERS = tuple(system for system in System if system not in (System.OURS, System.MEGATRAIN))
