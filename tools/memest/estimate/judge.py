@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCost
@@ -26,6 +27,7 @@ from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 
+Facts = TypeVar("Facts", ActivationFacts, HeapFacts, PassCost)
 _NOTHING = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
 
 
@@ -142,25 +144,16 @@ def _baseline_of(case: Case) -> Baseline:
     return known_baseline(case.config.precision, gpu=gpu)
 
 
-def scaled(facts: ActivationFacts, factor: float) -> ActivationFacts:
-    """What a pass takes with `factor` as many sequences."""
-    return ActivationFacts(
-        int(facts.saved_nbytes * factor),
-        int(facts.peak_nbytes * factor),
-        int(facts.peak_elsewhere_nbytes * factor),
-        facts.peak_at,
-        _scaled_cost(facts.forward, factor),
-        _scaled_cost(facts.backward, factor),
-        HeapFacts(
-            int(facts.heap.saved_nbytes * factor),
-            int(facts.heap.peak_nbytes * factor),
-            int(facts.heap.peak_elsewhere_nbytes * factor),
-        ),
-    )
-
-
-def _scaled_cost(cost: PassCost, factor: float) -> PassCost:
-    return PassCost(int(cost.flops * factor), int(cost.touched_nbytes * factor), cost.operations)
+def scaled(facts: Facts, factor: float) -> Facts:
+    """What a pass takes with `factor` as many sequences: as many operations, on more."""
+    values: dict[str, Any] = {}
+    for each in fields(facts):
+        value = getattr(facts, each.name)
+        if is_dataclass(value):
+            values[each.name] = scaled(value, factor)  # type: ignore[type-var]
+        elif isinstance(value, int) and each.name != "operations":
+            values[each.name] = int(value * factor)
+    return replace(facts, **values)
 
 
 def _told_once(best: Candidate, asked: OffloadConfig) -> Iterator[Shortfall]:

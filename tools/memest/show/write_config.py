@@ -227,28 +227,8 @@ def _changed(
 
 
 def _key(name: str, value: Any, comment: str = "", depth: int = 0) -> str:
-    text = f"{'  ' * depth}{name}: {_inline(value)}"
+    text = f"{'  ' * depth}{name}: {dump_yaml(value, inline=True)}"
     return f"{text:<38}  # {comment}" if comment else text
-
-
-def _inline(value: Any) -> str:
-    """One value on one line, as the configuration reads it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_inline(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_inline, value)) + "]"
-    text = dump_yaml(value).removesuffix("...\n").rstrip("\n")
-    return text if isinstance(value, int | float | bool) or _plain(text) else _quoted(str(value))
-
-
-def _plain(text: str) -> bool:
-    return all(each.isalnum() or each in "._%/ -+" for each in text) and text == text.strip()
-
-
-def _quoted(text: str) -> str:
-    import json
-
-    return json.dumps(text)  # a JSON string is a YAML string
 
 
 def _one_line(text: str) -> str:
