@@ -64,12 +64,7 @@ def _all(case: Case, found: Estimate, peak_at: str, tiers: set[TierName]) -> Ite
 
 
 # ---------------------------------------------------------------- the configuration
-def _set(text: str, **settings: str) -> Rung:
-    named = {key.replace("__", "."): value for key, value in settings.items()}
-    return _configured(text, named)
-
-
-def _configured(text: str, settings: Mapping[str, str]) -> Rung:
+def _set(text: str, settings: Mapping[str, str]) -> Rung:
     overrides = [f"{key}={value}" for key, value in settings.items()]
 
     def apply(case: Case) -> Case | None:
@@ -84,8 +79,8 @@ def _configured(text: str, settings: Mapping[str, str]) -> Rung:
 def _recompute(case: Case) -> Ladder:
     now = case.config.placement.activations.checkpoint
     key = "placement.activations.checkpoint"
-    selective = _configured("keep only products and attention of a block", {key: "selective"})
-    whole = _configured("recompute every block in backward", {key: "true"})
+    selective = _set("keep only products and attention of a block", {key: "selective"})
+    whole = _set("recompute every block in backward", {key: "true"})
     ladders: dict[object, Ladder] = {False: (selective, whole), "selective": (whole,)}
     return ladders.get(now, ())
 
@@ -101,7 +96,10 @@ def _micro_batches(case: Case, peak_at: str) -> Ladder:
         return ()
     pieces = [n for n in divisors(batch) if n >= 2 * now]
     return [
-        _set(f"each block over {n} pieces of the batch, one after the other", micro_batches=str(n))
+        _set(
+            f"each block over {n} pieces of the batch, one after the other",
+            {"micro_batches": str(n)},
+        )
         for n in pieces
     ]
 
@@ -119,7 +117,7 @@ def _batch(case: Case) -> Ladder:
 
 
 def _passes(case: Case, batch: int, passes: int) -> Case | None:
-    changed = _set("", gradient_accumulation_steps=str(passes)).apply(case)
+    changed = _set("", {"gradient_accumulation_steps": str(passes)}).apply(case)
     workload = replace(case.workload, batch=batch, passes=passes)
     return None if changed is None else replace(changed, workload=workload)
 
@@ -132,7 +130,7 @@ def _budget(case: Case, found: Estimate, tier: TierName) -> Iterator[Ladder]:
         if shortfall.tier is tier and shortfall.key == f"budget.{tier}":
             needed = -(-shortfall.needed_nbytes // (64 << 20)) * 64
             text = f"what it needs, instead of {format_bytes(shortfall.capacity_nbytes)}"
-            yield (_configured(text, {f"budget.{tier}": f"{needed}MiB"}),)
+            yield (_set(text, {f"budget.{tier}": f"{needed}MiB"}),)
 
 
 def _placements(case: Case) -> Iterator[Ladder]:
@@ -142,27 +140,27 @@ def _placements(case: Case) -> Iterator[Ladder]:
         if split is None or str(split) == "nvme":
             continue
         key = f"placement.{name}"
-        rungs = [_configured(f"{name} wherever there is room", {key: "auto"})]
+        rungs = [_set(f"{name} wherever there is room", {key: "auto"})]
         if not (name == "gradients" and case.config.sums_gradients):
-            rungs.append(_configured(f"{name} on disk", {key: "nvme"}))
+            rungs.append(_set(f"{name} on disk", {key: "nvme"}))
         yield rungs
     if case.config.placement.activations.tier != "nvme" and case.profile.nvme_nbytes:
         gpu = case.profile.gpu_nbytes > 0 and case.config.placement.activations.tier == "device"
         key = "placement.activations.tier"
-        host = [_configured("saved activations wait in RAM", {key: "host"})] if gpu else []
-        yield (*host, _configured("saved activations wait on disk", {key: "nvme"}))
+        host = [_set("saved activations wait in RAM", {key: "host"})] if gpu else []
+        yield (*host, _set("saved activations wait on disk", {key: "nvme"}))
 
 
 def _chunk(case: Case) -> Ladder:
     numel = case.config.chunk_numel if case.config.optimizer.chunk != "auto" else 1 << 20
     smaller = [n for n in (1 << 18, 1 << 16) if n < numel]
-    return [_set(f"smaller buffers: {n:,} elements", optimizer__chunk=str(n)) for n in smaller]
+    return [_set(f"smaller buffers: {n:,} elements", {"optimizer.chunk": str(n)}) for n in smaller]
 
 
 def _precision(case: Case) -> Ladder:
     if case.config.precision != "fp32":
         return ()
-    return (_set("parameters and gradients in 16 bits, with exact masters", precision="bf16"),)
+    return (_set("parameters and gradients in 16 bits, with exact masters", {"precision": "bf16"}),)
 
 
 def _states(case: Case) -> Ladder:
@@ -171,7 +169,7 @@ def _states(case: Case) -> Ladder:
     now = max(order.index(states.of(tier)) for tier in TierName)
     size = {"bf16": "2 bytes", "int8": "1 byte"}
     return [
-        _set(f"optimizer states in {size[name]}, an approximation", optimizer__states=name)
+        _set(f"optimizer states in {size[name]}, an approximation", {"optimizer.states": name})
         for name in order[now + 1 :]
     ]
 

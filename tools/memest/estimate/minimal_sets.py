@@ -8,30 +8,14 @@ works, and neither without one of its rungs nor with a milder one in its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 R = TypeVar("R")
 MOST_RUNGS_IN_A_SET = 3
 
 
-@dataclass
-class _Tries(Generic[R]):
-    """Answers so far; no more than `most` are asked for, so that a search always ends soon."""
-
-    works: Callable[[tuple[R, ...]], bool]
-    most: int
-    answers: dict[tuple[tuple[int, int], ...], bool] = field(default_factory=dict)
-
-    def try_set(self, ladders: Sequence[Sequence[R]], chosen: Sequence[tuple[int, int]]) -> bool:
-        """`chosen`: (ladder, rung) pairs. False, too, where nothing more may be asked."""
-        key = tuple(chosen)
-        if key not in self.answers:
-            if len(self.answers) >= self.most:
-                return False
-            self.answers[key] = self.works(tuple(ladders[i][r] for i, r in key))
-        return self.answers[key]
+Chosen = tuple[tuple[int, int], ...]  # (ladder, rung) pairs
 
 
 def minimal_sets(
@@ -40,15 +24,22 @@ def minimal_sets(
 ) -> list[tuple[R, ...]]:  # fmt: skip
     """Minimal sets of one change, then of two, then of three; larger ones only while fewer than
     `enough` are known. Deterministic; earlier ladders are tried first."""
-    tries = _Tries(works, most_tries)
-    found: list[tuple[tuple[int, int], ...]] = []
+    answers: dict[Chosen, bool] = {}
+
+    def try_set(chosen: Chosen) -> bool:
+        """False, too, where nothing more may be asked: a search always ends soon."""
+        if chosen not in answers and len(answers) < most_tries:
+            answers[chosen] = works(tuple(ladders[i][r] for i, r in chosen))
+        return answers.get(chosen, False)
+
+    found: list[Chosen] = []
     for size in range(1, MOST_RUNGS_IN_A_SET + 1):
         if len(found) >= enough:
             break
         helpful = {ladder for chosen in found for ladder, _ in chosen}
         alone = {chosen[0][0] for chosen in found if len(chosen) == 1}
         for indices in _sets_of(size, ladders, alone, helpful):
-            chosen = _mildest(tries, ladders, indices)
+            chosen = _mildest(try_set, ladders, indices)
             if chosen is not None:
                 found.append(chosen)
             if size > 1 and len(found) >= enough:
@@ -67,25 +58,25 @@ def _sets_of(
 
 
 def _mildest(
-    tries: _Tries[R], ladders: Sequence[Sequence[R]], indices: Sequence[int]
-) -> tuple[tuple[int, int], ...] | None:
+    try_set: Callable[[Chosen], bool], ladders: Sequence[Sequence[R]], indices: Sequence[int]
+) -> Chosen | None:
     """The mildest rungs of these ladders that work together; None if the strongest do not, or a
     part of them is enough."""
     rungs = [len(ladders[i]) - 1 for i in indices]
-    if not tries.try_set(ladders, list(zip(indices, rungs, strict=True))):
+    if not try_set(tuple(zip(indices, rungs, strict=True))):
         return None
     for position in range(len(indices)):
         low, high = 0, rungs[position]
         while low < high:  # the strongest works: the mildest that does, by halving
             middle = (low + high) // 2
             rungs[position] = middle
-            if tries.try_set(ladders, list(zip(indices, rungs, strict=True))):
+            if try_set(tuple(zip(indices, rungs, strict=True))):
                 high = middle
             else:
                 low = middle + 1
         rungs[position] = high
     chosen = tuple(zip(indices, rungs, strict=True))
     for left_out in range(len(chosen) if len(chosen) > 1 else 0):
-        if tries.try_set(ladders, chosen[:left_out] + chosen[left_out + 1 :]):
+        if try_set(chosen[:left_out] + chosen[left_out + 1 :]):
             return None
     return chosen
