@@ -1,4 +1,4 @@
-"""`memest scale`: shards of every rank, bytes, collectives and steps for sizes nobody has here."""
+"""`memest scale`: shards of every rank, bytes, collectives and steps of clusters not at hand."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_machine_that_is_not_named_is_refused_unmeasured(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(*_: Any) -> None:
-        raise AssertionError("nobody asked for this machine's speeds")
+        raise AssertionError("this machine's speeds were not asked for")
 
     monkeypatch.setattr("offload.tools.memest.commands.run_hardware.known_speeds", lambda _: None)
     monkeypatch.setattr("offload.tools.memest.commands.run_hardware.machine_speeds", measure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,8 +27,17 @@ def check_target(path: Path, option: str, *, replace: bool) -> None:
         raise PathError(f"{option} {path}: not allowed to write there")
 
 
+def deliver(answer: str | bytes, out: Path | None) -> None:
+    """To the file of --out, or to standard output; a letter that UTF-8 has not becomes `?`."""
+    content = answer if isinstance(answer, bytes) else answer.encode(errors="replace")
+    if out is not None:
+        write_file(out, content, "--out")
+    else:
+        sys.stdout.write(content.decode())
+
+
 def write_file(path: Path, content: bytes, option: str) -> None:
-    """Replace `path` as a whole: nobody finds half a file. PathError if the system refuses."""
+    """Replace `path` as a whole: there is never half a file. PathError if the system refuses."""
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(content)  # /dev/stdout, a pipe: nothing that could be replaced

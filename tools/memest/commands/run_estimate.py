@@ -20,7 +20,7 @@ from offload.tools.memest.commands.options import (
     OutputOptions,
     WorkOptions,
 )
-from offload.tools.memest.commands.output import write_file
+from offload.tools.memest.commands.output import deliver, write_file
 from offload.tools.memest.commands.run_hardware import profile_of, speeds_of
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case, Question
@@ -159,17 +159,13 @@ def _workload_notes(
 
 # ---------------------------------------------------------------- the answer
 def _show(found: Estimate, output: OutputOptions) -> None:
-    if output.out is None and output.chosen is Format.TABLE:
+    if output.chosen is Format.TABLE and output.out is None:
         _print_table(found)
-        return
-    content = _content(found, output)
-    if output.out is None:
-        sys.stdout.write(content.decode())
     else:
-        write_file(output.out, content, "--out")
+        deliver(_content(found, output), output.out)
 
 
-def _content(found: Estimate, output: OutputOptions) -> bytes:
+def _content(found: Estimate, output: OutputOptions) -> str | bytes:
     if output.chosen is Format.PNG:
         from offload.tools.memest.show.render_png import to_png
 
@@ -177,12 +173,12 @@ def _content(found: Estimate, output: OutputOptions) -> bytes:
     if output.chosen is Format.HTML:
         from offload.tools.memest.show.render_html import to_html
 
-        return to_html(found).encode(errors="replace")
+        return to_html(found)
     if output.chosen is Format.JSON:
         from offload.tools.memest.show.render_json import to_json
 
-        return to_json(found).encode()
-    return _table_text(found).encode(errors="replace")
+        return to_json(found)
+    return _table_text(found)
 
 
 def _print_table(found: Estimate) -> None:

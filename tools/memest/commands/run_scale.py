@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.options import EstimateOptions, Format
-from offload.tools.memest.commands.output import write_file
+from offload.tools.memest.commands.output import deliver
 from offload.tools.memest.commands.run_estimate import DOES_NOT_FIT, read_question
 from offload.tools.memest.estimate.case import Question
 from offload.tools.memest.estimate.scaling import (
     MOST_RANKS,
     Point,
     Series,
-    in_order,
     scaling,
-    totals,
 )
 from offload.tools.memest.show.scale_wording import (
     NARROW,
@@ -28,6 +25,7 @@ from offload.tools.memest.show.scale_wording import (
     cells,
     statements,
 )
+from offload.tools.memest.show.summary import homes_text
 
 
 def run_scale(asked: EstimateOptions) -> int:
@@ -48,7 +46,7 @@ def run_scale(asked: EstimateOptions) -> int:
         )
     found = scaling(case, most)
     _show(question, found, asked)
-    return 0 if all(series.points[-1].fits for series in found) else DOES_NOT_FIT
+    return 0 if all(series.points[-1].found.fits for series in found) else DOES_NOT_FIT
 
 
 def _show(question: Question, found: Sequence[Series], asked: EstimateOptions) -> None:
@@ -56,18 +54,13 @@ def _show(question: Question, found: Sequence[Series], asked: EstimateOptions) -
     if output.chosen is Format.HTML:
         from offload.tools.memest.show.render_scale import to_html
 
-        text = to_html(question, found)
+        deliver(to_html(question, found), output.out)
     elif output.chosen is Format.JSON:
-        text = json.dumps(values(question, found), indent=1) + "\n"
+        deliver(json.dumps(values(question, found), indent=1) + "\n", output.out)
     elif output.out is None:
         _print_tables(question, found)
-        return
     else:
         raise ConfigError(f"--out {output.out}: a page or JSON; name a .html or a .json file")
-    if output.out is None:
-        sys.stdout.write(text)
-    else:
-        write_file(output.out, text.encode(errors="replace"), "--out")
 
 
 def _print_tables(question: Question, found: Sequence[Series]) -> None:
@@ -107,7 +100,7 @@ def _point_values(point: Point) -> dict[str, Any]:
         "ranks": point.ranks,
         "shards": sharding.ranks,
         "replicas": sharding.replicas,
-        "fits": point.fits,
+        "fits": point.found.fits,
         "by_class": {str(state): point.held_nbytes(state) for state in STATES},
         "exchange_nbytes": point.shared_nbytes,
         "padding": point.shards.padding,
@@ -115,13 +108,9 @@ def _point_values(point: Point) -> dict[str, Any]:
         "network_s": point.network_s,
         "computing": point.efficiency,
         "tokens_per_s": point.step.tokens_per_s,
-        "placements": point.homes,
-        "collectives": [
-            {"name": each.name, "count": each.count, "nbytes": each.nbytes, "seconds": each.seconds}
-            for each in totals(point)
-        ],
+        "placements": homes_text(point.found.plan),
+        "collectives": [asdict(total) for total in point.totals],
         "sequence": [
-            {"name": name, "group": each.group, "nbytes": each.nbytes}
-            for name, each in in_order(point.sequence)
+            {"name": call.name, "group": call.group, "nbytes": call.nbytes} for call in point.calls
         ],
     }

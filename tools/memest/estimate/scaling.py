@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.config import OffloadConfig
 from offload.planning.collective_sequence import (
     Among,
     Collective,
@@ -26,7 +25,7 @@ from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.judge import Judge
-from offload.tools.memest.hardware.profiles import HardwareProfile, with_gpus
+from offload.tools.memest.hardware.profiles import with_gpus
 from offload.tools.memest.source.shard_check import Shards, check_shards
 from offload.zero.sharding import Sharding
 
@@ -34,23 +33,39 @@ MOST_RANKS = 4096
 
 
 @dataclass(frozen=True)
+class Call:
+    """One collective of a step."""
+
+    name: str
+    group: int  # of the plan
+    nbytes: int
+    seconds: float  # of the network
+
+
+@dataclass(frozen=True)
+class Total:
+    """Collectives of one kind in a step, one after the other."""
+
+    name: str
+    count: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Point:
     """One world size. Bytes and seconds are of one rank."""
 
-    profile: HardwareProfile
     sharding: Sharding
     shards: Shards
-    sequence: CollectiveSequence
+    calls: tuple[Call, ...]  # in order
+    times_model: float  # bytes of all collectives' buffers, in sizes of the model's parameters
     found: Estimate
     step: StepEstimate
 
     @property
     def ranks(self) -> int:
         return self.sharding.world_size
-
-    @property
-    def fits(self) -> bool:
-        return self.found.fits
 
     def held_nbytes(self, state_class: StateClass) -> int:
         """At home, in all tiers."""
@@ -64,23 +79,6 @@ class Point:
         return shared.total_nbytes if shared is not None else 0
 
     @property
-    def homes(self) -> str:
-        """`parameters device; gradients host; ...`"""
-        placements = self.found.plan.placements.items()
-        return "; ".join(f"{name} {placement.describe()}" for name, placement in placements)
-
-    @property
-    def collectives(self) -> int:
-        """Of a step."""
-        return sum(1 for _ in in_order(self.sequence))
-
-    @property
-    def times_model(self) -> float:
-        """Bytes of all collectives' buffers, in sizes of the model's parameters."""
-        itemsize = ITEMSIZE[self.found.config.precision]
-        return self.sequence.nbytes / (self.shards.numel * itemsize)
-
-    @property
     def network_s(self) -> float:
         """That the network is busy in a step."""
         return _busy_s(self.step, NETWORK)
@@ -90,24 +88,24 @@ class Point:
         """Of a step, the share in which the model computes."""
         return _busy_s(self.step, COMPUTE) / self.step.seconds
 
+    @property
+    def totals(self) -> list[Total]:
+        """The collectives by kind, in the order in which kinds first come."""
+        by_name: dict[str, list[Call]] = {}
+        for call in self.calls:
+            by_name.setdefault(call.name, []).append(call)
+        return [
+            Total(name, len(calls), sum(c.nbytes for c in calls), sum(c.seconds for c in calls))
+            for name, calls in by_name.items()
+        ]
+
 
 @dataclass(frozen=True)
 class Series:
     """World sizes under one way of sharding."""
 
     name: str
-    config: OffloadConfig
     points: tuple[Point, ...]
-
-
-@dataclass(frozen=True)
-class Total:
-    """Collectives of one kind in a step."""
-
-    name: str
-    count: int
-    nbytes: int
-    seconds: float  # of the network, one after the other
 
 
 def scaling(case: Case, most_ranks: int = MOST_RANKS, judge: Judge | None = None) -> list[Series]:
@@ -127,20 +125,8 @@ def scaling(case: Case, most_ranks: int = MOST_RANKS, judge: Judge | None = None
     return series
 
 
-def totals(point: Point) -> list[Total]:
-    """The collectives of a step by kind, in the order in which kinds first come."""
-    network = point.profile.network()
-    assert network is not None, "checked before"
-    by_name: dict[str, Total] = {}
-    for name, each in in_order(point.sequence):
-        before = by_name.get(name, Total(name, 0, 0, 0.0))
-        seconds = before.seconds + seconds_of(network, each, point.sharding)
-        by_name[name] = Total(name, before.count + 1, before.nbytes + each.nbytes, seconds)
-    return list(by_name.values())
-
-
-def in_order(sequence: CollectiveSequence) -> Iterator[tuple[str, Collective]]:
-    """Collectives with their names, as the step's actions ask for them."""
+def _calls(sequence: CollectiveSequence, network: Network, sharding: Sharding) -> Iterator[Call]:
+    """As the step's actions ask for them."""
     by_action: dict[object, list[tuple[str, Collective]]] = {}
     for each in sequence.gathers:
         name = f"all-gather of shards in {each.action.verb.value}"
@@ -148,7 +134,9 @@ def in_order(sequence: CollectiveSequence) -> Iterator[tuple[str, Collective]]:
     for each in sequence.reductions:
         by_action.setdefault(each.action, []).extend(_reductions(each))
     for action in dict.fromkeys(sequence.program.actions):
-        yield from by_action.get(action, ())
+        for name, each in by_action.get(action, ()):
+            seconds = sum(network.seconds(exchange, sharding) for exchange in each.exchanges)
+            yield Call(name, each.group, each.nbytes, seconds)
 
 
 def _reductions(asked: Collective) -> Iterator[tuple[str, Collective]]:
@@ -158,10 +146,6 @@ def _reductions(asked: Collective) -> Iterator[tuple[str, Collective]]:
         exchanges = tuple(each for each in asked.exchanges if each.among is among)
         if exchanges:
             yield f"{name} in backward", replace(asked, exchanges=exchanges)
-
-
-def seconds_of(network: Network, collective: Collective, sharding: Sharding) -> float:
-    return sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
 
 
 def _check(case: Case) -> None:
@@ -193,7 +177,7 @@ def _series(case: Case, judge: Judge, most_ranks: int) -> Series:
     for ranks in sizes:
         if zero.stage == 0 or ranks % group == 0:
             points.append(_point(_as_before(case, points), judge, ranks))
-            if not points[-1].fits:  # what fitted before does not: all is open again
+            if not points[-1].found.fits:  # what fitted before does not: all is open again
                 points[-1] = _point(case, judge, ranks)
     if not points:
         tried = ", ".join(f"{ranks:,}" for ranks in sizes)
@@ -201,13 +185,13 @@ def _series(case: Case, judge: Judge, most_ranks: int) -> Series:
             f"zero.shard_group: {group} divides none of the numbers of ranks that are gone through "
             f"({tried}); set it to a divisor of one of them"
         )
-    return Series(name, case.config, tuple(points))
+    return Series(name, tuple(points))
 
 
 def _as_before(case: Case, points: Sequence[Point]) -> Case:
     """With the plan of fewer ranks, where that has all states where the model computes: shards get
     no larger, so there is nothing better to be found."""
-    if not points or not points[-1].fits or points[-1].ranks == 1:
+    if not points or not points[-1].found.fits or points[-1].ranks == 1:
         return case
     found = points[-1].found
     placements = found.plan.placements.values()
@@ -233,12 +217,15 @@ def _point(case: Case, judge: Judge, ranks: int) -> Point:
         profile = with_gpus(profile, ranks)
     profile = replace(profile, nodes=max(1, ranks // machine))
     case = replace(case, profile=profile, speeds=profile.speeds())
-    found = judge(case)
+    found, network = judge(case), profile.network()
+    assert network is not None, "checked before"
     assert found.step is not None, "speeds, network and work are known"
     shape, sharding = case.source.shape, case.sharding
     sequence = collective_sequence(found.config, shape, sharding, case.workload.passes)
     shards = check_shards(shape, sharding)
-    return Point(profile, sharding, shards, sequence, found, found.step)
+    times_model = sequence.nbytes / (shards.numel * ITEMSIZE[found.config.precision])
+    calls = tuple(_calls(sequence, network, sharding))
+    return Point(sharding, shards, calls, times_model, found, found.step)
 
 
 def _busy_s(step: StepEstimate, name: str) -> float:

@@ -7,11 +7,12 @@ from html import escape
 
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Question
-from offload.tools.memest.estimate.scaling import Point, Series, in_order, seconds_of, totals
+from offload.tools.memest.estimate.scaling import Point, Series
 from offload.tools.memest.show import wording
 from offload.tools.memest.show.colours import SPANS
 from offload.tools.memest.show.html_page import key, lines, page, table
 from offload.tools.memest.show.scale_wording import LEGEND, cells, statements
+from offload.tools.memest.show.summary import homes_text
 
 _SHOWN = 8  # collectives at the beginning of a step, and at its end
 _WORK, _WAIT = SPANS[0], SPANS[3]  # colours
@@ -88,10 +89,11 @@ def _homes(series: Series) -> Iterator[tuple[str, str]]:
     """Neighbouring sizes with the same homes together."""
     begun: list[tuple[int, int, str]] = []
     for point in series.points:
-        if begun and begun[-1][2] == point.homes:
-            begun[-1] = (begun[-1][0], point.ranks, point.homes)
+        homes = homes_text(point.found.plan)
+        if begun and begun[-1][2] == homes:
+            begun[-1] = (begun[-1][0], point.ranks, homes)
         else:
-            begun.append((point.ranks, point.ranks, point.homes))
+            begun.append((point.ranks, point.ranks, homes))
     for first, last, homes in begun:
         yield (f"{first:,}" if first == last else f"{first:,} to {last:,}"), homes
 
@@ -99,7 +101,7 @@ def _homes(series: Series) -> Iterator[tuple[str, str]]:
 def _collectives(point: Point) -> str:
     kinds = [
         (each.name, f"{each.count:,}", format_bytes(each.nbytes), wording.duration(each.seconds))
-        for each in totals(point)
+        for each in point.totals
     ]
     if not kinds:
         return ""
@@ -112,12 +114,10 @@ def _collectives(point: Point) -> str:
 
 def _sequence(point: Point) -> str:
     """The first and the last ones in order."""
-    network = point.profile.network()
-    assert network is not None, "there are times"
     calls = [
-        f"{name}: {point.found.plan.groups[each.group].name}, {format_bytes(each.nbytes)}, "
-        f"{wording.duration(seconds_of(network, each, point.sharding))}"
-        for name, each in in_order(point.sequence)
+        f"{call.name}: {point.found.plan.groups[call.group].name}, {format_bytes(call.nbytes)}, "
+        f"{wording.duration(call.seconds)}"
+        for call in point.calls
     ]
     left = len(calls) - 2 * _SHOWN
     shown = calls if left <= 0 else [*calls[:_SHOWN], f"... {left} more", *calls[-_SHOWN:]]

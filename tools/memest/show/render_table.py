@@ -55,8 +55,7 @@ def _headline(estimate: Estimate) -> Table:
     table.add_row("hardware", Text(estimate.hardware))
     table.add_row("work", summary.workload_text(estimate))
     table.add_row("states", summary.state_text(estimate))
-    placed = estimate.plan.placements.items()
-    table.add_row("homes", "; ".join(f"{name} {where.describe()}" for name, where in placed))
+    table.add_row("homes", summary.homes_text(estimate.plan))
     return table
 
 

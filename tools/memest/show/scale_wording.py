@@ -57,13 +57,13 @@ def cells(point: Point) -> dict[str, str]:
         **held,
         "exchange": _bytes(point.shared_nbytes),
         "padding": f"{point.shards.padding:.1%}",
-        "collectives": f"{point.collectives:,}",
+        "collectives": f"{len(point.calls):,}",
         "moved / model": f"{point.times_model:.2f}",
         "step": wording.duration(point.step.seconds),
         "network": wording.duration(point.network_s) if point.network_s else "-",
         "tokens/s": f"{point.step.tokens_per_s:,.0f}",
         "computing": f"{point.efficiency:.0%}",
-        "fits": "yes" if point.fits else "no",
+        "fits": "yes" if point.found.fits else "no",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.planning.estimate import Estimate, StepEstimate
+from offload.planning.plan import Plan
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import wording
@@ -81,6 +82,11 @@ def what_text(estimate: Estimate) -> str:
 
 def where_text(estimate: Estimate) -> str:
     return f"{estimate.hardware} · {workload_text(estimate)}"
+
+
+def homes_text(plan: Plan) -> str:
+    """`parameters device; gradients host; ...`"""
+    return "; ".join(f"{name} {each.describe()}" for name, each in plan.placements.items())
 
 
 def figures(estimate: Estimate) -> tuple[Figure, ...]:

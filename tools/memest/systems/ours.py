@@ -76,7 +76,7 @@ def _hardware(config: OffloadConfig, room: Room, ranks: Ranks) -> Hardware:
 
 
 def _with_budgets(config: OffloadConfig, hardware: Hardware, aside_nbytes: int) -> OffloadConfig:
-    """Budgets up to the brim, where none is named."""
+    """Where no budget is named: all that libraries and activations leave."""
 
     def left(nbytes: int, framework: int, aside: int) -> int:
         return max(0, int((nbytes - framework) / (1 + FRAGMENTATION)) - aside)
