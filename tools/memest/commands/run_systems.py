@@ -197,7 +197,7 @@ def run_deepspeed(
         read_count(nodes, "--nodes", 1) or 1,
     )
     stages = (2, 3) if stage is None else (stage,)
-    found = [line for each in stages for line in lines(estimate(each, numel, layer, setup))]
+    found = [line for each in stages for line in lines(each, estimate(each, numel, layer, setup))]
     print(
         f"{numel:,} parameters, the largest layer {layer:,}; {_several(setup.nodes, 'node')} "
         f"with {_several(setup.gpus_per_node, 'GPU')}; DeepSpeed 0.19.8's estimator, which counts "

@@ -11,7 +11,7 @@ from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.judge import Judge
 from offload.tools.memest.estimate.knobs import Rung, knobs
-from offload.tools.memest.estimate.least import hopeless
+from offload.tools.memest.estimate.lower_bound import cannot_fit
 from offload.tools.memest.estimate.minimal_sets import minimal_sets
 
 MOST_SHOWN = 5
@@ -30,7 +30,7 @@ def changes(case: Case, now: Estimate, judge: Judge) -> tuple[Change, ...]:
         try:
             return (
                 tried is not None
-                and not hopeless(tried, judge.facts(tried, tried.config))
+                and not cannot_fit(tried, judge.facts(tried, tried.config))
                 and judge.fits(tried)
             )
         except UnsupportedError:  # a batch of 2 in 4 pieces

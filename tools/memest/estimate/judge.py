@@ -117,9 +117,9 @@ class Judge:
             memory = estimate_memory(
                 plan, config, case.source.shape, facts, case.workload, baseline
             )
-            memory = _of_the_machine(memory, case.hardware)
+            memory = _with_capacities(memory, case.hardware)
             short = (
-                *_told_once(candidate, case.config), *_physical(memory, candidate, case.workload)
+                *_reported(candidate, case.config), *_physical(memory, candidate, case.workload)
             )  # fmt: skip
             if not short:
                 return candidate, memory, short
@@ -156,7 +156,7 @@ def scaled(facts: Facts, factor: float) -> Facts:
     return replace(facts, **values)
 
 
-def _told_once(best: Candidate, asked: OffloadConfig) -> Iterator[Shortfall]:
+def _reported(best: Candidate, asked: OffloadConfig) -> Iterator[Shortfall]:
     """What the plan lacks. A budget that was left open is only what the machine leaves: it is
     named where nothing else is short of that place."""
     for index, each in enumerate(best.shortfalls):
@@ -165,10 +165,10 @@ def _told_once(best: Candidate, asked: OffloadConfig) -> Iterator[Shortfall]:
         if each.key != f"budget.{each.tier}" or not opened or each.capacity_nbytes != budget:
             yield each
         elif not any(other.tier is each.tier for other in best.shortfalls[index + 1 :]):
-            yield replace(each, message=f"{each.message}{_BRIM if not budget else ''}")
+            yield replace(each, message=f"{each.message}{_NOTHING_LEFT if not budget else ''}")
 
 
-_BRIM = "; libraries and activations leave nothing for it"
+_NOTHING_LEFT = "; libraries and activations leave nothing for it"
 
 
 def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> Iterator[Shortfall]:
@@ -220,7 +220,7 @@ def _key_of(name: MemoryClass, tier: TierName) -> str:
     return _KEYS.get(name, f"budget.{tier}")
 
 
-def _of_the_machine(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:
+def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:
     """Every place against what one rank has of it.
 
     A tier that its budget cannot hold is predicted as full, the excess as a negative class: what

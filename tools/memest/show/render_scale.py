@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import groupby
 
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Question
@@ -87,15 +88,9 @@ def _table(series: Series) -> str:
 
 def _homes(series: Series) -> Iterator[tuple[str, str]]:
     """Neighbouring sizes with the same homes together."""
-    begun: list[tuple[int, int, str]] = []
-    for point in series.points:
-        homes = homes_text(point.found.plan)
-        if begun and begun[-1][2] == homes:
-            begun[-1] = (begun[-1][0], point.ranks, homes)
-        else:
-            begun.append((point.ranks, point.ranks, homes))
-    for first, last, homes in begun:
-        yield (f"{first:,}" if first == last else f"{first:,} to {last:,}"), homes
+    for homes, points in groupby(series.points, lambda point: homes_text(point.found.plan)):
+        ranks = [point.ranks for point in points]
+        yield f"{ranks[0]:,}" + (f" to {ranks[-1]:,}" if len(ranks) > 1 else ""), homes
 
 
 def _collectives(point: Point) -> str:

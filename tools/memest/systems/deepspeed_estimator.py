@@ -18,7 +18,6 @@ All RAM is multiplied by a factor for buffers, 1.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offload.tiers.errors import ConfigError
@@ -29,11 +28,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Setup:
-    """Nodes with GPUs. `buffer_factor`: DeepSpeed's `additional_buffer_factor`."""
+    """Nodes with GPUs."""
 
     gpus_per_node: int = 1
     nodes: int = 1
-    buffer_factor: float = BUFFER_FACTOR
 
     @property
     def gpus(self) -> int:
@@ -41,83 +39,18 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is offloaded to RAM, and whether the model is built in shards (`zero.Init`)."""
-
-    stage: int
-    offload_optimizer: bool
-    offload_parameters: bool = False
-    zero_init: bool = False
-
-    def __str__(self) -> str:
-        if self.stage == 2:
-            return f"offload_optimizer={_device(self.offload_optimizer)}"
-        return (
-            f"offload_param={_device(self.offload_parameters)}, "
-            f"offload_optimizer={_device(self.offload_optimizer)}, zero_init={int(self.zero_init)}"
-        )
-
-
-@dataclass(frozen=True)
 class Needs:
-    """Bytes of RAM per node and of GPU memory per GPU."""
+    """Bytes of RAM per node and of GPU memory per GPU; `options`: what is offloaded, and whether
+    the model is built in shards (`zero.Init`), in DeepSpeed's words."""
 
-    options: Options
+    options: str
     host_nbytes: int
     gpu_nbytes: int
 
 
-def _device(offloaded: bool) -> str:
-    return "cpu " if offloaded else "none"
-
-
-def zero2_needs(numel: float, setup: Setup, *, offload: bool) -> Needs:
-    """ZeRO-2 for a model of `numel` parameters."""
-    if offload:
-        gpu = int(2 * numel)
-        per_parameter = max(4 * setup.gpus, 16)
-    else:
-        gpu = int(2 * numel + int(18 * numel / setup.gpus))
-        per_parameter = 4 * setup.gpus_per_node
-    host = int(numel * per_parameter * setup.buffer_factor)
-    return Needs(Options(2, offload), host, gpu)
-
-
-def zero3_needs(numel: float, largest_layer: float, setup: Setup, options: Options) -> Needs:
-    """ZeRO-3; `largest_layer`: parameters of the largest module without its children."""
-    gpu = 4 * largest_layer + int(_sharded_per_parameter(options) * numel / setup.gpus)
-    built_whole = 4 * setup.gpus_per_node  # bytes a parameter before it is cut up
-    kept = 18 if options.offload_parameters else 16
-    node_share = 1 / setup.nodes
-    # The order of multiplications is DeepSpeed's: its last bit is printed, too.
-    if not options.offload_optimizer:
-        host = (largest_layer if options.zero_init else numel) * built_whole
-    elif options.zero_init:
-        host = numel * kept * node_share
-    else:
-        host = numel * max(built_whole, kept * node_share)
-    return Needs(options, int(host * setup.buffer_factor), int(gpu))
-
-
-def _sharded_per_parameter(options: Options) -> int:
-    """Bytes of GPU memory per parameter, over all GPUs."""
-    if not options.offload_optimizer:
-        return 18
-    return 0 if options.offload_parameters else 2
-
-
-def all_options(stage: int) -> Iterator[Options]:
-    """Every combination, in the order in which DeepSpeed prints them."""
-    if stage == 2:
-        yield from (Options(2, offload) for offload in (True, False))
-        return
-    for optimizer, parameters in ((True, True), (True, False), (False, False)):
-        for zero_init in (True, False):
-            yield Options(3, optimizer, parameters, zero_init)
-
-
 def estimate(stage: int, numel: float, largest_layer: float, setup: Setup) -> list[Needs]:
-    """One row per combination of options. ConfigError for sizes that are none."""
+    """One row per combination of options, in DeepSpeed's order. `largest_layer`: parameters of the
+    largest module without its children. ConfigError for sizes that are none."""
     if stage not in (2, 3):
         raise ConfigError(f"stage: DeepSpeed has an estimator for 2 and 3, not for {stage}")
     if numel <= 0 or (stage == 3 and not 0 < largest_layer <= numel):
@@ -128,14 +61,56 @@ def estimate(stage: int, numel: float, largest_layer: float, setup: Setup) -> li
     if setup.gpus_per_node < 1 or setup.nodes < 1:
         raise ConfigError(f"{setup.nodes} nodes with {setup.gpus_per_node} GPUs; write 1 or more")
     if stage == 2:
-        return [zero2_needs(numel, setup, offload=o.offload_optimizer) for o in all_options(2)]
-    return [zero3_needs(numel, largest_layer, setup, options) for options in all_options(3)]
+        return [_zero2(numel, setup, offload=offload) for offload in (True, False)]
+    return [
+        _zero3(numel, largest_layer, setup, optimizer, parameters, zero_init)
+        for optimizer, parameters in ((True, True), (True, False), (False, False))
+        for zero_init in (True, False)
+    ]
 
 
-def lines(needs: list[Needs]) -> list[str]:
+def _zero2(numel: float, setup: Setup, *, offload: bool) -> Needs:
+    if offload:
+        gpu = int(2 * numel)
+        per_parameter = max(4 * setup.gpus, 16)
+    else:
+        gpu = int(2 * numel + int(18 * numel / setup.gpus))
+        per_parameter = 4 * setup.gpus_per_node
+    host = int(numel * per_parameter * BUFFER_FACTOR)
+    return Needs(f"offload_optimizer={_device(offload)}", host, gpu)
+
+
+def _zero3(
+    numel: float, largest_layer: float, setup: Setup, optimizer: bool, parameters: bool,
+    zero_init: bool,
+) -> Needs:  # fmt: skip
+    sharded = 18 if not optimizer else 0 if parameters else 2  # bytes a parameter, of all GPUs
+    gpu = 4 * largest_layer + int(sharded * numel / setup.gpus)
+    built_whole = 4 * setup.gpus_per_node  # bytes a parameter before it is cut up
+    kept = 18 if parameters else 16
+    node_share = 1 / setup.nodes
+    # The order of multiplications is DeepSpeed's: its last bit is printed, too.
+    if not optimizer:
+        host = (largest_layer if zero_init else numel) * built_whole
+    elif zero_init:
+        host = numel * kept * node_share
+    else:
+        host = numel * max(built_whole, kept * node_share)
+    options = (
+        f"offload_param={_device(parameters)}, offload_optimizer={_device(optimizer)}, "
+        f"zero_init={int(zero_init)}"
+    )
+    return Needs(options, int(host * BUFFER_FACTOR), int(gpu))
+
+
+def _device(offloaded: bool) -> str:
+    return "cpu " if offloaded else "none"
+
+
+def lines(stage: int, needs: list[Needs]) -> list[str]:
     """GiB (which DeepSpeed calls GB) with two decimals, one line per row."""
     return [
         f"{each.host_nbytes / _GIB:8.2f} GiB RAM per node | {each.gpu_nbytes / _GIB:6.2f} GiB per "
-        f"GPU | ZeRO-{each.options.stage}, {each.options}"
+        f"GPU | ZeRO-{stage}, {each.options}"
         for each in needs
     ]

@@ -118,7 +118,7 @@ class Framework:
 
 FRAMEWORK = Framework()
 Bytes = Mapping[TierName, Mapping[M, int]]
-_Books = dict[TierName, dict[M, int]]
+Held = dict[TierName, dict[M, int]]
 
 
 def memory_of(
@@ -130,72 +130,79 @@ def memory_of(
     `subject.activation_nbytes` stay on the GPU, except where a system moves the inputs of
     recomputed blocks to RAM. Not for `System.OURS`, which the planner counts.
     """
-    books: _Books = {tier: defaultdict(int) for tier in TierName}
+    held: Held = {tier: defaultdict(int) for tier in TierName}
     sizes = Sizes(subject, ranks)
-    _states(books, system, sizes, numbers)
-    _HOMES[system].buffers(books, sizes, numbers)
-    _activations(books, system, subject, ranks)
-    books[DEVICE][M.FRAMEWORK] += framework.gpu_nbytes
-    books[HOST][M.FRAMEWORK] += framework.host_nbytes
+    _states(held, system, sizes, numbers)
+    _HOMES[system].buffers(held, sizes, numbers)
+    _activations(held, system, subject, ranks)
+    return with_libraries(held, ranks, framework)
+
+
+def with_libraries(held: Held, ranks: Ranks, framework: Framework = FRAMEWORK) -> Bytes:
+    """What one rank holds, its libraries and what its allocators lose added; of RAM and disk what
+    all ranks of a node do."""
+    held[DEVICE][M.FRAMEWORK] += framework.gpu_nbytes
+    held[HOST][M.FRAMEWORK] += framework.host_nbytes
     for tier in (DEVICE, HOST):
-        held = sum(nbytes for each, nbytes in books[tier].items() if each is not M.FRAMEWORK)
-        books[tier][M.FRAGMENTATION] = int(held * FRAGMENTATION)
-    per_node = {DEVICE: 1, HOST: ranks.per_node, NVME: ranks.per_node}
+        place = held[tier]
+        used = sum(nbytes for each, nbytes in place.items() if each is not M.FRAMEWORK)
+        place[M.FRAGMENTATION] += int(used * FRAGMENTATION)
+    times = {DEVICE: 1, HOST: ranks.per_node, NVME: ranks.per_node}
     return {
-        tier: {each: nbytes * per_node[tier] for each, nbytes in by_class.items() if nbytes}
-        for tier, by_class in books.items()
+        tier: {each: nbytes * times[tier] for each, nbytes in place.items() if nbytes}
+        for tier, place in held.items()
     }
 
 
-def _activations(books: _Books, system: System, subject: Subject, ranks: Ranks) -> None:
+def _activations(held: Held, system: System, subject: Subject, ranks: Ranks) -> None:
     """Cut over tensor-parallel GPUs (ZeRO-R's partitioned activations, 1910.02054 section 6.1).
 
     ZeRO-Infinity keeps the inputs of recomputed blocks in RAM (2104.07857, section 5.1.2).
     """
     saved, working = subject.saved_nbytes // ranks.tensor, subject.working_nbytes // ranks.tensor
     leaves = system in (System.INFINITY_CPU, System.INFINITY_NVME) and subject.recomputed
-    books[HOST if leaves else DEVICE][M.ACTIVATIONS] += saved
-    books[DEVICE][M.ACTIVATIONS] += working
+    held[HOST if leaves else DEVICE][M.ACTIVATIONS] += saved
+    held[DEVICE][M.ACTIVATIONS] += working
 
 
-def _bucket(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+def _bucket(held: Held, sizes: Sizes, numbers: Numbers) -> None:
     """Gradients are reduced, and leave, through a bucket."""
-    books[DEVICE][M.STAGING] += numbers.parameter * sizes.bucket
+    held[DEVICE][M.STAGING] += numbers.parameter * sizes.bucket
 
 
-def _ddp_buckets(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+def _ddp_buckets(held: Held, sizes: Sizes, numbers: Numbers) -> None:
     """With several GPUs DDP's buckets hold each gradient once more
     (`gradient_as_bucket_view=False`, the default)."""
     if sizes.ranks.data > 1:
-        books[DEVICE][M.STAGING] += numbers.parameter * sizes.trained
+        held[DEVICE][M.STAGING] += numbers.parameter * sizes.trained
 
 
-def _gathered(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+def _gathered(held: Held, sizes: Sizes, numbers: Numbers) -> None:
     """ZeRO-3 gathers module by module and keeps up to a number of elements for reuse; it needs the
     largest weight and its gradient whole (2104.07857, section 3, model state working memory)."""
     largest = sizes.subject.operator_numel
     live = max(largest, min(LIVE_NUMEL, sizes.subject.numel))
-    books[DEVICE][M.STAGING] += numbers.parameter * (live + largest + sizes.bucket)
+    held[DEVICE][M.STAGING] += numbers.parameter * (live + largest + sizes.bucket)
 
 
-def _gathered_from_nvme(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+def _gathered_from_nvme(held: Held, sizes: Sizes, numbers: Numbers) -> None:
     """Pinned buffers stream everything: parameters, and one group of elements of the update."""
-    _gathered(books, sizes, numbers)
+    _gathered(held, sizes, numbers)
     largest_shard = -(-sizes.subject.operator_numel // sizes.ranks.count)
     swap = min(sizes.shard, max(SWAP_BUFFER_NUMEL, largest_shard))
     update = min(sizes.trained_shard, UPDATE_NUMEL)
-    books[HOST][M.STAGING] += SWAP_BUFFERS * numbers.parameter * swap + UPDATE_BUFFERS * 4 * update
+    held[HOST][M.STAGING] += SWAP_BUFFERS * numbers.parameter * swap + UPDATE_BUFFERS * 4 * update
 
 
-def _fsdp_gathered(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+def _fsdp_gathered(held: Held, sizes: Sizes, numbers: Numbers) -> None:
     """The unit at work and the next one, parameters and gradients (2304.11277: at most two
     gathers in flight)."""
-    books[DEVICE][M.STAGING] += numbers.parameter * 2 * 2 * sizes.subject.block_numel
+    held[DEVICE][M.STAGING] += numbers.parameter * 2 * 2 * sizes.subject.block_numel
 
 
-def _two_layers(books: _Books, sizes: Sizes, numbers: Numbers) -> None:
+def _two_layers(held: Held, sizes: Sizes, numbers: Numbers) -> None:
     """MegaTrain's GPU has two layers in turn and the gradients of one."""
-    books[DEVICE][M.STAGING] += numbers.parameter * 3 * sizes.subject.block_numel
+    held[DEVICE][M.STAGING] += numbers.parameter * 3 * sizes.subject.block_numel
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,7 @@ class _Homes:
     gradients: TierName | None  # None: they leave as they are made
     states: TierName
     shared: str  # of parameters, gradients and states: their first letters
-    buffers: Callable[[_Books, Sizes, Numbers], None]
+    buffers: Callable[[Held, Sizes, Numbers], None]
 
 
 _HOMES = {
@@ -223,7 +230,7 @@ _HOMES = {
 }
 
 
-def _states(books: _Books, system: System, sizes: Sizes, numbers: Numbers) -> None:
+def _states(held: Held, system: System, sizes: Sizes, numbers: Numbers) -> None:
     homes = _HOMES[system]
     kept = sizes.shard if "p" in homes.shared else sizes.whole
     made = sizes.trained_shard if "g" in homes.shared else sizes.trained
@@ -231,20 +238,20 @@ def _states(books: _Books, system: System, sizes: Sizes, numbers: Numbers) -> No
     full = numbers.full
     if system in (System.FSDP, System.FSDP_CPU):
         # `fully_shard` with a `MixedPrecisionPolicy`: the fp32 parameter is the master
-        books[homes.parameters][M.MASTER if full else M.PARAMETERS] += 4 * kept
-        books[homes.parameters][M.GRADIENTS] += 4 * made
+        held[homes.parameters][M.MASTER if full else M.PARAMETERS] += 4 * kept
+        held[homes.parameters][M.GRADIENTS] += 4 * made
         full = 0
     else:
-        books[homes.parameters][M.PARAMETERS] += numbers.parameter * kept
+        held[homes.parameters][M.PARAMETERS] += numbers.parameter * kept
         if homes.gradients is not None:
-            books[homes.gradients][M.GRADIENTS] += numbers.parameter * made
+            held[homes.gradients][M.GRADIENTS] += numbers.parameter * made
     if system is System.MEGATRAIN:  # steps the 16-bit weights
         full = 0
     if system is System.ZERO_OFFLOAD:  # in RAM there is an fp32 copy of fp32 weights, too
         full = 4
-    books[homes.states][M.GRADIENTS] += full * stepped
-    books[homes.states][M.MASTER] += full * stepped
-    books[homes.states][M.OPTIMIZER] += numbers.states * stepped
+    held[homes.states][M.GRADIENTS] += full * stepped
+    held[homes.states][M.MASTER] += full * stepped
+    held[homes.states][M.OPTIMIZER] += numbers.states * stepped
 
 
 OTHERS = tuple(system for system in System if system not in (System.OURS, System.MEGATRAIN))

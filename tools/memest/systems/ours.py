@@ -24,6 +24,8 @@ from offload.tools.memest.systems.memory import (
     GPU_FRAMEWORK_NBYTES,
     HOST_FRAMEWORK_NBYTES,
     Bytes,
+    Held,
+    with_libraries,
 )
 from offload.tools.memest.systems.subject import Ranks, Subject
 from offload.zero.model_shape import ModelShape
@@ -96,29 +98,19 @@ def _with_budgets(config: OffloadConfig, hardware: Hardware, aside_nbytes: int) 
 
 def _held(plan: Plan, subject: Subject, ranks: Ranks) -> Bytes:
     """The plan's tiers by class, of a GPU and of a whole node."""
-    books: dict[TierName, dict[M, int]] = {tier: defaultdict(int) for tier in TierName}
+    held: Held = {tier: defaultdict(int) for tier in TierName}
     for tier, by_class in plan.expected.items():
-        book = books[tier]
+        place = held[tier]
         for state_class, nbytes in by_class.items():
             if state_class is StateClass.OPTIMIZER:
                 master = int(nbytes * _master_share(plan, tier))
-                book[M.MASTER] += master
-                book[M.OPTIMIZER] += nbytes - master
+                place[M.MASTER] += master
+                place[M.OPTIMIZER] += nbytes - master
             else:
-                book[_CLASS.get(state_class, M.STAGING)] += nbytes
-        book[M.STAGING] += max(0, needed_nbytes(plan, tier) - plan.total(tier))
-    device = books[TierName.DEVICE]
-    device[M.ACTIVATIONS] += subject.activation_nbytes
-    device[M.FRAMEWORK] += GPU_FRAMEWORK_NBYTES
-    books[TierName.HOST][M.FRAMEWORK] += HOST_FRAMEWORK_NBYTES
-    for tier in (TierName.DEVICE, TierName.HOST):
-        held = sum(nbytes for each, nbytes in books[tier].items() if each is not M.FRAMEWORK)
-        books[tier][M.FRAGMENTATION] += int(held * FRAGMENTATION)
-    nodes = {TierName.DEVICE: 1, TierName.HOST: ranks.per_node, TierName.NVME: ranks.per_node}
-    return {
-        tier: {each: nbytes * nodes[tier] for each, nbytes in book.items() if nbytes}
-        for tier, book in books.items()
-    }
+                place[_CLASS.get(state_class, M.STAGING)] += nbytes
+        place[M.STAGING] += max(0, needed_nbytes(plan, tier) - plan.total(tier))
+    held[TierName.DEVICE][M.ACTIVATIONS] += subject.activation_nbytes
+    return with_libraries(held, ranks)
 
 
 def _master_share(plan: Plan, tier: TierName) -> float:

@@ -10,7 +10,7 @@ from offload.tools.memest.estimate.case import Case
 _NUMEL = 1 << 24  # of so many, the gaps between arrays are next to nothing
 
 
-def hopeless(case: Case, facts: ActivationFacts) -> bool:
+def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
     """Whether no placement whatsoever can hold it: too many bytes for all places together, or what
     one pass works on for the place where the model computes. False decides nothing."""
     hardware = case.hardware
