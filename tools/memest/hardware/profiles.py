@@ -33,7 +33,7 @@ class HardwareProfile:
     """One node, and how many there are. Bytes and bytes per second; rates are peaks."""
 
     name: str
-    gpu: GpuPart | None  # its rates are those of `rates_of`; None: the model computes on the CPU
+    gpu: GpuPart | None  # None: the model computes on the CPU
     gpu_nbytes: int
     gpu_free_nbytes: int
     gpus: int  # per node
