@@ -13,10 +13,10 @@ from offload.planning.solver import Candidate, solve
 from offload.planning.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
-from offload.tools.memest.case import Case
-from offload.tools.memest.judge import Judge, remedy
-from offload.tools.memest.knobs import knobs
-from offload.tools.memest.profiles import read_profile
+from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.estimate.judge import Judge, remedy
+from offload.tools.memest.estimate.knobs import knobs
+from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.read_model import read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes
 
@@ -78,9 +78,10 @@ def test_a_machine_by_name_is_offered_no_other_gpus() -> None:
     for gpu, offered in (("DGX-2", False), ("V100-32", True)):
         profile = read_profile(gpu=gpu, ram="64GiB", nvme="0")
         case = Case(MODEL, config, Workload(1, 32), profile, None)
-        verdict = Judge()(case)
-        assert TierName.DEVICE in {each.tier for each in verdict.shortfalls}
-        options = {
-            key for ladder in knobs(case, verdict) for rung in ladder for key in rung.settings
-        }
+        judge = Judge()
+        found = judge(case)
+        peak_at = judge.facts(case, found.config).peak_at
+        assert TierName.DEVICE in {each.tier for each in found.shortfalls}
+        ladders = knobs(case, found, peak_at)
+        options = {key for ladder in ladders for rung in ladder for key in rung.settings}
         assert ("--gpu" in options) == offered

@@ -11,16 +11,18 @@ from offload.config import OffloadConfig
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.solver import Candidate, Known, solve
 from offload.planning.workload import Workload
-from offload.tools.memest.judge import Judge
-from offload.tools.memest.options import (
+from offload.tools.memest.commands.options import (
     EstimateOptions,
     MachineOptions,
     ModelOptions,
     OutputOptions,
     WorkOptions,
 )
-from offload.tools.memest.profiles import HardwareProfile, read_profile
-from offload.tools.memest.run_estimate import Question, answer, read_question
+from offload.tools.memest.commands.run_estimate import answered, read_question
+from offload.tools.memest.estimate.case import Question
+from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.hardware.profiles import HardwareProfile
+from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.read_model import read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes
 from offload.zero.model_shape import ModelShape
@@ -105,11 +107,11 @@ def test_the_smallest_round_figure_that_fits_is_advised() -> None:
         )
 
     judge = Judge()
-    short = answer(asked("3GiB"), judge)
+    _, short = answered(asked("3GiB"), judge)
     assert not short.fits
     assert short.system_nbytes == 3 << 29
     assert [dict(change.settings) for change in short.changes] == [{"--ram": "4GiB"}]
-    assert answer(asked("4GiB"), judge).fits
+    assert answered(asked("4GiB"), judge)[1].fits
 
 
 def test_all_of_a_model_that_fits_the_gpu_is_there() -> None:

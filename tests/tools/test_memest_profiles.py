@@ -12,16 +12,11 @@ import pytest
 from offload import machine
 from offload.planning.speeds import Speeds
 from offload.tiers.errors import ConfigError
-from offload.tools.memest import profiles
+from offload.tools.memest.hardware import profiles
 from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus, visible
 from offload.tools.memest.hardware.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
-from offload.tools.memest.profiles import (
-    MATMUL_SHARE,
-    SYSTEM_NBYTES,
-    read_profile,
-    this_machine,
-    with_ram,
-)
+from offload.tools.memest.hardware.profiles import MATMUL_SHARE, SYSTEM_NBYTES, with_ram
+from offload.tools.memest.hardware.read_profile import _with_nvme, read_profile, this_machine
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -145,7 +140,7 @@ def test_measured_speeds_hold_where_it_computes_here_and_named_drives_replace_th
     here = replace(this_machine(), gpu=None, gpu_nbytes=0)
     assert here.speeds() is None
     assert here.speeds(measured) == measured
-    other = profiles._with_nvme(here, "2 x Gen4 SSD").speeds(measured)
+    other = _with_nvme(here, "2 x Gen4 SSD").speeds(measured)
     assert other is not None
     assert other.matmul_flops_per_s == measured.matmul_flops_per_s
     assert other.nvme_read_bytes_per_s == pytest.approx(2 * 7.45e9 * profiles.SSD_SHARE)
@@ -222,8 +217,9 @@ def test_gpus_are_read_as_the_driver_lists_them(
 def test_nothing_here_imports_torch() -> None:
     program = (
         "import sys\n"
-        "from offload.tools.memest import compare, deepspeed_estimator, headlines, largest\n"
-        "from offload.tools.memest.profiles import read_profile\n"
+        "from offload.tools.memest.systems import compare, deepspeed_estimator\n"
+        "from offload.tools.memest.systems import headlines, largest\n"
+        "from offload.tools.memest.hardware.read_profile import read_profile\n"
         "read_profile(gpu='H100').speeds()\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

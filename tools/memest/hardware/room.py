@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from offload.planning.estimate import MemoryClass, PlaceEstimate
 from offload.tiers.extent import TierName
-from offload.tools.memest.profiles import HardwareProfile
+from offload.tools.memest.hardware.profiles import HardwareProfile
 
 
 @dataclass(frozen=True)
