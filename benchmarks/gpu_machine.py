@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from offload import machine
-from offload.bench.child import Parent
 from offload.bench.limits import BusLimit
 from offload.bench.record import this_machine
+from offload.child import Parent
 from offload.planning.calibration import measure_speeds
 from offload.planning.speeds import Speeds
 from offload.swap.swap_file import free_space

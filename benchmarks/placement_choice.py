@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.bench.child import Child, Parent
+from offload.child import Child, Parent
 
 REPOSITORY = Path(__file__).parents[1]
 BY_HAND: dict[str, dict[str, Any]] = {
@@ -76,20 +76,21 @@ def _cases(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """What is run by name, and what the planner chose in words."""
     from offload.config import OffloadConfig
     from offload.gpt import build_meta_model
+    from offload.planning.planner import chosen_config
     from offload.planning.solver import solve
-    from offload.runs.forecast import chosen_config, forecast, workload_of
+    from offload.runs.forecast import forecast, workload_of
 
     config = OffloadConfig.load(arguments.file, arguments.option).owning_the_loop()
     classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "auto")
     config = _with_placement(config, classes)
     found = forecast(config, build_meta_model(config), workload_of(config))
     assert found is not None, "the built-in model can be gone through"
-    cases: dict[str, Any] = {"auto": chosen_config(found.solution.best).to_dict()}
+    cases: dict[str, Any] = {"auto": found.config.to_dict()}
     for name, placement in BY_HAND.items():
         named = _with_placement(config, placement)
         best = solve(named, found.model, found.hardware, found.known).best
         if best.fits:
-            cases[name] = chosen_config(best).to_dict()
+            cases[name] = chosen_config(best.config, best.plan).to_dict()
             print(f"{name}: predicted {best.seconds:.2f} s")
         else:
             print(f"{name}: does not fit ({best.shortfalls[0].message.split(';')[0]})")

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.bench.child import Parent
 from offload.bench.systems import (
     Batch,
     LossOnly,
@@ -36,6 +35,7 @@ from offload.bench.systems import (
     build_model,
     moved_by_the_kernel,
 )
+from offload.child import Parent
 from offload.gpt import LanguageModel
 from offload.tiers.units import round_up
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from offload import machine
-from offload.bench.child import Child, ChildFailed
 from offload.bench.record import Kind, Row
 from offload.bench.rounds import Say
 from offload.bench.systems import DTYPES
+from offload.child import Child, ChildFailed
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from offload.bench.child import Parent, named
+from offload.child import Parent, named
 from offload.gpt import LanguageModel, build_meta_model
 from offload.machine import peak_rss_nbytes
 from offload.materialise import MetaInitialiser

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.config.fields import TierSplit
 from offload.homes import compute_device, nvme_paths, this_machine
 from offload.planning.activation_facts import ActivationFacts
 from offload.planning.activation_trace import trace_activations
@@ -24,8 +23,9 @@ from offload.planning.estimate import Change, MemoryEstimate
 from offload.planning.memory import estimate_memory
 from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import ITEMSIZE
+from offload.planning.planner import chosen_config
 from offload.planning.run_check import LinkPrediction, Prediction
-from offload.planning.solver import Candidate, Known, Solution, solve
+from offload.planning.solver import Known, Solution, solve
 from offload.planning.speeds import NOMINAL, Speeds
 from offload.planning.tuning import WORTH_MEASURING_NBYTES
 from offload.planning.workload import Workload
@@ -54,7 +54,8 @@ class Forecast:
     @property
     def config(self) -> OffloadConfig:
         """The configuration with everything that the solver chose written into it."""
-        return chosen_config(self.solution.best)
+        best = self.solution.best
+        return chosen_config(best.config, best.plan)
 
     @property
     def timed(self) -> bool:
@@ -137,25 +138,6 @@ def workload_of(config: OffloadConfig) -> Workload:
     """What one step of `offload train` is given."""
     train = config.train
     return Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
-
-
-def chosen_config(best: Candidate) -> OffloadConfig:
-    """The candidate's configuration with its placement, chunk and prefetch as explicit values, and
-    the budgets that it was chosen for: what is free may be less in a moment."""
-    plan, config = best.plan, best.config
-    splits = {
-        str(state_class): TierSplit(**{str(tier): share for tier, share in placement.shares})
-        for state_class, placement in plan.placements.items()
-    }
-    optimizer = config.optimizer.model_copy(update={"chunk": plan.chunk_numel})
-    budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
-    update = {
-        "budget": config.budget.model_copy(update=budgets),
-        "placement": config.placement.model_copy(update=splits),
-        "prefetch": plan.prefetch,
-        "optimizer": optimizer,
-    }
-    return config.model_copy(update=update)
 
 
 class Facts:
