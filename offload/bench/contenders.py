@@ -13,11 +13,11 @@ from typing import Any
 from offload import machine
 from offload.bench.record import Kind, Row
 from offload.bench.rounds import Say
-from offload.bench.systems import DTYPES
 from offload.child import Child, ChildFailed
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
+from offload.train.plain import DTYPES
 
 INSTALL_BENCH = "not installed: pip install 'offload[bench]'"
 LLAMA_151M: Mapping[str, Any] = {  # examples/llama-151m.yaml, wherever the package is installed
