@@ -13,9 +13,7 @@ checkpoints/step-00000100.json   the loop's; written last, so its presence says:
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -24,14 +22,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.runs.loggers import Logger, loggers_of
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
-
-_log = logging.getLogger("offload")
 
 KEPT_CHECKPOINTS = 2
 
@@ -72,7 +69,7 @@ class RunFolder:
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.plain_metrics = MetricsFile(path / "plain.jsonl")
         self.plot = path / "loss_and_tiers.png"
-        self._lock: int | None = None  # the folder, opened; the lock ends with the process
+        self._lock: OpenFolder | None = None
 
     @classmethod
     def new(cls, path: Path) -> RunFolder:
@@ -102,18 +99,14 @@ class RunFolder:
         another one is under way."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_folder(self.path)
         except BlockingIOError:
             raise ConfigError(
                 f"--run-dir: another run is writing to {self.path}; wait for its end, or name "
                 "another folder"
             ) from None
-        except OSError as error:  # a file system without locks
-            _log.debug("%s cannot be locked: %s", self.path, error)
+        except OSError as error:
+            raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
         """Write what is still to be written, and let other runs in."""
@@ -121,9 +114,8 @@ class RunFolder:
             self.metrics.close()
             self.plain_metrics.close()
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            unlock(self._lock)
+            self._lock = None
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""
