@@ -37,7 +37,7 @@ class GpuMachine:
     device_nbytes: int
     host_nbytes: int
     disk_nbytes: int
-    touch_bytes_per_s: float  # memory that nobody had before: a virtual machine may have to get it
+    touch_bytes_per_s: float  # first use of memory: a virtual machine may have to get it
     bus_bytes_per_s: float  # of the optimizer's traffic on all cores, without arithmetic
     speeds: Speeds  # as the planner measures them
 

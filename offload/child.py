@@ -65,7 +65,7 @@ class Child:
         self._unread = b""
 
     def send(self, command: str) -> None:
-        """One line. ChildFailed if nobody reads any more."""
+        """One line. ChildFailed if the process no longer reads."""
         pipe = _pipe(self._process.stdin)
         try:
             pipe.write(f"{command}\n".encode())
@@ -181,7 +181,7 @@ def _ended(status: int) -> str:
 
 # ---------------------------------------------------------------- in the child
 class Parent:
-    """Who started this process."""
+    """The process that started this one."""
 
     def __init__(self, answers: IO[str]) -> None:
         self._answers = answers

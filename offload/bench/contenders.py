@@ -196,7 +196,7 @@ def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
         )
     if base.precision not in DTYPES:
         raise ConfigError(
-            f"precision: {base.precision} is not measured here, where nobody scales the loss; "
+            f"precision: {base.precision} is not measured here: the loss is not scaled; "
             f"set precision: {' or '.join(DTYPES)}"
         )
     return base

@@ -49,7 +49,7 @@ def interleaved(
 
         round 0   a b c        round 1   b c a        round 2   c a b        ...
 
-    Nobody always runs after the same neighbour, whose heat, caches and dirty pages it inherits.
+    So no system always runs after the same one, whose heat, caches and dirty pages it inherits.
     """
     names = list(systems)
     results: dict[str, list[T]] = {name: [] for name in names}

@@ -52,7 +52,7 @@ def batch_of(config: OffloadConfig, number: int, device: torch.device | None = N
 
 
 def moved_by_the_kernel() -> dict[str, int]:
-    """As /proc counts bytes between memory and disk for this process, whoever asked for them."""
+    """All bytes between memory and disk that /proc counts for this process."""
     lines = Path("/proc/self/io").read_text().splitlines()
     counts = dict(line.split(": ") for line in lines)
     return {"nvme read": int(counts["read_bytes"]), "nvme write": int(counts["write_bytes"])}
@@ -119,10 +119,10 @@ class Ours:
 class Turns:
     """Trains a turn: one timed step, found as a long run would find it.
 
-    A system that defers work leaves some of each step to the next. Stepping in turn with others, it
-    would do that while nobody looks at the clock, and in the others' time. So such a system makes a
-    step that is not timed first, then the timed one, which has the former's work to do, and then
-    settles before it is somebody else's turn:
+    A system that defers work leaves some of each step to the next. Stepping in turn with others,
+    that work would be untimed, and would slow the others down. So such a system first takes a step
+    that is not timed, then the timed one, which does the deferred work of the first, and then
+    settles before the next system's turn:
 
         not timed          timed                    not timed
         step k       |     step k + 1         |     settle

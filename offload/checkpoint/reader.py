@@ -30,13 +30,13 @@ _REMEDY = "load another checkpoint, or restore this one from a copy"
 class CheckpointReader:
     """Reads one checkpoint folder. A context manager.
 
-    Keeps looking at the same folder when another one takes its name, and nobody removes it until
-    then: a load that runs while saves replace the checkpoint reads the old one, whole.
+    Keeps reading the same folder when another one takes its name, and holds a lock against its
+    removal: a load that runs while saves replace the checkpoint reads the old one, whole.
     """
 
     def __init__(self, path: Path, *, shared: bool = True) -> None:
         """CheckpointError if there is no checkpoint or its manifest cannot be used. Not `shared`:
-        for whoever sees to it that nobody removes it."""
+        without a lock of its own, for a caller that keeps the folder from being removed."""
         self.path = path
         self._folder = _open_shared(path) if shared else _open_folder(path)
         self._headers: dict[str, dict[str, StoredTensor]] = {}
@@ -199,7 +199,7 @@ def _open_shared(path: Path) -> OpenFolder:
             return folder
         folder.close()
         time.sleep(POLL_S)
-    return _open_folder(path)  # somebody holds a lock on it for another reason
+    return _open_folder(path)  # it is locked for another reason
 
 
 def _is_at(fd: int, path: Path) -> bool:

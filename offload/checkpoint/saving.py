@@ -60,8 +60,8 @@ def save_engine(engine: Engine, path: Path) -> None:
 
 
 def _save_together(engine: Engine, path: Path, ranks: Ranks) -> None:
-    """The first rank writes. What fails there is raised on every rank, and the others' parts are
-    taken all the same: nobody waits for ever."""
+    """The first rank writes. An error there is raised on every rank, and the other ranks still send
+    their parts, so that no rank waits for ever."""
     error: BaseException | None = None
     saver = _Saver(engine)
     saver.refresh()

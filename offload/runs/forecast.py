@@ -59,7 +59,7 @@ class Forecast:
 
     @property
     def timed(self) -> bool:
-        """Whether times can be told: nobody measures the network between ranks."""
+        """Whether times can be predicted: the network between ranks is not measured."""
         return self.speeds is not None and self.hardware.sharding.world_size == 1
 
     def prediction(self) -> Prediction:
@@ -100,10 +100,10 @@ def forecast(
     here: int | None = None,
 ) -> Forecast | None:  # fmt: skip
     """The plan of a run that knows its workload. `config` is as it was given, with
-    `optimizer.in_backward` as the loop will have it; `model` is one on meta that nobody trains: its
-    passes are gone through again when advice is asked for.
+    `optimizer.in_backward` as the loop will have it; `model` is on the meta
+    device and is not trained: its passes are traced again when advice is asked for.
 
-    None, and said once, where the model's passes cannot be gone through beforehand. Where speeds
+    None, with one warning, where the model's passes cannot be traced. Where speeds
     have never been measured here, that is done if the model is large enough to be worth it. `here`:
     ranks on this machine, by default those that are.
     """

@@ -1,4 +1,4 @@
-"""The run folder of somebody's own loop: what `memest check` needs, kept by the engine.
+"""The run folder of a user's own loop: what `memest check` needs, kept by the engine.
 
 `offload.initialize(model, config, run_folder="runs/mine")` predicts the run before anything is
 allocated; from then on every optimizer step adds a line to metrics.jsonl, and closing the engine
