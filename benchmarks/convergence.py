@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import statistics
 import tempfile
@@ -46,10 +45,9 @@ SIXTEEN_BITS = {
 
 def train(config: OffloadConfig, folder: Path) -> float:
     """The last validation loss of one run."""
-    run(config, RunFolder.new(folder), console=Console(file=io.StringIO()))
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line).get("validation_loss") for line in lines]
-    return float([loss for loss in found if loss is not None][-1])
+    result = run(config, RunFolder.new(folder), console=Console(file=io.StringIO()))
+    assert result.validation_loss is not None, "the last step of a run is evaluated"
+    return result.validation_loss
 
 
 def measure(

@@ -14,8 +14,20 @@ import xxhash
 
 from offload.checkpoint.disk import read_ahead, read_all, storage_errors
 from offload.checkpoint.locks import POLL_S, OpenFolder
-from offload.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo, parse_header
+from offload.checkpoint.manifest import (
+    MANIFEST,
+    BufferRecord,
+    FileRecord,
+    Manifest,
+    ParameterRecord,
+)
+from offload.checkpoint.safetensors_file import (
+    StoredTensor,
+    TensorInfo,
+    field_info,
+    info_of,
+    parse_header,
+)
 from offload.tiers.errors import CheckpointError, StorageError
 from offload.tiers.units import format_bytes
 
@@ -81,8 +93,21 @@ class CheckpointReader:
             os.close(fd)
 
     # ---------------------------------------------------------------- tensors
-    def tensor(self, file: str, expected: TensorInfo) -> StoredTensor:
-        """Where a tensor lies. CheckpointError unless the file has it with that dtype and shape."""
+    def parameter(self, record: ParameterRecord) -> StoredTensor:
+        """Where a parameter lies. CheckpointError, as of the next two, unless its file has it with
+        that dtype and shape."""
+        return self._tensor(self.manifest.groups[record.group].parameters, info_of(record))
+
+    def field(self, record: ParameterRecord, field: str) -> StoredTensor:
+        """Where an optimizer's array of a parameter lies."""
+        file = self.manifest.groups[record.group].optimizer or ""
+        return self._tensor(file, field_info(record, field, self.manifest.optimizer.fields[field]))
+
+    def buffer(self, record: BufferRecord) -> StoredTensor:
+        """Where a buffer lies."""
+        return self._tensor(self.manifest.buffers_file, info_of(record))
+
+    def _tensor(self, file: str, expected: TensorInfo) -> StoredTensor:
         found = self._header(file).get(expected.name)
         if found is None or found.info != expected:
             has = "no such tensor" if found is None else f"{found.info.dtype} {found.info.shape}"
@@ -102,15 +127,13 @@ class CheckpointReader:
                     read_all(fd, memoryview(buffer), offset, path)
                     return bytes(buffer)
 
-                self._headers[file] = parse_header(read, os.fstat(fd).st_size, str(path))
+                self._headers[file] = parse_header(read, os.fstat(fd).st_size, file, str(path))
         return self._headers[file]
 
-    def read_into(
-        self, file: str, tensor: StoredTensor, start_bytes: int, buffer: memoryview
-    ) -> None:
+    def read_into(self, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from `start_bytes` on."""
-        path = self.path / file
-        with storage_errors("reading", path), self._open(file) as fd:
+        path = self.path / tensor.file
+        with storage_errors("reading", path), self._open(tensor.file) as fd:
             read_all(fd, buffer, tensor.offset_bytes + start_bytes, path)
 
     # ---------------------------------------------------------------- checks

@@ -74,8 +74,6 @@ class RunResult:
     last_loss: float
     validation_loss: float | None
     steps: int
-    sample_before: bytes
-    sample_after: bytes
     memory: MemoryUse
 
 
@@ -201,7 +199,8 @@ class Trainer:
             self._console.print(
                 f"nothing to do: {start} of {steps} steps are done; raise train.steps to go on"
             )
-        before = self._sample("before") if start == 0 else b""
+        if start == 0:
+            self._sample("before")
         with make_display(self._console, start, steps) as display:
             loggers += [display, LossWarning(self._console), self._watch]
             for step in range(start, steps):
@@ -211,8 +210,8 @@ class Trainer:
                 for logger in loggers:
                     logger.log(metrics.values(), metrics.step)
                 self._checkpoint_if_due()
-        after = self._sample("after")
-        return self._finish(before, after)
+        self._sample("after")
+        return self._finish()
 
     def _step(self, step: int) -> StepMetrics:
         began = time.perf_counter()
@@ -278,10 +277,10 @@ class Trainer:
         rng = torch.get_rng_state().numpy().tobytes()
         self._folder.commit_checkpoint(LoopState(self._steps_done, rng, self._config.to_dict()))
 
-    def _sample(self, when: str) -> bytes:
+    def _sample(self, when: str) -> None:
         sample = self._train.sample
         if sample.length == 0:
-            return b""
+            return
         prompt = sample.prompt.encode()
         # what an untrained model writes is soon seen, and each byte reads all parameters
         length = min(sample.length, _NOISE_LENGTH) if when == "before" else sample.length
@@ -291,16 +290,13 @@ class Trainer:
         )  # fmt: skip
         self._console.print(f"\ntext {when} training:", style="bold")
         self._console.print(Text(readable(text).rstrip("\n") + "\n"), soft_wrap=True)
-        return text
 
-    def _finish(self, before: bytes, after: bytes) -> RunResult:
+    def _finish(self) -> RunResult:
         report = self._engine.report()
         memory = MemoryUse(self._baseline_nbytes, peak_rss_nbytes())
         rows = self._folder.metrics.read() if self._world.is_first else self._rows
         if not rows:  # a rank that is not the first, with nothing left to do
-            return RunResult(
-                self._folder.path, math.nan, math.nan, None, self._steps_done, before, after, memory
-            )
+            return RunResult(self._folder.path, math.nan, math.nan, None, self._steps_done, memory)
         self._watch.ended(report)
         plain = self._plain()
         config, parameters = self._engine.config, None if plain else self._parameters
@@ -319,7 +315,7 @@ class Trainer:
         self._console.print(f"run folder: {self._folder.path}", soft_wrap=True)
         return RunResult(
             self._folder.path, rows[0].loss, rows[-1].loss, rows[-1].validation_loss,
-            self._steps_done, before, after, memory,
+            self._steps_done, memory,
         )  # fmt: skip
 
     def _plain(self) -> Process | None:
