@@ -4,7 +4,7 @@
     rounds      who is measured when
     table       a record on a terminal, or as Markdown
     stream      the memory bus: a loop with given traffic and no arithmetic
-    adam        optimizer steps on flat arrays           adam_ours, arrays
+    adam        optimizer steps on flat arrays
     io          files                                    io_raw, io_store
     copy        host and device memory
     step        whole training steps, of one rank        contenders, systems, limits

@@ -60,9 +60,10 @@ PLAIN = SystemSpec(
 )
 
 
-def all_on(tier: str) -> tuple[str, ...]:
-    """Overrides that put all states there."""
-    return tuple(f"placement.{name}={tier}" for name in ("parameters", "gradients", "optimizer"))
+def all_on(tier: str, **others: str) -> tuple[str, ...]:
+    """Overrides that put all states there, but for `others`."""
+    homes = {"parameters": tier, "gradients": tier, "optimizer": tier, **others}
+    return tuple(f"placement.{name}={home}" for name, home in homes.items())
 
 
 @dataclass(frozen=True)

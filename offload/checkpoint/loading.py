@@ -109,8 +109,8 @@ class _Loader:
         }  # fmt: skip
         self._others = {record.name: reader.buffer(record) for record in self._manifest.buffers}
         states = [group.state for group in self._runtime.groups]
-        records = [r for state in self._runtime.optimizer_states for r in state.records]
-        self._access = PieceAccess([*states, *records])
+        updated = [r for state in self._runtime.optimizer_states for r in state.records]
+        self._access = PieceAccess([*states, *updated])
 
     # ---------------------------------------------------------------- applying
     def apply(self) -> None:
