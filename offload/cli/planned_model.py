@@ -16,7 +16,7 @@ from offload.tiers.errors import ConfigError
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 
-# Nothing below imports the tools: whoever has them finds them by name.
+# Nothing below the tools may import them, so this module is found by its name.
 _READER = "offload.tools.memest.source.read_model"
 
 

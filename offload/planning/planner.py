@@ -24,24 +24,28 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offload")
 
 
+def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
+    """`config` with the plan's placement, chunk and prefetch as explicit values, and the budgets
+    that it was made for: what is free may be less in a moment."""
+    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
+    budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
+    update = {
+        "budget": config.budget.model_copy(update=budgets),
+        "placement": config.placement.model_copy(update=splits),
+        "prefetch": plan.prefetch,
+        "optimizer": config.optimizer.model_copy(update={"chunk": plan.chunk_numel}),
+    }
+    return config.model_copy(update=update)
+
+
 def resolved_config(
     config: OffloadConfig, plan: Plan, device: str, ranks_here: int = 1
 ) -> OffloadConfig:
     """`config` with every `auto` that the machine and the model decide filled in. `ranks_here`
     share the machine's cores."""
-    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
-    update = {
-        "device": device,
-        "budget": config.budget.model_copy(
-            update={str(tier): nbytes for tier, nbytes in plan.budgets.items()}
-        ),
-        "placement": config.placement.model_copy(update=splits),
-        "prefetch": plan.prefetch,
-        "threads": _threads(config, available_cores() // ranks_here, gpu=plan.gpu),
-    }
-    resolved = config.resolved()
-    optimizer = resolved.optimizer.model_copy(update={"chunk": plan.chunk_numel})
-    return resolved.model_copy(update={**update, "optimizer": optimizer})
+    threads = _threads(config, available_cores() // ranks_here, gpu=plan.gpu)
+    chosen = chosen_config(config.resolved(), plan)
+    return chosen.model_copy(update={"device": device, "threads": threads})
 
 
 def _threads(config: OffloadConfig, cores: int, *, gpu: bool) -> ThreadsConfig:

@@ -23,8 +23,9 @@ from offload.planning.estimate import Change, MemoryEstimate
 from offload.planning.memory import estimate_memory
 from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import ITEMSIZE
+from offload.planning.planner import chosen_config
 from offload.planning.run_check import LinkPrediction, Prediction
-from offload.planning.solver import Candidate, Known, Solution, solve
+from offload.planning.solver import Known, Solution, solve
 from offload.planning.speeds import NOMINAL, Speeds
 from offload.planning.tuning import WORTH_MEASURING_NBYTES
 from offload.planning.workload import Workload
@@ -54,11 +55,12 @@ class Forecast:
     @property
     def config(self) -> OffloadConfig:
         """The configuration with everything that the solver chose written into it."""
-        return chosen_config(self.solution.best)
+        best = self.solution.best
+        return chosen_config(best.config, best.plan)
 
     @property
     def timed(self) -> bool:
-        """Whether times can be told: nobody measures the network between ranks."""
+        """Whether times can be predicted: the network between ranks is not measured."""
         return self.speeds is not None and self.hardware.sharding.world_size == 1
 
     def prediction(self) -> Prediction:
@@ -99,10 +101,10 @@ def forecast(
     here: int | None = None,
 ) -> Forecast | None:  # fmt: skip
     """The plan of a run that knows its workload. `config` is as it was given, with
-    `optimizer.in_backward` as the loop will have it; `model` is one on meta that nobody trains: its
-    passes are gone through again when advice is asked for.
+    `optimizer.in_backward` as the loop will have it; `model` is on the meta
+    device and is not trained: its passes are traced again when advice is asked for.
 
-    None, and said once, where the model's passes cannot be gone through beforehand. Where speeds
+    None, with one warning, where the model's passes cannot be traced. Where speeds
     have never been measured here, that is done if the model is large enough to be worth it. `here`:
     ranks on this machine, by default those that are.
     """
@@ -138,22 +140,6 @@ def workload_of(config: OffloadConfig) -> Workload:
     """What one step of `offload train` is given."""
     train = config.train
     return Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
-
-
-def chosen_config(best: Candidate) -> OffloadConfig:
-    """The candidate's configuration with its placement, chunk and prefetch as explicit values, and
-    the budgets that it was chosen for: what is free may be less in a moment."""
-    plan, config = best.plan, best.config
-    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
-    optimizer = config.optimizer.model_copy(update={"chunk": plan.chunk_numel})
-    budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
-    update = {
-        "budget": config.budget.model_copy(update=budgets),
-        "placement": config.placement.model_copy(update=splits),
-        "prefetch": plan.prefetch,
-        "optimizer": optimizer,
-    }
-    return config.model_copy(update=update)
 
 
 class Facts:

@@ -1,4 +1,4 @@
-"""The run folder of somebody's own loop: what `memest check` needs, kept by the engine.
+"""The run folder of a user's own loop: what `memest check` needs, kept by the engine.
 
 `offload.initialize(model, config, run_folder="runs/mine")` predicts the run before anything is
 allocated; from then on every optimizer step adds a line to metrics.jsonl, and closing the engine
@@ -46,7 +46,7 @@ class OwnRun:
     def __init__(self, path: Path, model: nn.Module, config: OffloadConfig) -> None:
         """ConfigError where the folder holds a run already."""
         self._folder = FollowersFolder(path) if rank_here() else RunFolder(path)
-        if self._folder.metrics.exists():
+        if self._folder.metrics.path.exists():
             raise ConfigError(
                 f"run_folder: {path} already holds a run; name another folder, or remove it"
             )
@@ -60,7 +60,7 @@ class OwnRun:
         self._folder.make()
         self._folder.write_config(engine.config)
         self._folder.write_prediction(self._prediction)
-        self._folder.start_metrics(0)
+        self._loggers = self._folder.loggers(0)
         self._last = time.perf_counter()
         engine.optimizer.register_step_post_hook(self._saw)
         engine.before_close(self._end)
@@ -70,15 +70,15 @@ class OwnRun:
         self._seconds.append(now - self._last)
         self._last = now
         report = self._engine.report()
-        self._folder.append(
-            StepMetrics(
-                step=len(self._seconds), loss=math.nan, lr=math.nan, seconds=self._seconds[-1],
-                tokens_per_second=math.nan, gradient_norm=report.gradient_norm,
-                skipped_steps=report.skipped_steps, rss_nbytes=rss_nbytes(),
-                tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
-                moved=dict(report.bytes_moved),
-            )
+        metrics = StepMetrics(
+            step=len(self._seconds), loss=math.nan, lr=math.nan, seconds=self._seconds[-1],
+            tokens_per_second=math.nan, gradient_norm=report.gradient_norm,
+            skipped_steps=report.skipped_steps, rss_nbytes=rss_nbytes(),
+            tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
+            moved=dict(report.bytes_moved),
         )  # fmt: skip
+        for logger in self._loggers:
+            logger.log(metrics.values(), metrics.step)
 
     def _end(self) -> None:
         try:

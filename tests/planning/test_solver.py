@@ -17,7 +17,7 @@ from offload.config import OffloadConfig
 from offload.errors import BudgetError
 from offload.planning.activation_facts import ActivationFacts, PassCost
 from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.planner import make_plan, resolved_config, shortfalls
+from offload.planning.planner import chosen_config, make_plan, resolved_config, shortfalls
 from offload.planning.solver import Known, Solution, solve
 from offload.planning.speeds import NOMINAL, Speeds
 from offload.planning.splits import shares_of
@@ -101,11 +101,10 @@ def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
 
 def test_what_was_chosen_still_fits_when_less_memory_is_free_a_moment_later():
     from offload.planning.planner import make_plan
-    from offload.runs.forecast import chosen_config
 
     before, later = (Hardware(0, 64 * GIB, n * MIB, 64 * GIB) for n in (300, 250))
     best = solve(OffloadConfig(), model(), before, known()).best
-    plan = make_plan(chosen_config(best), model(), later)
+    plan = make_plan(chosen_config(best.config, best.plan), model(), later)
     assert (plan.budgets, plan.placements) == (best.plan.budgets, best.plan.placements)
 
 
