@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,6 @@ _MOVES_LARGE = (0.1,)
 _GAIN = 0.002  # of a step's time, for another move
 _ROUGH, _ROUGH_LARGE = 1.1, 1.02  # of its slowest link's time: a move to more is not predicted
 AS_FAST = 0.01  # of a step's time: no prediction tells less
-_MOST_PIECES = 600  # that a step is predicted with
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
 
 
@@ -288,32 +287,8 @@ class Choice:
             return None
         known = self._known
         return estimate_step(
-            self._with_few_chunks(plan), self._config, self._model, self._facts, known.workload,
-            known.speeds,
+            plan, self._config, self._model, self._facts, known.workload, known.speeds
         )  # fmt: skip
-
-    def _with_few_chunks(self, plan: Plan) -> Plan:
-        """The plan with chunks taken together where there are tens of thousands: which of them are
-        in memory is gone through one by one, and hundreds tell the same."""
-        builder = self._few_chunks
-        if builder is None:
-            return plan
-        coarse = builder.build(plan.placements)
-        return replace(
-            coarse, expected=plan.expected, staging_nbytes=plan.staging_nbytes,
-            window_nbytes=plan.window_nbytes,
-        )  # fmt: skip
-
-    @cached_property
-    def _few_chunks(self) -> PlanBuilder | None:
-        together = self._pieces // _MOST_PIECES + 1
-        if together == 1:
-            return None
-        chunk = self._builder.sizes.chunk_numel * together
-        config = self._builder.config
-        optimizer = config.optimizer.model_copy(update={"chunk": chunk})
-        config = config.model_copy(update={"optimizer": optimizer})
-        return PlanBuilder(config, self._model, self._hardware)
 
     @cached_property
     def _pieces(self) -> int:

@@ -25,6 +25,7 @@ class Copyable:
     group: int
     nbytes: int
     state_class: StateClass
+    chunks: int = 1  # that are taken together, where there are very many
 
 
 @dataclass(slots=True)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from offload.planning.activation_traffic import add_activations
 from offload.planning.held_copies import Copyable, HeldCopies
-from offload.planning.moves import Bytes, Chunk, Fetch, Move, chunks_of
+from offload.planning.moves import Bytes, Fetch, Move
 from offload.planning.plan import Plan, spare_host_nbytes
-from offload.planning.plan_sizes import ITEMSIZE, own_numel, pages
+from offload.planning.plan_sizes import ITEMSIZE, RecordKind, own_numel, pages, record_kinds
 from offload.planning.step_program import Action, Verb, write_program
 from offload.swap.trace import Trace
 from offload.tiers.extent import TierName
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
 _MOST_PASSES = 3  # gone through: the first, one between, the last
+_MOST_CHUNKS = 1000  # whose copies are looked at one by one
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 
 
@@ -82,17 +83,6 @@ def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
     ]
 
 
-@dataclass(slots=True)
-class _TierChunks:
-    """What a group's chunks with records in one tier add up to."""
-
-    tier: TierName
-    numel: int = 0
-    count: int = 0
-    weight_nbytes: int = 0
-    gradient_nbytes: int = 0
-
-
 class StepRun:
     """A program run step after step over the copies that memory holds, until two steps move the
     same bytes: `moves` are those of the last one. `room_nbytes`: of host memory, for copies.
@@ -112,7 +102,7 @@ class StepRun:
         self.host = HeldCopies(room_nbytes, self._trace)
         device = plan.budgets[TierName.DEVICE] - plan.total(TierName.DEVICE)
         self._device = HeldCopies(device if plan.gpu else 0, self._trace)
-        self._name_states(chunks_of(plan))
+        self._name_states()
         self._fetches: list[Fetch] = []
         self._current: set[int] = set()  # groups whose mirror on the device is valid
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
@@ -128,27 +118,31 @@ class StepRun:
         self._load()
         self.moves = self._settled()
 
-    def _name_states(self, chunks: list[list[Chunk]]) -> None:
+    def _name_states(self) -> None:
         """States by group, called as the runtime calls them."""
+        plan = self._plan
         self._weights: list[Copyable] = []
         self._gradients: list[Copyable] = []
-        self._records: list[list[tuple[Copyable, Chunk]]] = []  # on nvme
-        self._by_tier: list[list[_TierChunks]] = []
-        for index, (group, own) in enumerate(zip(self._plan.groups, chunks, strict=True)):
+        self._records: list[list[Copyable]] = []  # on nvme
+        self._kinds: list[list[RecordKind]] = []
+        on_nvme = sum(tiers.count(TierName.NVME) for tiers in plan.records)
+        together = max(1, -(-on_nvme // _MOST_CHUNKS))
+        for index, (group, tiers) in enumerate(zip(plan.groups, plan.records, strict=True)):
             name = "" if group.name == "(root)" else group.name
             weights = Copyable(f"{name} parameters", index, group.parameters, StateClass.PARAMETERS)
             gradients = Copyable(f"{name} gradients", index, group.gradients, StateClass.GRADIENTS)
-            records = [
+            numbers = [n for n, tier in enumerate(tiers) if tier is TierName.NVME]
+            joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
+            self._records.append([
                 Copyable(
-                    f"{name} optimizer chunk {n}", index, chunk.record_nbytes, StateClass.OPTIMIZER
+                    f"{name} optimizer chunk {some[0]}", index,
+                    sum(group.records[n] for n in some), StateClass.OPTIMIZER, len(some),
                 )
-                for n, chunk in enumerate(own)
-            ]
+                for some in joined
+            ])  # fmt: skip
             self._weights.append(weights)
             self._gradients.append(gradients)
-            pairs = zip(records, own, strict=True)
-            self._records.append([pair for pair in pairs if pair[1].tier is TierName.NVME])
-            self._by_tier.append(self._tier_chunks(group.summed, own))
+            self._kinds.append(list(record_kinds(group, tiers, plan.chunk_numel)))
 
     def _settled(self) -> list[Move]:
         moves, before = self._run(), -1
@@ -171,7 +165,7 @@ class StepRun:
             self.host.work_on(weights)
             if self._plan.parameters[index] is TierName.NVME:
                 self.host.demand(weights)
-            for record, _ in self._records[index]:
+            for record in self._records[index]:
                 self.host.demand(record)
 
     def _run(self) -> list[Move]:
@@ -188,17 +182,6 @@ class StepRun:
     def _move(self, action: Action) -> Move:
         self._fetches = []
         return Move(action, self._do(action), tuple(self._fetches))
-
-    def _tier_chunks(self, summed: bool, chunks: list[Chunk]) -> list[_TierChunks]:
-        """Weights and gradients of a group's chunks, by the tier of their records."""
-        found: dict[TierName, _TierChunks] = {}
-        for chunk in chunks:
-            part = found.setdefault(chunk.tier, _TierChunks(chunk.tier))
-            part.numel += chunk.numel
-            part.count += chunk.count
-            part.weight_nbytes += pages(chunk.numel * self._itemsize)
-            part.gradient_nbytes += pages(chunk.numel * (4 if summed else self._itemsize))
-        return list(found.values())
 
     def _do(self, action: Action) -> Bytes:
         if action.verb is Verb.UPDATE:
@@ -298,36 +281,39 @@ class StepRun:
         by_device = plan.gpu and all(tier is TierName.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is TierName.NVME:
             self._bring_host(group, moved, HeldCopies.offer)
-        for record, chunk in self._records[group]:
-            self._record(record, chunk, moved)
-        for part in self._by_tier[group]:  # of states that are locked: records do not displace them
-            self._update_tier(group, part, moved)
+        for record in self._records[group]:
+            self._record(record, moved)
+        for kind in self._kinds[group]:  # of states that are locked: records do not displace them
+            self._update_kind(group, kind, moved)
         self.host.drop(self._gradients[group])
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)
         return moved
 
-    def _record(self, record: Copyable, chunk: Chunk, moved: Bytes) -> None:
+    def _record(self, record: Copyable, moved: Bytes) -> None:
         if record not in self.host:
             self._staged |= not (self._keep_records and self.host.offer(record))
-            self._count_read(moved, chunk.record_nbytes, chunk.count)
-        moved.written += chunk.record_nbytes
-        moved.requests += chunk.count
+            self._count_read(moved, record.nbytes, record.chunks)
+        moved.written += record.nbytes
+        moved.requests += record.chunks
 
-    def _update_tier(self, group: int, part: _TierChunks, moved: Bytes) -> None:
-        """Weights and gradients of the chunks with records in one tier."""
-        plan, numel, tier = self._plan, part.numel, part.tier
+    def _update_kind(self, group: int, kind: RecordKind, moved: Bytes) -> None:
+        """Weights and gradients of chunks whose records are alike."""
+        plan, tier = self._plan, kind.tier
         sizes = plan.groups[group]
+        numel, gradient_itemsize = kind.numel * kind.count, 4 if sizes.summed else self._itemsize
         stepped_there = tier is TierName.DEVICE and plan.gpu
         mirrored = self._weights[group] in self._device and group in self._current
         if plan.parameters[group] is TierName.NVME:
+            nbytes = kind.count * pages(kind.numel * self._itemsize)
             if self._weights[group] not in self.host and not (stepped_there and mirrored):
-                self._count_read(moved, part.weight_nbytes, part.count)
-            moved.written += part.weight_nbytes
-            moved.requests += part.count
+                self._count_read(moved, nbytes, kind.count)
+            moved.written += nbytes
+            moved.requests += kind.count
         if plan.gradients[group] is TierName.NVME and self._gradients[group] not in self.host:
-            self._count_read(moved, part.gradient_nbytes, part.count)
+            nbytes = kind.count * pages(kind.numel * gradient_itemsize)
+            self._count_read(moved, nbytes, kind.count)
         if not plan.gpu:
             return
         if stepped_there:
@@ -335,13 +321,13 @@ class StepRun:
             moved.to_device += 0 if at_home or mirrored else numel * self._itemsize
             moved.to_host += 0 if at_home else numel * self._itemsize
             there = plan.gradients[group] is TierName.DEVICE
-            moved.to_device += 0 if there else numel * (4 if sizes.summed else self._itemsize)
+            moved.to_device += 0 if there else numel * gradient_itemsize
         else:
             if plan.parameters[group] is TierName.DEVICE:
                 moved.to_host += numel * self._itemsize
                 moved.to_device += numel * self._itemsize
             if plan.gradients[group] is TierName.DEVICE:
-                moved.to_host += numel * (4 if sizes.summed else self._itemsize)
+                moved.to_host += numel * gradient_itemsize
 
     @staticmethod
     def _count_read(moved: Bytes, nbytes: int, requests: int) -> None:
