@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.config import OffloadConfig
 from offload.planning.estimate import Change, StepEstimate
@@ -103,20 +103,4 @@ def corrected(speeds: Speeds, step: StepEstimate, measured_s: float) -> Speeds |
     factor = step.seconds / measured_s
     if not _CORRECTION[0] <= factor <= _CORRECTION[1]:
         return None
-    return replace(
-        speeds,
-        matmul_flops_per_s={k: v * factor for k, v in speeds.matmul_flops_per_s.items()},
-        compute_bytes_per_s=speeds.compute_bytes_per_s * factor,
-        operation_s=speeds.operation_s / factor,
-        host_bytes_per_s=speeds.host_bytes_per_s * factor,
-        optimizer_parameters_per_s={
-            k: v * factor for k, v in speeds.optimizer_parameters_per_s.items()
-        },
-        nvme_read_bytes_per_s=speeds.nvme_read_bytes_per_s * factor,
-        nvme_write_bytes_per_s=speeds.nvme_write_bytes_per_s * factor,
-        nvme_mixed_bytes_per_s=speeds.nvme_mixed_bytes_per_s * factor,
-        host_to_device_bytes_per_s=speeds.host_to_device_bytes_per_s * factor,
-        device_to_host_bytes_per_s=speeds.device_to_host_bytes_per_s * factor,
-        io_lost_s_per_byte=speeds.io_lost_s_per_byte / factor,
-        request_s=speeds.request_s / factor,
-    )
+    return speeds.times(factor)

@@ -17,27 +17,30 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+from pydantic import TypeAdapter
 
 from offload import machine
 from offload.planning.disk_cache import cache_folder, flag, key_of, load, save
-from offload.planning.speeds import Speeds
+from offload.planning.speeds import ComputeSpeeds, DiskSpeeds, Speeds
 from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
 FORMAT = 5  # raised whenever what is measured, or how, changes
-_KIND = "speeds"
+_KIND, _SYSTEMS = "speeds", "file systems"
 _MOST_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
-Found = Mapping[str, Any]  # fields of `Speeds`
+Key = Mapping[str, Any]
 StrPath = str | os.PathLike[str]
+_Part = TypeVar("_Part", ComputeSpeeds, DiskSpeeds)
 
 
 def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = False) -> Speeds:
@@ -47,21 +50,19 @@ def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = Fals
     each folder's disk, and is kept. PathError where a folder cannot be used.
     """
     folders = _folders(nvme_paths)
-    compute, disk = _compute_key(), _disk_key(folders)
-    found = None if remeasure else _settled("compute", compute)
-    if found is None:
-        found = _measured("compute", compute, _measure_compute)
-    there = None if remeasure else _settled("nvme", disk)
-    if there is None:
-        gpu = bool(found["gpu"])
-        there = _measured("nvme", disk, lambda: _measure_disk(folders, gpu))
-    return _speeds(found, there)
+    key = _compute_key()
+    compute = None if remeasure else _settled(ComputeSpeeds, key)
+    if compute is None:
+        compute = _measured(key, _measure_compute)
+    key, gpu = _disk_key(folders), compute.gpu
+    disk = None if remeasure else _settled(DiskSpeeds, key)
+    return _speeds(compute, disk or _measured(key, lambda: _measure_disk(folders, gpu)))
 
 
 def measure_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds:
     """As `machine_speeds`, measured now and kept nowhere."""
-    found = _measure_compute()
-    return _speeds(found, _measure_disk(_folders(nvme_paths), bool(found["gpu"])))
+    compute = _measure_compute()
+    return _speeds(compute, _measure_disk(_folders(nvme_paths), compute.gpu))
 
 
 def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
@@ -73,12 +74,13 @@ def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
         folders = _folders(nvme_paths)
     except PathError:
         return None
-    found, there = _settled("compute", _compute_key()), _settled("nvme", _disk_key(folders))
-    return None if found is None or there is None else _speeds(found, there)
+    compute = _settled(ComputeSpeeds, _compute_key())
+    disk = _settled(DiskSpeeds, _disk_key(folders))
+    return None if compute is None or disk is None else _speeds(compute, disk)
 
 
-def _speeds(compute: Found, disk: Found) -> Speeds:
-    return Speeds(name="this machine", **{**compute, **disk})
+def _speeds(compute: ComputeSpeeds, disk: DiskSpeeds) -> Speeds:
+    return Speeds(name="this machine", **asdict(compute), **asdict(disk))
 
 
 # ---------------------------------------------------------------- whose speeds
@@ -115,7 +117,7 @@ def _disk_key(folders: Sequence[Path]) -> dict[str, Any]:
         mount = machine.mount_of(there)
         kind, point = ("unknown", str(there)) if mount is None else (mount.kind, str(mount.point))
         systems.append([kind, point, there.stat().st_dev])
-    return {**_compute_key(), "file systems": sorted(systems)}
+    return {**_compute_key(), _SYSTEMS: sorted(systems)}
 
 
 def _gpus() -> list[str]:
@@ -136,26 +138,22 @@ def _version(distribution: str) -> str:
 
 
 # ---------------------------------------------------------------- measuring
-def _measure_compute() -> dict[str, Any]:
-    from dataclasses import asdict
-
+def _measure_compute() -> ComputeSpeeds:
     from offload.planning.speed_tests import measure_compute
 
-    return asdict(measure_compute())
+    return measure_compute()
 
 
-def _measure_disk(folders: Sequence[Path], gpu: bool) -> dict[str, Any]:
-    from dataclasses import asdict
-
+def _measure_disk(folders: Sequence[Path], gpu: bool) -> DiskSpeeds:
     from offload.planning.speed_tests import measure_disk
     from offload.swap.swap_file import check_directory
 
     used = [check_directory(folder).path for folder in folders]
-    return asdict(measure_disk(used, beside_compute=not gpu))
+    return measure_disk(used, beside_compute=not gpu)
 
 
-def _measured(kind: str, key: Found, measure: Callable[[], dict[str, Any]]) -> Found:
-    what = "speed of computing" if kind == "compute" else "speed of nvme.paths"
+def _measured(key: Key, measure: Callable[[], _Part]) -> _Part:
+    what = "speed of nvme.paths" if _SYSTEMS in key else "speed of computing"
     where = cache_folder() / _KIND
     _log.info("measuring this machine's %s, once; the result is kept in %s", what, where)
     busy = _busy_share()
@@ -166,7 +164,7 @@ def _measured(kind: str, key: Found, measure: Callable[[], dict[str, Any]]) -> F
         )  # fmt: skip
     found = measure()
     try:
-        save(*_file(kind, key), {"key": key, "busy": busy > _MOST_BUSY, "speeds": found})
+        save(*_file(key), {"key": key, "busy": busy > _MOST_BUSY, "speeds": asdict(found)})
     except OSError as error:
         _log.warning(
             "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
@@ -181,67 +179,23 @@ def _busy_share() -> float:
 
 
 # ---------------------------------------------------------------- the cache
-def _file(kind: str, key: Found) -> tuple[str, str]:
+def _file(key: Key) -> tuple[str, str]:
     """Folder and name in the cache."""
-    return _KIND, f"{kind}-{key_of(key)}"
+    return _KIND, f"{'nvme' if _SYSTEMS in key else 'compute'}-{key_of(key)}"
 
 
-def _settled(kind: str, key: Found) -> Found | None:
-    """What was measured on a quiet machine, or is still the best there is."""
-    was_busy = load(*_file(kind, key), lambda values: flag(values["busy"]))
-    if was_busy and _busy_share() <= _MOST_BUSY:
-        return None
-    return _load(kind, key)
+def _settled(part: type[_Part], key: Key) -> _Part | None:
+    """What was measured for `key` on a quiet machine, or is still the best there is; None where
+    nothing valid is kept."""
 
-
-def _load(kind: str, key: Found) -> Found | None:
-    """What was measured for `key`; None where nothing valid is kept."""
-
-    def decode(values: Any) -> Found:
+    def decode(values: Any) -> tuple[_Part, bool]:
         found = values["speeds"]
-        if values["key"] != json.loads(json.dumps(key)) or not _is_valid(kind, found):
+        names = {field.name for field in fields(part)}
+        if values["key"] != json.loads(json.dumps(key)) or set(found) != names:
             raise ValueError("of another machine, or damaged")
-        return dict(found)
+        return TypeAdapter(part).validate_python(found), flag(values["busy"])
 
-    return load(*_file(kind, key), decode)
-
-
-_NUMBERS = {
-    "compute": (
-        "compute_bytes_per_s", "operation_s", "host_bytes_per_s", "optimizer_lost_share",
-        "host_to_device_bytes_per_s", "device_to_host_bytes_per_s",
-    ),
-    "nvme": (
-        "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s",
-        "io_lost_s_per_byte", "update_disk_share", "request_s",
-    ),
-}  # fmt: skip
-_RATES = {
-    "compute": ("compute_bytes_per_s", "host_bytes_per_s"),
-    "nvme": ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s"),
-}  # never nothing
-_TABLES = {
-    "compute": ("matmul_flops_per_s", "optimizer_parameters_per_s", "compute_bytes_per_s_in"),
-    "nvme": (),
-}
-
-
-def _is_valid(kind: str, found: Any) -> bool:
-    if not isinstance(found, dict):
-        return False
-    tables = _TABLES[kind]
-    names = {*_NUMBERS[kind], *tables, *(("gpu",) if kind == "compute" else ())}
-    if set(found) != names:
-        return False
-    numbers = [found[name] for name in _NUMBERS[kind]]
-    for table in tables:
-        if not isinstance(found[table], dict) or not found[table]:
-            return False
-        numbers += list(found[table].values())
-    if not all(
-        isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < float("inf")
-        for n in numbers
-    ):
-        return False
-    rates = [found[name] for name in _RATES[kind]]
-    return all([*rates, *(rate for table in tables for rate in found[table].values())])
+    kept = load(*_file(key), decode)
+    if kept is None or (kept[1] and _busy_share() <= _MOST_BUSY):
+        return None
+    return kept[0]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.kernels.norm_blocks import NORM_BLOCK, norm_blocks
-from offload.planning.plan_sizes import GroupBytes, Sizes
+from offload.planning.plan_sizes import GroupBytes, Sizes, pages
 from offload.tiers.errors import UnsupportedError
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.units import round_up
 from offload.zero.records import ALIGN_NBYTES
 
 if TYPE_CHECKING:
-    from offload.planning.plan import Hardware, Plan
+    from offload.planning.plan import Hardware
 
 # Where a buffer is filled, one leaves, and two more let a burst of small gradients through.
 _OUTBOX_BUFFERS = 4
@@ -37,7 +37,7 @@ class DevicePlan:
 
     @property
     def partials_nbytes(self) -> int:
-        return _pages(self.partials_numel * 8)
+        return pages(self.partials_numel * 8)
 
     @property
     def total_nbytes(self) -> int:
@@ -71,16 +71,6 @@ def plan_device(
     )
 
 
-def with_device(plan: Plan, device: DevicePlan | None) -> Plan:
-    """The plan with the device's own memory counted in."""
-    if device is None:
-        return plan
-    expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
-    staging = expected[TierName.DEVICE].get(StateClass.STAGING, 0)
-    expected[TierName.DEVICE][StateClass.STAGING] = staging + device.total_nbytes
-    return replace(plan, expected=expected, device=device)
-
-
 def _check_kernels(placements: Mapping[StateClass, Placement], hardware: Hardware) -> None:
     missing = hardware.kernels_missing
     for state_class in (StateClass.GRADIENTS, StateClass.OPTIMIZER):
@@ -96,7 +86,7 @@ def _outbox_nbytes(largest: int, budget_nbytes: int) -> int:
     shared = int(budget_nbytes * _OUTBOX_SHARE) // _OUTBOX_BUFFERS
     block = NORM_BLOCK * 4
     whole = min(_MOST_OUTBOX_NBYTES, max(block, shared // block * block))
-    return min(whole, _pages(largest * 4))
+    return min(whole, pages(largest * 4))
 
 
 def _staging_nbytes(
@@ -110,7 +100,7 @@ def _staging_nbytes(
         nbytes += round_up(numel * sizes.itemsize, ALIGN_NBYTES)
     if not _all_on_device(StateClass.GRADIENTS, placements):
         nbytes += round_up(numel * 4, ALIGN_NBYTES)  # the sums of several passes, planned or not
-    return _pages(nbytes) if nbytes else 0
+    return pages(nbytes) if nbytes else 0
 
 
 def _on_device(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> bool:
@@ -121,7 +111,3 @@ def _on_device(state_class: StateClass, placements: Mapping[StateClass, Placemen
 def _all_on_device(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> bool:
     placement = placements.get(state_class)
     return placement is not None and set(placement.tiers) == {TierName.DEVICE}
-
-
-def _pages(nbytes: int) -> int:
-    return round_up(max(nbytes, 1), PAGE_NBYTES)

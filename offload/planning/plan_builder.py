@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from offload.config.fields import Percent, TierSplit
 from offload.planning.activation_plan import least_window, share_out
-from offload.planning.device_plan import plan_device, with_device
+from offload.planning.device_plan import plan_device
 from offload.planning.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan_sizes import (
     CLASSES,
@@ -28,7 +28,7 @@ from offload.planning.plan_sizes import (
     window_nbytes_of,
     with_records,
 )
-from offload.planning.shared_plan import plan_shared, with_shared
+from offload.planning.shared_plan import plan_shared
 from offload.planning.tuning import Streamed, choose
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
@@ -83,6 +83,8 @@ class PlanBuilder:
         dealt = self._deal_records(placements[StateClass.OPTIMIZER])
         groups = dealt.groups
         staging = staging_nbytes_of(placements, groups, self.sizes, self.gpu)
+        computing = {TierName.DEVICE} if self.gpu else {TierName.DEVICE, TierName.HOST}
+        moves = bool(set(placements[StateClass.PARAMETERS].tiers) - computing)
         plan = Plan(
             budgets=dict(self.budgets), placements=dict(placements), groups=groups,
             parameters=tuple(parameters), gradients=tuple(gradients), records=dealt.tiers,
@@ -90,17 +92,13 @@ class PlanBuilder:
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
-            sharding=self.hardware.sharding,
+            device=plan_device(
+                placements, groups, self.sizes, self.hardware, self.budgets[TierName.DEVICE]
+            ),
+            sharding=self.hardware.sharding, shared=self.shared[moves],
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan, dealt))
-        device = plan_device(
-            placements, groups, self.sizes, self.hardware, self.budgets[TierName.DEVICE]
-        )
-        activations = TierName(self.config.placement.activations.tier)
-        computing = {TierName.DEVICE} if self.gpu else {TierName.DEVICE, TierName.HOST}
-        moves = bool(set(placements[StateClass.PARAMETERS].tiers) - computing)
-        plan = with_shared(with_device(plan, device), self.shared[moves])
-        return _with_activations(plan, activations)
+        return _with_activations(plan, TierName(self.config.placement.activations.tier))
 
     def _assign_gradients(self, placement: Placement) -> list[TierName]:
         assigned = placement.assign([group.gradients for group in self.groups])
@@ -157,6 +155,10 @@ def _expected(plan: Plan, dealt: _DealtRecords) -> dict[TierName, dict[StateClas
     computing = TierName.DEVICE if plan.gpu else TierName.HOST
     expected[TierName.HOST][StateClass.STAGING] += staging
     expected[computing][StateClass.STAGING] += plan.sums_nbytes
+    if plan.device is not None:
+        expected[TierName.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
+    if plan.shared is not None:
+        expected[computing][StateClass.STAGING] += plan.shared.total_nbytes
     return expected
 
 

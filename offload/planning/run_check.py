@@ -10,14 +10,14 @@ Ratios are predicted over measured: 1.10 says that the prediction was 10 % more 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from offload.planning.disk_cache import whole
+from pydantic import Field, TypeAdapter
+
 from offload.tiers.errors import ConfigError
 
 PREDICTION, MEASURED = "prediction.json", "measured.json"
@@ -25,71 +25,63 @@ FORMAT = 1
 SETTLING_STEPS = 2  # the first learns the order of uses, the second is the first to fetch ahead
 
 
+Nbytes = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class _Kept:
+    """A dataclass that is kept as JSON."""
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` wrote; ValueError if it is something else."""
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ValueError(f"not of format {FORMAT}")
+        return TypeAdapter(cls).validate_python(values)
+
+
 @dataclass(frozen=True)
 class LinkPrediction:
     """What one link has to do in a step."""
 
     seconds: float
-    nbytes: int
+    nbytes: Nbytes
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(_Kept):
     """Peaks in bytes, and one step of a long run."""
 
-    tiers: Mapping[str, int]  # the ledgers' peaks
-    rss_nbytes: int | None  # None: what a pass takes is not known
-    seconds: float | None  # None: the speeds of the machine are not known
+    tiers: Mapping[str, Nbytes]  # the ledgers' peaks
+    rss_nbytes: Nbytes | None  # None: what a pass takes is not known
+    seconds: Positive | None  # None: the speeds of the machine are not known
     bottleneck: str | None
     links: Mapping[str, LinkPrediction]
     bounds: tuple[str, ...] = ()  # tiers of which the most is predicted that can come
     missing: tuple[str, ...] = ()  # what is not predicted, and why
 
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> Prediction:
-        """What `to_json` wrote; ValueError, KeyError or TypeError if it is something else."""
-        values = _values(text)
-        seconds, bottleneck = values["seconds"], values["bottleneck"]
-        return cls(
-            tiers=_tiers(values["tiers"]),
-            rss_nbytes=None if values["rss_nbytes"] is None else whole(values["rss_nbytes"]),
-            seconds=None if seconds is None else _positive(seconds),
-            bottleneck=None if bottleneck is None else str(bottleneck),
-            links={
-                str(name): LinkPrediction(float(link["seconds"]), whole(link["nbytes"]))
-                for name, link in _mapping(values["links"]).items()
-            },
-            bounds=tuple(str(name) for name in values.get("bounds", ())),
-            missing=tuple(str(reason) for reason in values.get("missing", ())),
-        )
+@dataclass(frozen=True)
+class Measured(_Kept):
+    """What came: peaks in bytes, seconds of a usual step (None: too few steps)."""
+
+    tiers: Mapping[str, Nbytes]
+    rss_nbytes: Annotated[Nbytes, Field(gt=0)]
+    seconds: Positive | None
+    steps: Nbytes
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What came: peaks in bytes, seconds of a usual step (None: too few steps)."""
+class _Step:
+    """What is read of a line of metrics.jsonl."""
 
-    tiers: Mapping[str, int]
-    rss_nbytes: int
-    seconds: float | None
-    steps: int
-
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Measured:
-        """What `to_json` wrote; ValueError, KeyError or TypeError if it is something else."""
-        values = _values(text)
-        seconds = values["seconds"]
-        return cls(
-            tiers=_tiers(values["tiers"]),
-            rss_nbytes=int(_positive(values["rss_nbytes"])),
-            seconds=None if seconds is None else _positive(seconds),
-            steps=whole(values["steps"]),
-        )
+    seconds: Positive
+    tiers: Mapping[str, Nbytes]
+    rss_nbytes: Annotated[Nbytes, Field(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -170,15 +162,14 @@ def _so_far(folder: Path) -> Measured:
     path = folder / "metrics.jsonl"
     try:
         lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-        steps = [json.loads(line) for line in lines]
-        seconds = usual_step_s([_positive(step["seconds"]) for step in steps])
-        held = [_tiers(step["tiers"]) for step in steps]
-        tiers = {name: max(each.get(name, 0) for each in held) for name in held[-1]}
-        rss = max(int(_positive(step["rss_nbytes"])) for step in steps)
-        return Measured(tiers, rss, seconds, len(steps))
+        steps = TypeAdapter(list[_Step]).validate_python([json.loads(line) for line in lines])
+        names = steps[-1].tiers
+        tiers = {name: max(step.tiers.get(name, 0) for step in steps) for name in names}
+        seconds = usual_step_s([step.seconds for step in steps])
+        return Measured(tiers, max(step.rss_nbytes for step in steps), seconds, len(steps))
     except IndexError:
         why = "no step has ended yet"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         why = _why(path, error)
     raise ConfigError(
         f"{folder}: no step to compare with the prediction ({why}); train at least one"
@@ -189,7 +180,7 @@ def _read(folder: Path, name: str, parse: Any) -> Any:
     path = folder / name
     try:
         return parse(path.read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder} cannot be checked: {_why(path, error)}; name the folder of a run of "
             "`offload train`, or of offload.initialize(..., run_folder=...)"
@@ -200,26 +191,3 @@ def _why(path: Path, error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{path.name}: {error.strerror}"
     return f"{path.name} is damaged"
-
-
-def _mapping(values: Any) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise ValueError(f"{values!r} has no names")
-    return values
-
-
-def _tiers(values: Any) -> dict[str, int]:
-    return {str(name): whole(nbytes) for name, nbytes in _mapping(values).items()}
-
-
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{value!r} is not a number above 0")
-    return float(value)
-
-
-def _values(text: str) -> dict[str, Any]:
-    values = json.loads(text)
-    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-        raise ValueError(f"not of format {FORMAT}")
-    return values

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.plan_sizes import ITEMSIZE, GroupBytes, largest_unit, late_groups, pages
-from offload.tiers.extent import TierName
-from offload.tiers.ledger import StateClass
 from offload.zero.model_shape import ModelShape
 from offload.zero.sharding import BUCKETS, Sharding, codes_nbytes
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -88,13 +85,3 @@ def gather_room(model: ModelShape, itemsize: int) -> int:
     and of a group behind it. `model` is cut into shards."""
     whole = [pages(group.layout.numel * itemsize) for group in model.groups]
     return largest_unit(model, whole) + max(whole, default=0)
-
-
-def with_shared(plan: Plan, shared: SharedPlan | None) -> Plan:
-    """The plan with that memory counted in."""
-    if shared is None:
-        return plan
-    expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
-    computing = expected[TierName.DEVICE if plan.gpu else TierName.HOST]
-    computing[StateClass.STAGING] = computing.get(StateClass.STAGING, 0) + shared.total_nbytes
-    return replace(plan, expected=expected, shared=shared)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,9 +27,8 @@ from offload.planning.candidates import Known as Known
 from offload.planning.estimate import short_weights
 from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import CLASSES
-from offload.planning.speeds import Speeds
 from offload.planning.splits import shares_of
-from offload.swap.measure import Bandwidth
+from offload.planning.tuning import known as bandwidth
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -64,8 +63,9 @@ def solve(
     Without `known`, activations.checkpoint and micro_batches that are `auto` are settled, and no
     class but the parameters is given device memory, which activations will need.
     """
-    if known is not None:
-        measured = _bandwidth_of(known.speeds) or hardware.measure_nvme
+    if known is not None and known.speeds.nvme_read_bytes_per_s:
+        speeds = known.speeds
+        measured = bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
         hardware = replace(hardware, measure_nvme=measured)
     choice, candidates = None, []
     for settled in _choices(config, known):
@@ -137,10 +137,3 @@ def _choices(config: OffloadConfig, known: Known | None) -> Iterator[OffloadConf
         activations = config.placement.activations.model_copy(update={"checkpoint": checkpoint})
         placement = config.placement.model_copy(update={"activations": activations})
         yield config.model_copy(update={"placement": placement, "micro_batches": number})
-
-
-def _bandwidth_of(speeds: Speeds) -> Callable[[], Bandwidth] | None:
-    if not speeds.nvme_read_bytes_per_s:
-        return None
-    found = Bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
-    return lambda: found

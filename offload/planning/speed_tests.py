@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from offload.planning.adam_speed import PLAIN, SPLIT_BF16, SPLIT_INT8, Variant, 
 from offload.planning.plan_sizes import STAGING_BUFFERS
 from offload.planning.sample_models import measure_models
 from offload.planning.speed_arrays import Arrays, Stream
+from offload.planning.speeds import ComputeSpeeds, DiskSpeeds
 from offload.swap.backends import open_backend
 from offload.swap.block_store import checksum_of
 from offload.swap.io_backend import IOBackend
@@ -58,34 +59,6 @@ _BESIDE_S = 0.4  # how long something runs beside the product
 _ROUNDS = 3  # of which the median counts: a step meets the usual disk, not its best moment
 
 Work = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class ComputeSpeeds:
-    """What does not depend on a disk. Per second, and seconds."""
-
-    gpu: bool
-    matmul_flops_per_s: Mapping[str, float]
-    compute_bytes_per_s: float
-    compute_bytes_per_s_in: Mapping[str, float]
-    operation_s: float
-    host_bytes_per_s: float
-    optimizer_parameters_per_s: Mapping[str, float]
-    optimizer_lost_share: float
-    host_to_device_bytes_per_s: float = 0.0
-    device_to_host_bytes_per_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class DiskSpeeds:
-    """Of all paths of a configuration together."""
-
-    nvme_read_bytes_per_s: float
-    nvme_write_bytes_per_s: float
-    nvme_mixed_bytes_per_s: float
-    io_lost_s_per_byte: float
-    update_disk_share: float
-    request_s: float
 
 
 def seconds(work: Work, repeat: int = 3, *, gpu: bool = False) -> float:
@@ -298,8 +271,10 @@ class _Disk:
             lost = self._lost_s_per_byte(eighth)
             share = min(1.0, self._pipeline_rate() / mixed)
         return DiskSpeeds(
-            moved / read_s, moved / write_s, mixed, lost, share, max(0.0, per_request)
-        )
+            nvme_read_bytes_per_s=moved / read_s, nvme_write_bytes_per_s=moved / write_s,
+            nvme_mixed_bytes_per_s=mixed, io_lost_s_per_byte=lost, update_disk_share=share,
+            request_s=max(0.0, per_request),
+        )  # fmt: skip
 
     def _pipeline_rate(self) -> float:
         """Bytes per second of read | step | write, chunk by chunk, beside products: what an update

@@ -6,7 +6,6 @@ import json
 import logging
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from offload.planning import calibration
 from offload.planning.calibration import known_speeds, machine_speeds
-from offload.planning.speeds import Speeds
+from offload.planning.speeds import ComputeSpeeds, DiskSpeeds
 from offload.tiers.errors import PathError
 
 COMPUTE: dict[str, Any] = {
@@ -45,13 +44,13 @@ class Counted:
     def __init__(self) -> None:
         self.compute = self.disk = 0
 
-    def measure_compute(self) -> dict[str, Any]:
+    def measure_compute(self) -> ComputeSpeeds:
         self.compute += 1
-        return {**COMPUTE, "operation_s": 1e-5 * self.compute}
+        return ComputeSpeeds(**{**COMPUTE, "operation_s": 1e-5 * self.compute})
 
-    def measure_disk(self, folders: object, gpu: bool) -> dict[str, Any]:
+    def measure_disk(self, folders: object, gpu: bool) -> DiskSpeeds:
         self.disk += 1
-        return dict(DISK)
+        return DiskSpeeds(**DISK)
 
 
 @pytest.fixture
@@ -201,9 +200,13 @@ def test_a_folder_on_a_drive_that_is_not_there_is_refused(counted: Counted, tmp_
     assert counted.disk == 0
 
 
-def test_what_is_kept_is_all_that_speeds_can_say(counted: Counted, tmp_path: Path) -> None:
-    elsewhere = {"name", "endurance_nbytes", "network"}  # of machines that are described
-    assert {*COMPUTE, *DISK} == {f.name for f in fields(Speeds)} - elsewhere
+def test_a_file_without_a_number_is_not_believed(counted: Counted, tmp_path: Path) -> None:
+    machine_speeds([tmp_path])
+    for file in kept(tmp_path):
+        content = json.loads(file.read_text())
+        content["speeds"].popitem()
+        file.write_text(json.dumps(content))
+    assert known_speeds([tmp_path]) is None
 
 
 def test_what_was_measured_is_read_without_torch(counted: Counted, tmp_path: Path) -> None:
