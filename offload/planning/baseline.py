@@ -12,9 +12,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,7 @@ GPU_CONTEXT_NBYTES = 768 << 20
 
 
 _KIND = "baseline"
-_NAMES = ("ram_nbytes", "symbols_nbytes", "compiler_nbytes")
-Measured = tuple[int, int, int]  # in this order
+_NAMES = ("ram_nbytes", "symbols_nbytes", "compiler_nbytes")  # as they are measured
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,12 @@ class Baseline:
             return self.compiler_nbytes
         return self.symbols_nbytes if config.micro_batches != 1 else 0
 
+    def beside_gpu(self) -> Baseline:
+        """The same process with CUDA: nothing of that is measured."""
+        return replace(
+            self, ram_nbytes=max(self.ram_nbytes, GPU_RAM_NBYTES), gpu_nbytes=GPU_CONTEXT_NBYTES
+        )
+
     @property
     def note(self) -> str:
         """Where the figures are from, as a sentence."""
@@ -74,36 +79,33 @@ class Baseline:
                 f"and libraries {format_bytes(self.gpu_nbytes)} of GPU memory; neither is measured"
             )
         if self.measured:
-            text = f"Python, PyTorch and kernels take {ram} of RAM, as measured on this machine"
-        else:
-            text = (
-                f"Python, PyTorch and kernels take {ram} of RAM: a default, measured on another "
-                "machine (2 cores, torch 2.13)"
-            )
-        return text
+            return f"Python, PyTorch and kernels take {ram} of RAM, as measured on this machine"
+        return (
+            f"Python, PyTorch and kernels take {ram} of RAM: a default, measured on another "
+            "machine (2 cores, torch 2.13)"
+        )
 
 
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
     """What was measured before in `precision`, or the default; at once, without torch."""
-    found = _kept(_key(precision))
-    default = (
-        _DEFAULT_RAM_NBYTES[precision], _DEFAULT_SYMBOLS_NBYTES, _DEFAULT_COMPILER_NBYTES
-    )  # fmt: skip
-    return _baseline(found or default, gpu, measured=found is not None)
+    found = _kept(_key(precision)) or Baseline(_DEFAULT_RAM_NBYTES[precision])
+    return found.beside_gpu() if gpu else found
 
 
-def machine_baseline(precision: str, *, gpu: bool = False, remeasure: bool = False) -> Baseline:
-    """As `known_baseline`; what was never measured is measured, which takes some seconds."""
+def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
+    """As `known_baseline` without a GPU; what was never measured is measured, which takes some
+    seconds."""
     key = _key(precision)
     found = None if remeasure else _kept(key)
     if found is None:
         found = measure_baseline(precision)
+        kept = {name: getattr(found, name) for name in _NAMES}
         with suppress(OSError):
-            save(_KIND, key_of(key), {"key": key, **dict(zip(_NAMES, found, strict=True))})
-    return _baseline(found, gpu, measured=True)
+            save(_KIND, key_of(key), {"key": key, **kept})
+    return found
 
 
-def measure_baseline(precision: str) -> Measured:
+def measure_baseline(precision: str) -> Baseline:
     """Peak RAM of a process that trains next to nothing, and what micro-batches and checkpoints
     add.
 
@@ -114,20 +116,17 @@ def measure_baseline(precision: str) -> Measured:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
-        ram, symbols, compiler = done.stdout.split()[-3:]
-        return int(ram), int(symbols), int(compiler)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return _measured(map(int, done.stdout.split()[-3:]))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise OffloadError(
             f"the memory of a process without a model could not be measured: {said.strip()[-500:]}"
         ) from error
 
 
-def _baseline(found: Measured, gpu: bool, *, measured: bool) -> Baseline:
-    ram, symbols, compiler = found
-    if not gpu:
-        return Baseline(ram, 0, measured, symbols, compiler)
-    return Baseline(max(ram, GPU_RAM_NBYTES), GPU_CONTEXT_NBYTES, measured, symbols, compiler)
+def _measured(numbers: Iterable[int]) -> Baseline:
+    """ValueError unless there are as many numbers as names."""
+    return Baseline(measured=True, **dict(zip(_NAMES, numbers, strict=True)))
 
 
 # ---------------------------------------------------------------- the cache
@@ -150,12 +149,12 @@ def _version(name: str) -> str:
         return "none"
 
 
-def _kept(key: Mapping[str, Any]) -> Measured | None:
+def _kept(key: Mapping[str, Any]) -> Baseline | None:
     return load(_KIND, key_of(key), _decoded)
 
 
-def _decoded(values: Any) -> Measured:
-    ram, symbols, compiler = (whole(values[name]) for name in _NAMES)
-    if not ram:
+def _decoded(values: Any) -> Baseline:
+    found = _measured(whole(values[name]) for name in _NAMES)
+    if not found.ram_nbytes:
         raise ValueError("no process takes nothing")
-    return ram, symbols, compiler
+    return found

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 
 from offload.planning.baseline import Baseline
 from offload.planning.collective_sequence import collective_sequence
-from offload.planning.copies import find_copies
 from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.heap_holes import heap_holes_nbytes
 from offload.planning.nvme_most import nvme_most
 from offload.planning.plan import Plan, needed_nbytes
 from offload.planning.plan_sizes import ITEMSIZE, own_numel, pages, record_kinds
+from offload.planning.traffic import find_copies
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import round_up
@@ -45,29 +45,8 @@ if TYPE_CHECKING:
     from offload.zero.model_shape import ModelShape
 
 _FILE_GROWTH_NBYTES = 256 << 20  # as `swap/block_store.py` lengthens a file
-_CLASS_OF = {
-    StateClass.PARAMETERS: MemoryClass.PARAMETERS,
-    StateClass.GRADIENTS: MemoryClass.GRADIENTS,
-    StateClass.OPTIMIZER: MemoryClass.OPTIMIZER,
-    StateClass.STAGING: MemoryClass.STAGING,
-    StateClass.ACTIVATIONS: MemoryClass.ACTIVATIONS,
-}
 _MOST_LATE = 3  # groups whose update within backward is still to come
 ByClass = dict[MemoryClass, int]
-
-
-def estimate_memory(
-    plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
-    workload: Workload, baseline: Baseline,
-) -> MemoryEstimate:  # fmt: skip
-    """Peaks of a run of `plan`, in bytes; reads nothing of the machine.
-
-    `config` has `optimizer.in_backward` as the training loop will have it
-    (`OffloadConfig.owning_the_loop` for `offload train`). Capacities are the tiers' budgets (of
-    RAM: host's and, on a CPU, device's, with the baseline and the activations on top); who knows
-    the machine replaces them.
-    """
-    return PlannedMemory(plan, config, model, facts, workload, baseline).estimate()
 
 
 @dataclass(frozen=True)
@@ -83,7 +62,13 @@ class _Homes:
 
 
 class PlannedMemory:
-    """The terms of one estimate."""
+    """Peaks of a run of `plan`, in bytes; reads nothing of the machine.
+
+    `config` has `optimizer.in_backward` as the training loop will have it
+    (`OffloadConfig.owning_the_loop` for `offload train`). Capacities are the tiers' budgets (of
+    RAM: host's and, on a CPU, device's, with the baseline and the activations on top); a caller
+    that knows the machine replaces them.
+    """
 
     def __init__(
         self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
@@ -153,9 +138,16 @@ class PlannedMemory:
     @property
     def _staging(self) -> int:
         """Of the host ledger: buffers of the update and, on a CPU, what is where it computes."""
-        plan = self._plan
-        here = 0 if plan.gpu else plan.sums_nbytes + self._with_ranks
-        return plan.staging_buffers * plan.staging_nbytes + here
+        return self._update_buffers + self._where_it_computes * (not self._plan.gpu)
+
+    @property
+    def _update_buffers(self) -> int:
+        return self._plan.staging_buffers * self._plan.staging_nbytes
+
+    @property
+    def _where_it_computes(self) -> int:
+        """Sums of micro-batches, and what working with other ranks takes."""
+        return self._plan.sums_nbytes + self._with_ranks
 
     # ---------------------------------------------------------------- other ranks
     @cached_property
@@ -190,9 +182,8 @@ class PlannedMemory:
 
     @property
     def _kernel_buffers(self) -> int:
-        plan = self._plan
-        device = plan.device.total_nbytes if plan.device is not None else 0
-        return plan.sums_nbytes + device + self._with_ranks
+        device = self._plan.device
+        return self._where_it_computes + (device.total_nbytes if device is not None else 0)
 
     @property
     def _mirrors(self) -> int:
@@ -300,11 +291,9 @@ class PlannedMemory:
             for name, nbytes in self._homes[tier].by_class.items():
                 by_class[name] += nbytes
             by_class[MemoryClass.FRAGMENTATION] += self._homes[tier].padding_nbytes
-        copies, plan = self._copies, self._plan
-        here = 0 if plan.gpu else plan.sums_nbytes + self._with_ranks
-        by_class[MemoryClass.STAGING] += copies.nbytes + here
-        if copies.staged or plan.gpu:
-            by_class[MemoryClass.STAGING] += plan.staging_buffers * plan.staging_nbytes
+        copies, used = self._copies, self._copies.staged or self._plan.gpu
+        by_class[MemoryClass.STAGING] += copies.nbytes + self._staging
+        by_class[MemoryClass.STAGING] -= 0 if used else self._update_buffers
         by_class[MemoryClass.FRAGMENTATION] += copies.touched_nbytes - copies.nbytes
         return by_class
 
@@ -319,7 +308,7 @@ class PlannedMemory:
         """Of the ledger, at most."""
         by_class = _no_bytes()
         for state_class, nbytes in nvme_most(self._planned, self._activations_on_disk).items():
-            by_class[_CLASS_OF[state_class]] += nbytes
+            by_class[MemoryClass(str(state_class))] += nbytes
         return by_class
 
     def _disk(self) -> PlaceEstimate:
@@ -339,22 +328,13 @@ class PlannedMemory:
         return PlaceEstimate(budget, _without_zeros(by_class))
 
 
-def _sums(config: OffloadConfig, passes: int) -> bool:
-    """16-bit gradients of several passes: kept in fp32, planned or not."""
-    return config.precision != "fp32" and max(passes, config.gradient_accumulation_steps) > 1
-
-
 def _with_sums(plan: Plan, config: OffloadConfig, passes: int) -> Plan:
-    """The plan with gradients as they will be: fp32 sums that nobody planned for are on host where
-    the plan says nvme."""
-    if not _sums(config, passes):
+    """The plan with gradients as they will be. Those of several passes are summed in fp32, planned
+    or not; sums that were not planned are on host where the plan says nvme."""
+    if config.precision == "fp32" or max(passes, config.gradient_accumulation_steps) == 1:
         return plan
     groups = tuple(
-        replace(
-            group,
-            gradients=pages(group.layout.shard_trainable * 4),
-            summed=True,
-        )
+        replace(group, gradients=pages(group.layout.shard_trainable * 4), summed=True)
         for group in plan.groups
     )
     gradients = tuple(TierName.HOST if tier is TierName.NVME else tier for tier in plan.gradients)

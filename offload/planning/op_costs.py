@@ -75,13 +75,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> int:
-    """(..., m, k) by (..., k, n) or (k,)."""
+    """(..., m, k) by (..., k, n) or (k,); of groups of rows each by its own matrix, too."""
     return 2 * a.numel() * (int(b.shape[-1]) if b.dim() > 1 else 1)
-
-
-def _grouped(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Rows of `a`, each by one of the matrices of `b`; or slices of a common dimension."""
-    return 2 * a.numel() * int(b.shape[-1])
 
 
 def _convolution(args: Sequence[Any], result: torch.Tensor) -> int:
@@ -99,15 +94,13 @@ def _convolution_backward(args: Sequence[Any], result: Any) -> int:
 
 
 _FLOPS: dict[str, Flops] = {
-    "mm": lambda args, _: _product(args[0], args[1]),
-    "bmm": lambda args, _: _product(args[0], args[1]),
-    "mv": lambda args, _: _product(args[0], args[1]),
-    "dot": lambda args, _: _product(args[0], args[1]),
-    "addmm": lambda args, _: _product(args[1], args[2]),
-    "_addmm_activation": lambda args, _: _product(args[1], args[2]),
-    "baddbmm": lambda args, _: _product(args[1], args[2]),
-    "addmv": lambda args, _: _product(args[1], args[2]),
-    "_grouped_mm": lambda args, _: _grouped(args[0], args[1]),
+    **dict.fromkeys(
+        ("mm", "bmm", "mv", "dot", "_grouped_mm"), lambda args, _: _product(args[0], args[1])
+    ),
+    **dict.fromkeys(  # what is added comes first
+        ("addmm", "_addmm_activation", "baddbmm", "addmv"),
+        lambda args, _: _product(args[1], args[2]),
+    ),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }

@@ -189,29 +189,25 @@ def record_kinds(
 
 def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     """Memory that copies of nvme state need at least: one unit's parameters, those of an enclosing
-    module that stay gathered meanwhile, and one group's gradients or one record.
+    module that stay gathered meanwhile, and one group's gradients or one record."""
+    other = max((max(group.gradients, group.largest_record) for group in groups), default=0)
+    return largest_unit(model, [group.parameters for group in groups], other)
+
+
+def largest_unit(model: ModelShape, parameters: Sequence[int], other_nbytes: int = 0) -> int:
+    """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's,
+    beside one other copy. `parameters`: bytes by group.
 
     They lie where earlier copies left room: with `n` copies in use, the space between them may be
     in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
     """
-    root = [groups[index].parameters for u in model.units if not u.name for index in u.groups]
-    other = max((max(group.gradients, group.largest_record) for group in groups), default=0)
-    window = 0
-    for unit in model.units:
-        pieces = [groups[index].parameters for index in unit.groups]
-        pieces += [*(root if unit.name else ()), other]
-        window = max(window, sum(pieces) + (len(pieces) - 1) * max(pieces))
-    return window
-
-
-def largest_unit(model: ModelShape, parameters: Sequence[int]) -> int:
-    """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's,
-    with the room between them that `window_nbytes_of` explains. `parameters`: bytes by group."""
     root = [parameters[index] for u in model.units if not u.name for index in u.groups]
+    other = [other_nbytes] if other_nbytes else []
     largest = sum(root)
     for unit in model.units:
-        pieces = [parameters[index] for index in unit.groups] + (root if unit.name else [])
-        largest = max(largest, sum(pieces) + max(0, len(pieces) - 1) * max(pieces, default=0))
+        copies = [parameters[index] for index in unit.groups]
+        copies += [*(root if unit.name else ()), *other]
+        largest = max(largest, sum(copies) + max(0, len(copies) - 1) * max(copies, default=0))
     return largest
 
 

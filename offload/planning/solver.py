@@ -28,7 +28,7 @@ from offload.planning.estimate import short_weights
 from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import CLASSES
 from offload.planning.splits import shares_of
-from offload.planning.tuning import known as bandwidth
+from offload.planning.tuning import rated_bandwidth
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def solve(
     """
     if known is not None and known.speeds.nvme_read_bytes_per_s:
         speeds = known.speeds
-        measured = bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
+        measured = rated_bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
         hardware = replace(hardware, measure_nvme=measured)
     choice, candidates = None, []
     for settled in _choices(config, known):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -60,7 +60,7 @@ class Speeds(ComputeSpeeds, DiskSpeeds):
     def times(self, factor: float) -> Speeds:
         """All rates and costs of a machine that is `factor` times as fast."""
         rates = {f.name: getattr(self, f.name) for f in fields(self) if "_per_s" in f.name}
-        scaled = {
+        scaled: dict[str, Any] = {
             name: {key: factor * each for key, each in rate.items()}
             if isinstance(rate, Mapping) else factor * rate
             for name, rate in rates.items()

@@ -66,21 +66,13 @@ def estimate_step(
 
     def of(passes: int) -> StepEstimate:
         some = replace(workload, passes=passes)
-        return _gone_through(plan, config, model, facts, some, speeds)
+        traffic = step_traffic(plan, config, model, facts, some)
+        return _Pipeline(plan, config, model, facts, some, speeds, traffic).estimate()
 
     beyond = workload.passes - MOST_PASSES
     if beyond <= 0:
         return of(workload.passes)
     return _longer(of(MOST_PASSES - 1), of(MOST_PASSES), beyond, workload.tokens)
-
-
-def _gone_through(
-    plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
-    workload: Workload, speeds: Speeds,
-) -> StepEstimate:  # fmt: skip
-    traffic = step_traffic(plan, config, model, facts, workload)
-    pipeline = _Pipeline(plan, config, model, facts, workload, speeds, traffic)
-    return pipeline.estimate()
 
 
 def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -> StepEstimate:
@@ -149,25 +141,19 @@ class _Pipeline:
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
         """Seconds of each use, shared out by parameters among those that backward comes to."""
         precision = self._config.precision
+        first = [move.action for move in self._traffic.moves if move.action.number == 0]
+        uses = {
+            verb: [action.group for action in first if action.verb is verb]
+            for verb in (Verb.FORWARD, Verb.BACKWARD)
+        }
+        needed = set(uses[Verb.BACKWARD])
         costs: dict[tuple[Verb, int], float] = {}
         for verb, cost in ((Verb.FORWARD, facts.forward), (Verb.BACKWARD, facts.backward)):
             total = pass_s(cost, precision, self._speeds)
-            first = [m.action.group for m in self._traffic.moves if m.action.number == 0]
-            verbs = [m.action.verb for m in self._traffic.moves if m.action.number == 0]
-            uses = [g for g, v in zip(first, verbs, strict=True) if v is verb]
-            needed = {g for g, v in zip(first, verbs, strict=True) if v is Verb.BACKWARD}
-            weights = [model.groups[g].numel if g in needed else 0 for g in uses]
-            whole = sum(weights)
-            for group, weight in zip(uses, weights, strict=True):
-                share = weight / whole if whole else 1 / len(uses)
-                costs[verb, group] = costs.get((verb, group), 0.0) + total * share
-        for verb in (Verb.FORWARD, Verb.BACKWARD):  # a group that is used several times in a pass
-            counts: dict[int, int] = defaultdict(int)
-            for move in self._traffic.moves:
-                if move.action.verb is verb and move.action.number == 0:
-                    counts[move.action.group] += 1
-            for group, count in counts.items():
-                costs[verb, group] /= count
+            weights = {g: model.groups[g].numel if g in needed else 0 for g in uses[verb]}
+            whole = sum(weights[g] for g in uses[verb])
+            for group, weight in weights.items():
+                costs[verb, group] = total * (weight / whole if whole else 1 / len(uses[verb]))
         return costs
 
     # ---------------------------------------------------------------- running

@@ -1,5 +1,5 @@
 """Steps of a plan, simulated without bytes: what the runtime will move over every link, action by
-action, and what copies host memory holds meanwhile (`copies` takes their peak).
+action, and what copies host memory holds meanwhile.
 
     use          parameters at home on nvme are read unless a copy is in host memory, and cross to
                  the device unless one is there
@@ -9,6 +9,15 @@ action, and what copies host memory holds meanwhile (`copies` takes their peak).
                  record, always
 
 Counted in a step of a long run: the program is run until two steps move the same bytes.
+
+The permanent homes, staging buffers and the window of activations take their place in the host
+arena before anything else; copies share what is left of it, one stretch of addresses:
+
+    ├ window ┤├ staging ┤├ sums ┤├ homes of all groups ┤├──────────── copies ────────────┤
+
+Copies are kept until their place is needed, so they grow to all that may ever be copied or to the
+end of the budget. Between these two their peak depends on which sizes follow each other, and is
+taken from the simulated steps, too.
 """
 
 from __future__ import annotations
@@ -333,3 +342,26 @@ class StepRun:
     def _count_read(moved: Bytes, nbytes: int, requests: int) -> None:
         moved.read += nbytes
         moved.requests += requests
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The host tier's copies of what lives on nvme, at their peak. Bytes."""
+
+    by_class: dict[StateClass, int]  # copies in host memory, when they are most
+    touched_nbytes: int  # of host memory that copies have ever lain in
+    staged: bool  # whether chunks pass through the staging buffers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.by_class.values())
+
+
+def find_copies(
+    plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
+) -> Copies:
+    """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`."""
+    if not plan.uses_nvme:
+        return Copies({}, 0, staged=False)
+    run = StepRun(plan, config, model, passes, room_nbytes)
+    return Copies(run.host.most, run.host.high_water_nbytes, run.stages)

@@ -53,7 +53,7 @@ class Streamed:
     host_budget: int
 
 
-def known(read_bytes_per_s: float, write_bytes_per_s: float) -> Measure:
+def rated_bandwidth(read_bytes_per_s: float, write_bytes_per_s: float) -> Measure:
     """What would be measured, where it is known from elsewhere: a data sheet."""
     bandwidth = Bandwidth(read_bytes_per_s, write_bytes_per_s)
     return lambda: bandwidth

@@ -21,7 +21,7 @@ from offload.planning.advice import Situation, advise, corrected
 from offload.planning.baseline import known_baseline
 from offload.planning.calibration import known_speeds, machine_speeds
 from offload.planning.estimate import Change, MemoryEstimate
-from offload.planning.memory import estimate_memory
+from offload.planning.memory import PlannedMemory
 from offload.planning.plan import Hardware
 from offload.planning.plan_sizes import ITEMSIZE
 from offload.planning.run_check import LinkPrediction, Prediction
@@ -78,7 +78,8 @@ class Forecast:
         best = self.solution.best
         baseline = known_baseline(best.config.precision, gpu=best.plan.gpu)
         facts, workload = self.known.facts_of(best.config), self.known.workload
-        return estimate_memory(best.plan, best.config, self.model, facts, workload, baseline)
+        planned = PlannedMemory(best.plan, best.config, self.model, facts, workload, baseline)
+        return planned.estimate()
 
     def advice(self, measured_s: float) -> list[Change]:
         """What would make a step faster, judged with speeds corrected by a measured step; nothing

@@ -10,9 +10,9 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.planning import traffic
-from offload.planning.copies import Copies, find_copies
 from offload.planning.plan import Hardware, Plan
 from offload.planning.planner import lay_out_plan
+from offload.planning.traffic import Copies, find_copies
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.layout import ParamShape

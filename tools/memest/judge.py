@@ -15,7 +15,7 @@ from offload.planning.estimate import (
     PlaceEstimate,
     Shortfall,
 )
-from offload.planning.memory import estimate_memory
+from offload.planning.memory import PlannedMemory
 from offload.planning.plan import Hardware
 from offload.planning.planner import resolved_config
 from offload.planning.solver import Candidate, Known, Solution, solve
@@ -123,10 +123,10 @@ class Judge:
 
     def _memory(self, case: Case, best: Candidate, baseline: Baseline) -> MemoryEstimate:
         facts = self.facts(case, best.config)
-        memory = estimate_memory(
+        planned = PlannedMemory(
             best.plan, best.config, case.source.shape, facts, case.workload, baseline
         )
-        return _of_the_machine(memory, case.hardware)
+        return _of_the_machine(planned.estimate(), case.hardware)
 
 
 def _baseline_of(case: Case) -> Baseline:

@@ -14,7 +14,7 @@ from offload import machine
 from offload.planning.network import Network
 from offload.planning.plan import Hardware
 from offload.planning.speeds import Speeds
-from offload.planning.tuning import known
+from offload.planning.tuning import rated_bandwidth
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.local_gpus import LocalGpu, local_gpus
@@ -118,7 +118,7 @@ class HardwareProfile:
             host_nbytes=self.usable_ram_nbytes // ranks,
             host_free_nbytes=self.ram_free_nbytes // ranks,
             nvme_free_nbytes=self.nvme_nbytes // ranks,
-            measure_nvme=known(read, write) if self.ssds else None,
+            measure_nvme=rated_bandwidth(read, write) if self.ssds else None,
             kernels_missing=None if self.gpu_nbytes else "the model computes on the CPU",
             sharding=sharding,
         )
