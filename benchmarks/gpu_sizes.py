@@ -15,13 +15,13 @@ from typing import Any
 from benchmarks.gpu_machine import GpuMachine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import trace_activations
-from offload.planning.baseline import known_baseline
-from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.solver import Candidate, Known, solve
-from offload.planning.work_time import update_traffic
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.solver import Candidate, Known, solve
+from offload.planning.machine.baseline import known_baseline
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.workload import Workload
+from offload.planning.step.work_time import update_traffic
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes

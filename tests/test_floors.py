@@ -32,6 +32,8 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]  # fmt: skip
+# Of planning: rooms are floors within it. Modules beside them use no room.
+ROOMS = ["plan", "activations", "step", "machine", "choice"]
 LAYERS = {"tiers", "swap", "kernels", "zero", "tools"}  # linked: `test_house` knows them
 
 
@@ -95,6 +97,23 @@ def test_no_import_runs_up() -> None:
         for name in within_offload()
         for other in sorted(graph()[name])
         if other.split(".")[1] not in LAYERS and floor_of(other) > floor_of(name)
+    ]
+    assert up == []
+
+
+def room_of(module: str) -> int:
+    name = module.split(".")[2]
+    return ROOMS.index(name) if name in ROOMS else -1
+
+
+def test_no_import_within_planning_runs_up() -> None:
+    planning = [name for name in graph() if name.startswith("offload.planning.")]
+    assert {ROOMS[room_of(name)] for name in planning if room_of(name) >= 0} == set(ROOMS)
+    up = [
+        f"{name} imports {other}"
+        for name in planning
+        for other in sorted(graph()[name])
+        if other.startswith("offload.planning.") and room_of(other) > room_of(name)
     ]
     assert up == []
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
-from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
+from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.runs.metrics import StepMetrics
 from offload.swap.line_file import LineFile
 from offload.tiers.errors import CheckpointError, ConfigError, PathError

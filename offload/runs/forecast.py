@@ -15,20 +15,20 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.config.fields import TierSplit
 from offload.homes import compute_device, nvme_paths, this_machine
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import trace_activations
-from offload.planning.advice import Situation, advise, corrected
-from offload.planning.baseline import known_baseline
-from offload.planning.calibration import known_speeds, machine_speeds
-from offload.planning.estimate import Change, MemoryEstimate
-from offload.planning.memory import PlannedMemory
-from offload.planning.plan import Hardware
-from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.run_check import LinkPrediction, Prediction
-from offload.planning.solver import Candidate, Known, Solution, solve
-from offload.planning.speeds import NOMINAL, Speeds
-from offload.planning.tuning import WORTH_MEASURING_NBYTES
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.advice import Situation, advise, corrected
+from offload.planning.choice.run_check import LinkPrediction, Prediction
+from offload.planning.choice.solver import Candidate, Known, Solution, solve
+from offload.planning.machine.baseline import known_baseline
+from offload.planning.machine.calibration import known_speeds, machine_speeds
+from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.estimate import Change, MemoryEstimate
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.plan.tuning import WORTH_MEASURING_NBYTES
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.extent import TierName
 from offload.zero.discovery import discover

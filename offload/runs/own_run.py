@@ -20,13 +20,13 @@ from offload.config import OffloadConfig
 from offload.config.fields import TIERS
 from offload.homes import compute_device, this_machine
 from offload.machine import peak_rss_nbytes, rss_nbytes
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.activation_trace import trace_activations
-from offload.planning.baseline import Baseline
-from offload.planning.memory import PlannedMemory
-from offload.planning.planner import make_plan, resolved_config
-from offload.planning.run_check import Measured, Prediction, usual_step_s
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.choice.run_check import Measured, Prediction, usual_step_s
+from offload.planning.machine.baseline import Baseline
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder
 from offload.runs.forecast import forecast_of
 from offload.runs.metrics import StepMetrics

@@ -6,7 +6,7 @@ import dataclasses
 
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_sizes import GIB, Case, Peer, choose
-from offload.planning.speeds import Speeds
+from offload.planning.machine.speeds import Speeds
 
 
 def speeds(matmul: float, bus: float, disk: tuple[float, float], link: float) -> Speeds:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.planning import baseline
-from offload.planning.baseline import (
+from offload.planning.machine import baseline
+from offload.planning.machine.baseline import (
     Baseline,
     known_baseline,
     machine_baseline,

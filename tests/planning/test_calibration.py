@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from offload.planning import calibration
-from offload.planning.calibration import known_speeds, machine_speeds
-from offload.planning.speeds import ComputeSpeeds, DiskSpeeds
+from offload.planning.machine import calibration
+from offload.planning.machine.calibration import known_speeds, machine_speeds
+from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
 from offload.tiers.errors import PathError
 
 COMPUTE: dict[str, Any] = {
@@ -213,7 +213,7 @@ def test_what_was_measured_is_read_without_torch(counted: Counted, tmp_path: Pat
     machine_speeds([tmp_path])
     program = (
         "import sys\n"
-        "from offload.planning.calibration import known_speeds\n"
+        "from offload.planning.machine.calibration import known_speeds\n"
         f"assert known_speeds([{str(tmp_path)!r}]).nvme_read_bytes_per_s == 1e9\n"
         "heavy = {'torch', 'numba'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -223,7 +223,7 @@ def test_what_was_measured_is_read_without_torch(counted: Counted, tmp_path: Pat
 
 # ---------------------------------------------------------------- the measurements themselves
 def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
-    from offload.planning.speed_tests import measure_disk
+    from offload.planning.machine.speed_tests import measure_disk
 
     before = set(tmp_path.iterdir())
     found = measure_disk([tmp_path], beside_compute=False, file_nbytes=32 << 20)
@@ -236,8 +236,8 @@ def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
 def test_measuring_takes_no_random_numbers_from_anybody() -> None:
     import torch
 
-    from offload.planning.sample_models import measure_models
-    from offload.planning.speed_tests import matmul_rate
+    from offload.planning.machine.sample_models import measure_models
+    from offload.planning.machine.speed_tests import matmul_rate
 
     cpu = torch.device("cpu")
     before = torch.get_rng_state()
@@ -251,7 +251,7 @@ def test_measuring_takes_no_random_numbers_from_anybody() -> None:
 
 
 def test_a_format_without_a_fast_kernel_is_not_tried_at_length() -> None:
-    from offload.planning.speed_tests import is_slow
+    from offload.planning.machine.speed_tests import is_slow
 
     assert is_slow(1e9, (512, 1024, 4096))
     assert not is_slow(1e11, (512, 1024, 4096))

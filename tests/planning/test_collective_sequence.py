@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.collective_sequence import Among, Call, collective_sequence
-from offload.planning.network import Network
-from offload.planning.step_program import Verb
+from offload.planning.machine.network import Network
+from offload.planning.step.collective_sequence import Among, Call, collective_sequence
+from offload.planning.step.program import Verb
 from offload.zero.discovery import discover
 from offload.zero.sharding import Sharding
 from tests.offload.engine_cases import TinyLM
@@ -133,7 +133,7 @@ FAST = Network(8, 400e9, 320e9, 0.0, 0.0, 0.0, 0.0)
 
 
 def seconds(network: Network, call: Call, among: Among, sharding: Sharding, nbytes: int) -> float:
-    from offload.planning.collective_sequence import Exchange
+    from offload.planning.step.collective_sequence import Exchange
 
     return network.seconds(Exchange(call, among, nbytes), sharding)
 

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
-from offload.planning.advice import MATTERS, Situation, advise, corrected
-from offload.planning.run_check import (
+from offload.planning.choice.advice import MATTERS, Situation, advise, corrected
+from offload.planning.choice.run_check import (
     LinkPrediction,
     Measured,
     Prediction,
@@ -26,7 +26,7 @@ from offload.planning.run_check import (
     compare,
     usual_step_s,
 )
-from offload.planning.solver import solve
+from offload.planning.choice.solver import solve
 from offload.runs.folder import RunFolder, other_numbers, with_choices_of
 from offload.swap.threads_backend import ThreadsBackend
 from offload.train.loop import run
@@ -126,7 +126,7 @@ def test_the_first_steps_do_not_count():
 
 
 def test_checking_needs_no_torch():
-    program = "import sys, offload.planning.run_check\nassert 'torch' not in sys.modules"
+    program = "import sys, offload.planning.choice.run_check\nassert 'torch' not in sys.modules"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
 

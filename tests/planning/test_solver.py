@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.planner import make_plan, resolved_config, shortfalls
-from offload.planning.solver import Known, Solution, solve
-from offload.planning.speeds import NOMINAL, Speeds
-from offload.planning.splits import shares_of
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.planner import make_plan, resolved_config, shortfalls
+from offload.planning.choice.solver import Known, Solution, solve
+from offload.planning.choice.splits import shares_of
+from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.workload import Workload
 from offload.tiers.extent import TierName
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
@@ -100,7 +100,7 @@ def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
 
 
 def test_what_was_chosen_still_fits_when_less_memory_is_free_a_moment_later():
-    from offload.planning.planner import make_plan
+    from offload.planning.choice.planner import make_plan
     from offload.runs.forecast import chosen_config
 
     before, later = (Hardware(0, 64 * GIB, n * MIB, 64 * GIB) for n in (300, 250))
@@ -280,8 +280,8 @@ def test_states_stay_off_a_gpu_whose_kernels_are_missing():
 # ---------------------------------------------------------------- being quick
 def test_planning_needs_no_torch():
     program = (
-        "import sys, offload.planning.planner\n"
-        "import offload.planning.run_check, offload.planning.advice\n"
+        "import sys, offload.planning.choice.planner\n"
+        "import offload.planning.choice.run_check, offload.planning.choice.advice\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.solver import Candidate, Known, solve
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.solver import Candidate, Known, solve
+from offload.planning.plan.workload import Workload
 from offload.tools.memest.judge import Judge
 from offload.tools.memest.model_source import StatedSizes, read_stated
 from offload.tools.memest.options import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload import machine
-from offload.planning.speeds import Speeds
+from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import ConfigError
 from offload.tools.memest import profiles
 from offload.tools.memest.local_gpus import LocalGpu, local_gpus, visible

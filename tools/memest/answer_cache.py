@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offload.planning import disk_cache
+from offload.planning.machine import disk_cache
 
 
 def key_of(parts: Mapping[str, Any]) -> str:

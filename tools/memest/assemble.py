@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from offload import machine
 from offload.config import OffloadConfig
-from offload.planning.estimate import Estimate
-from offload.planning.speeds import Speeds
-from offload.planning.step_time import MOST_PASSES
-from offload.planning.workload import Workload
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.workload import Workload
+from offload.planning.step.step_time import MOST_PASSES
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
 from offload.tools.memest.changes import changes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.estimate import MemoryEstimate, Shortfall, StepEstimate
-from offload.planning.plan import Hardware, Plan
-from offload.planning.speeds import Speeds
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import MemoryEstimate, Shortfall, StepEstimate
+from offload.planning.plan.plan import Hardware, Plan
+from offload.planning.plan.workload import Workload
 from offload.tools.memest.profiles import HardwareProfile
 from offload.tools.memest.source import ModelSource
 from offload.zero.sharding import Sharding

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.estimate import Change
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.plan.estimate import Change
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.case import Case, Verdict
 from offload.tools.memest.knobs import Rung, knobs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.estimate import MemoryClass
+from offload.planning.plan.estimate import MemoryClass
 
 _ORDER = tuple(MemoryClass)
 

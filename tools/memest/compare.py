@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.durations import duration
-from offload.planning.estimate import Estimate, MemoryClass, PlaceEstimate
-from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.speeds import Speeds
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.choice.durations import duration
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate
+from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.plan.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.profiles import HardwareProfile

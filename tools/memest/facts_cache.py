@@ -9,9 +9,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCost
-from offload.planning.disk_cache import load, text, whole
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, HeapFacts, PassCost
+from offload.planning.machine.disk_cache import load, text, whole
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.tools.memest.answer_cache import keep, key_of
 
@@ -57,7 +57,7 @@ def cached_facts(
 def _traced(
     model: nn.Module, config: OffloadConfig, workload: Workload, device: str | None
 ) -> ActivationFacts:
-    from offload.planning.activation_trace import trace_activations
+    from offload.planning.activations.trace import trace_activations
 
     try:
         return trace_activations(model, config, workload, device=device)

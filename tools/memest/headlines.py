@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offload.planning.workload import Workload
+from offload.planning.plan.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tools.memest.ladders import FamilyName, Shape
 from offload.tools.memest.largest import largest_shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.planning.estimate import MemoryClass
+from offload.planning.plan.estimate import MemoryClass
 from offload.tools.memest.colours import DARK, LIGHT, Theme, ink_on
 
 _RULES = """

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCost
-from offload.planning.baseline import Baseline, known_baseline
-from offload.planning.estimate import (
+from offload.planning.activations.facts import ActivationFacts, HeapFacts, PassCost
+from offload.planning.choice.planner import resolved_config
+from offload.planning.choice.solver import Candidate, Known, Solution, solve
+from offload.planning.machine.baseline import Baseline, known_baseline
+from offload.planning.machine.speeds import NOMINAL
+from offload.planning.plan.estimate import (
     Change,
     MemoryClass,
     MemoryEstimate,
     PlaceEstimate,
     Shortfall,
 )
-from offload.planning.memory import PlannedMemory
-from offload.planning.plan import Hardware
-from offload.planning.planner import resolved_config
-from offload.planning.solver import Candidate, Known, Solution, solve
-from offload.planning.speeds import NOMINAL
-from offload.planning.workload import Workload
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.case import Case, Verdict
@@ -76,7 +76,7 @@ class Judge:
         """What would make a step faster; nothing where nothing is known of time."""
         if not case.timed:
             return ()
-        from offload.planning.advice import Situation, advise
+        from offload.planning.choice.advice import Situation, advise
 
         baseline = _baseline_of(case)
         best = self._solve(case, baseline).best

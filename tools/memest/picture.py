@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
+from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
 from offload.tiers.extent import TierName
 
 PLACE_TITLES = {

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload import machine
-from offload.planning.network import Network
-from offload.planning.plan import Hardware
-from offload.planning.speeds import Speeds
-from offload.planning.tuning import rated_bandwidth
+from offload.planning.machine.network import Network
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.tuning import rated_bandwidth
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.local_gpus import LocalGpu, local_gpus

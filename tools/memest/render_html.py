@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from offload.planning.estimate import Change, Estimate, StepEstimate
+from offload.planning.plan.estimate import Change, Estimate, StepEstimate
 from offload.tiers.units import format_bytes
 from offload.tools.memest import summary, svg, wording
 from offload.tools.memest.html_style import style_sheet

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from offload.planning.estimate import Change, Estimate, PlaceEstimate, Shortfall, StepEstimate
-from offload.planning.plan import Plan, needed_nbytes
+from offload.planning.plan.estimate import Change, Estimate, PlaceEstimate, Shortfall, StepEstimate
+from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.extent import TierName
 
 SCHEMA = "memest/1"

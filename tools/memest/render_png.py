@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.planning.estimate import Estimate, StepEstimate
+from offload.planning.plan.estimate import Estimate, StepEstimate
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.tools.memest import summary, wording

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.run_check import Row, RunCheck, check_run
+from offload.planning.choice.run_check import Row, RunCheck, check_run
 from offload.tiers.units import format_bytes
 from offload.tools.memest import wording
 

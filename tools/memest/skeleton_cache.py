@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.planning.disk_cache import flag, load, text, whole
+from offload.planning.machine.disk_cache import flag, load, text, whole
 from offload.tools.memest.answer_cache import keep
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape

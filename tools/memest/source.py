@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.facts_cache import cached_facts
 from offload.zero.model_shape import ModelShape

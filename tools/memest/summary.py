@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.estimate import Change, Estimate
+from offload.planning.plan.estimate import Change, Estimate
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest import wording

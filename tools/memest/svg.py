@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from html import escape
 
-from offload.planning.estimate import StepEstimate
+from offload.planning.plan.estimate import StepEstimate
 from offload.tiers.units import format_bytes
 from offload.tools.memest import wording
 from offload.tools.memest.picture import (
