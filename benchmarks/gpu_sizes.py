@@ -17,7 +17,7 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
-from offload.planning.choice.solver import Candidate, Known, solve
+from offload.planning.choice.solver import Candidate, RunFacts, solve
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.workload import Workload
@@ -162,7 +162,7 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, 
     """With as much of the optimizer's records on nvme as has to be, in per cent."""
     model, facts = _shape_of(shape), _facts_of(shape, batch)
     base = known_baseline(_PRECISION, gpu=True)
-    known = Known(
+    known = RunFacts(
         Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base.ram_nbytes,
         base.gpu_nbytes,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.advice import Situation, advise, corrected
 from offload.planning.choice.run_check import LinkPrediction, Prediction
-from offload.planning.choice.solver import Candidate, Known, Solution, solve
+from offload.planning.choice.solver import Candidate, RunFacts, Solution, solve
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import NOMINAL, Speeds
@@ -47,7 +47,7 @@ class Forecast:
     given: OffloadConfig
     model: ModelShape
     hardware: Hardware
-    known: Known
+    known: RunFacts
     speeds: Speeds | None
     solution: Solution
 
@@ -122,7 +122,7 @@ def forecast_of(
     speeds = _speeds(config, shape)
     baseline = known_baseline(config.precision, gpu=device.type == "cuda")
     try:
-        known = Known(
+        known = RunFacts(
             workload, speeds or replace(NOMINAL, gpu=device.type == "cuda"),
             facts, baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes,

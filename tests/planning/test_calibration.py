@@ -59,7 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
     found = Counted()
     monkeypatch.setattr(calibration, "_measure_compute", found.measure_compute)
     monkeypatch.setattr(calibration, "_measure_disk", found.measure_disk)
-    # whoever else uses this machine while the tests run
+    # other programs may run beside the tests
     monkeypatch.setattr(calibration, "_busy_share", lambda: 0.0)
     return found
 
@@ -178,7 +178,7 @@ def test_a_machine_that_others_use_is_measured_with_a_warning(
     caplog.clear()
     assert known_speeds([tmp_path]) is not None
     monkeypatch.setattr(calibration, "_busy_share", lambda: 0.05)
-    assert known_speeds([tmp_path]) is None  # who asks first is told to measure again
+    assert known_speeds([tmp_path]) is None  # it is time to measure again
     machine_speeds([tmp_path])
     assert known_speeds([tmp_path]) is not None
     assert counted.compute == 2
@@ -233,7 +233,7 @@ def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == before
 
 
-def test_measuring_takes_no_random_numbers_from_anybody() -> None:
+def test_measuring_leaves_the_global_random_numbers_alone() -> None:
     import torch
 
     from offload.planning.machine.sample_models import measure_models

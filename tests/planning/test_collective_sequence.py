@@ -109,7 +109,7 @@ def test_twice_the_parameters_travel_and_three_times_under_stage_3(ranks: int) -
     assert 2.6 * trainable < moved <= 3 * trainable + frozen
 
 
-def test_nobody_to_talk_to_is_no_call() -> None:
+def test_a_rank_alone_calls_nothing() -> None:
     found = collective_sequence(PLAIN, SHAPE, Sharding.of(3, None, 1, 0), 2)
     assert found.nbytes == 0
     assert not found.gathers

@@ -12,7 +12,7 @@ from offload.config import OffloadConfig
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.step import traffic
-from offload.planning.step.traffic import Copies, find_copies
+from offload.planning.step.traffic import PeakCopies, find_copies
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.layout import ParamShape
@@ -44,7 +44,7 @@ def plan(shape: ModelShape, **keys: Any) -> Plan:
 
 def copies(
     laid_out: Plan, shape: ModelShape, room_nbytes: int, passes: int = 1, **keys: Any
-) -> Copies:
+) -> PeakCopies:
     return find_copies(laid_out, configuration(**keys), shape, passes, room_nbytes)
 
 

@@ -59,7 +59,7 @@ def test_what_is_written_is_read_back():
     assert Measured.from_json(MEASURED.to_json()) == MEASURED
 
 
-def test_a_time_that_nobody_predicted_is_left_out():
+def test_a_time_that_was_not_predicted_is_left_out():
     untimed = replace(PREDICTION, seconds=None)
     assert "step" not in compare(untimed, MEASURED).line
     assert "step" not in compare(PREDICTION, replace(MEASURED, seconds=None)).line

@@ -17,7 +17,7 @@ from offload.config import OffloadConfig
 from offload.errors import BudgetError
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.planner import make_plan, resolved_config, shortfalls
-from offload.planning.choice.solver import Known, Solution, solve
+from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.choice.splits import shares_of
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.plan import Hardware, needed_nbytes
@@ -51,15 +51,15 @@ def facts(saved: int = 16 * MIB, seconds: float = 0.1) -> ActivationFacts:
     return ActivationFacts(saved, 2 * saved, saved // 2, "backward of head", work, work)
 
 
-def known(found: ActivationFacts | None = None, **keys: Any) -> Known:
-    return Known(Workload(2, 256), SPEEDS, lambda config: found or facts(), **keys)
+def known(found: ActivationFacts | None = None, **keys: Any) -> RunFacts:
+    return RunFacts(Workload(2, 256), SPEEDS, lambda config: found or facts(), **keys)
 
 
 def hardware(gpu: int = 0, host: int = 64 * GIB) -> Hardware:
     return Hardware(gpu, host, host, 64 * GIB)
 
 
-def solved(keys: dict[str, Any], about: Known | None = None, **machine: int) -> Solution:
+def solved(keys: dict[str, Any], about: RunFacts | None = None, **machine: int) -> Solution:
     return solve(OffloadConfig.load(keys), model(), hardware(**machine), about)
 
 
@@ -74,7 +74,7 @@ def test_everything_is_on_host_where_it_fits():
 
 
 @pytest.mark.parametrize("about", [None, known()], ids=["unknown work", "known work"])
-def test_every_choice_fits_its_budgets_to_the_byte(about: Known | None):
+def test_every_choice_fits_its_budgets_to_the_byte(about: RunFacts | None):
     everything_on_nvme = {"placement": dict.fromkeys(CLASSES, "nvme"), "budget": {"nvme": "2GiB"}}
     least = needed_nbytes(solved(everything_on_nvme).best.plan, TierName.HOST) // MIB + 1
     for host in (least, least + 5, least + 20, 150, 200, 300, 390):
@@ -231,9 +231,9 @@ def test_choices_are_printed_back():
 
 
 # ---------------------------------------------------------------- GPU
-def gpu_known(saved: int = 16 * MIB) -> Known:
+def gpu_known(saved: int = 16 * MIB) -> RunFacts:
     speeds: Speeds = replace(SPEEDS, gpu=True, compute_bytes_per_s=1e12)
-    return Known(Workload(2, 256), speeds, lambda config: facts(saved))
+    return RunFacts(Workload(2, 256), speeds, lambda config: facts(saved))
 
 
 def test_everything_lives_on_a_gpu_that_has_room_for_activations_too():
@@ -256,7 +256,7 @@ def test_an_open_host_budget_is_what_is_free_without_the_reserve():
     assert beside[TierName.HOST] == pytest.approx(0.95 * 60 * GIB, rel=1e-6)
 
 
-def test_on_a_cpu_activations_that_nobody_knows_have_a_share_of_ram():
+def test_on_a_cpu_unknown_activations_have_a_share_of_ram():
     known_ones = solved({}, known(facts(saved=3 * GIB)), host=64 * GIB).best.plan.budgets
     assert known_ones[TierName.HOST] < 0.95 * 58 * GIB
     assert known_ones[TierName.HOST] > 0.9 * 57 * GIB

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts, HeapFacts, PassCost
 from offload.planning.choice.planner import resolved_config
-from offload.planning.choice.solver import Candidate, Known, Solution, solve
+from offload.planning.choice.solver import Candidate, RunFacts, Solution, solve
 from offload.planning.machine.baseline import Baseline, known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import (
@@ -114,8 +114,8 @@ class Judge:
         known = self._known(case, baseline, any_fit=any_fit)
         return solve(case.config, case.source.shape, hardware, known)
 
-    def _known(self, case: Case, baseline: Baseline, *, any_fit: bool) -> Known:
-        return Known(
+    def _known(self, case: Case, baseline: Baseline, *, any_fit: bool) -> RunFacts:
+        return RunFacts(
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
             baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes, any_fit,

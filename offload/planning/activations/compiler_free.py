@@ -21,7 +21,7 @@ _TOLD = "__dynamo_disable"  # where torch keeps what it was given for a function
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, the compiler is imported by those alone who use it. As it was, afterwards."""
+    """Inside, torch's compiler is imported only where it is used. Afterwards all is as before."""
     with ExitStack() as stack:
         for kind in (_Dynamo, _SymbolicShapes, _Sympy, _SympyFunctions):
             if kind.NAME not in sys.modules:

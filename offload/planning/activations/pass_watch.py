@@ -28,7 +28,7 @@ class _Cost:
 
 
 @dataclass(slots=True)
-class Part:
+class CountedOps:
     """Operations that count several times."""
 
     times: int = 1
@@ -42,7 +42,7 @@ class _Mark:
 
     node: int  # sequence number of the first
     where: str
-    part: Part
+    part: CountedOps
     more: Alive  # on account of blocks that are not run
 
 
@@ -56,9 +56,9 @@ class PassWatch(TorchDispatchMode):
         self.saved = Alive()
         self.peak = Alive()  # each of the two at its own peak
         self.peak_at = "forward"
-        self.rest = Part()  # what no other part has
+        self.rest = CountedOps()  # what no other part has
         self._parts = [self.rest]
-        self._alike: list[tuple[Part, Part]] = []
+        self._alike: list[tuple[CountedOps, CountedOps]] = []
         self._is_kernel: dict[Any, bool] = {}
         self._backward = False
         self._last_node = 0
@@ -124,7 +124,7 @@ class PassWatch(TorchDispatchMode):
         self.peak = Alive()
         self._mark("the model", self.rest, Alive())
 
-    def enter(self, where: str, part: Part | None = None) -> None:
+    def enter(self, where: str, part: CountedOps | None = None) -> None:
         if not self._backward:
             self._mark(where, part or self.rest, self._now.more)
 
@@ -146,18 +146,18 @@ class PassWatch(TorchDispatchMode):
         self._last_node = _next_node()
         self._backward = True
 
-    def _mark(self, where: str, part: Part, more: Alive) -> None:
+    def _mark(self, where: str, part: CountedOps, more: Alive) -> None:
         self._now = _Mark(_next_node(), where, part, more)
         self._marks.append(self._now)
 
     # ---------------------------------------------------------------- what it cost
-    def part(self, times: int) -> Part:
+    def part(self, times: int) -> CountedOps:
         """A new one."""
-        part = Part(times)
+        part = CountedOps(times)
         self._parts.append(part)
         return part
 
-    def expect_alike(self, one: Part, other: Part) -> None:
+    def expect_alike(self, one: CountedOps, other: CountedOps) -> None:
         """Both should come to the same costs."""
         self._alike.append((one, other))
 

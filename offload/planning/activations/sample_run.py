@@ -1,4 +1,4 @@
-"""How a model is called for one training pass, where nobody says it."""
+"""How a model is called for one training pass, where the caller does not say."""
 
 from __future__ import annotations
 

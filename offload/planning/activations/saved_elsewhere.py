@@ -21,8 +21,8 @@ from offload.swap.activation_rules import LEAST_NBYTES, WHOLE
 _LEAST_SLOT_NBYTES = LEAST_WINDOW_NBYTES // 4
 
 
-class _Record:
-    """Bytes of a storage that left; it stays on the device while anybody else refers to it."""
+class _LeftStorage:
+    """Bytes of a storage that left; it stays on the device while other tensors refer to it."""
 
     def __init__(self, storage: torch.UntypedStorage, version: int, span: tuple[int, int]) -> None:
         self.version = version
@@ -36,9 +36,9 @@ class _Record:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parked:
+class _LeftTensor:
     owner: SavedElsewhere
-    record: _Record
+    record: _LeftStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -54,13 +54,13 @@ class SavedElsewhere:
     """A keeper of saved activations (`zero/handles.py`)."""
 
     def __init__(self, live: LiveBytes, *, in_place: bool) -> None:
-        """`live` knows whose a storage is. `in_place`: the model computes on the CPU, where the
+        """`live` knows which storages count. `in_place`: the model computes on the CPU, where the
         window is."""
         self._live = live
         self._in_place = in_place
-        self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
+        self._left: weakref.WeakValueDictionary[int, _LeftStorage] = weakref.WeakValueDictionary()
 
-    def keep(self, tensor: Tensor) -> _Parked | None:
+    def keep(self, tensor: Tensor) -> _LeftTensor | None:
         """Let it leave; None where it stays."""
         if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
             return None
@@ -69,19 +69,19 @@ class SavedElsewhere:
             return None
         record = self._record_of(tensor.untyped_storage(), tensor._version, span)
         offset = int(tensor.storage_offset()) * tensor.itemsize
-        return _Parked(self, record, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        return _LeftTensor(self, record, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _record_of(
         self, storage: torch.UntypedStorage, version: int, span: tuple[int, int]
-    ) -> _Record:
-        record = self._records.get(storage._cdata)
+    ) -> _LeftStorage:
+        record = self._left.get(storage._cdata)
         if record is None or not record.covers(storage, version, span):
             if storage.nbytes() <= WHOLE * (span[1] - span[0]):
                 span = 0, storage.nbytes()
-            record = self._records[storage._cdata] = _Record(storage, version, span)
+            record = self._left[storage._cdata] = _LeftStorage(storage, version, span)
         return record
 
-    def bring_back(self, record: _Record) -> torch.UntypedStorage:
+    def bring_back(self, record: _LeftStorage) -> torch.UntypedStorage:
         """The record's bytes where the model computes."""
         found = record.there()
         if found is None:

@@ -126,9 +126,9 @@ def watched_blocks(
 ) -> Iterator[None]:
     """`watch` is told where the forward is. With `skip`, blocks that need not be run are not."""
     blocks = [unit for unit in units if unit.repeated]
-    counted: dict[int, _Counted] = {}
+    counted: dict[int, _CountedStretch] = {}
     for stretch in stretches(blocks) if skip else ():
-        counted.update(dict.fromkeys(range(stretch.start, stretch.stop), _Counted(
+        counted.update(dict.fromkeys(range(stretch.start, stretch.stop), _CountedStretch(
             stretch, blocks, watch)))  # fmt: skip
     with ExitStack() as stack:
         for unit in units:
@@ -136,7 +136,7 @@ def watched_blocks(
                 for hook in _told_by_hooks(unit, watch):
                     stack.callback(hook.remove)
         for index, unit in enumerate(blocks):
-            stack.callback(_Block(unit, index, watch, counted.get(index)).remove)
+            stack.callback(_WatchedBlock(unit, index, watch, counted.get(index)).remove)
         begin = model.register_forward_pre_hook(lambda module, args: watch.begin())
         stack.callback(begin.remove)
         yield
@@ -155,10 +155,12 @@ def _told_by_hooks(unit: Unit, watch: PassWatch) -> list[RemovableHandle]:
     ]
 
 
-class _Block:
+class _WatchedBlock:
     """One block's forward, watched or left out."""
 
-    def __init__(self, unit: Unit, index: int, watch: PassWatch, counted: _Counted | None) -> None:
+    def __init__(
+        self, unit: Unit, index: int, watch: PassWatch, counted: _CountedStretch | None
+    ) -> None:
         self._unit = unit
         self._index = index
         self._watch = watch
@@ -182,7 +184,7 @@ class _Block:
         return output
 
 
-class _Counted:
+class _CountedStretch:
     """The blocks of one stretch, of which some count for others."""
 
     def __init__(self, stretch: Stretch, blocks: Sequence[Unit], watch: PassWatch) -> None:

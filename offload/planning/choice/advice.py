@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
-from offload.planning.choice.solver import Candidate, Known, solve
+from offload.planning.choice.solver import Candidate, RunFacts, solve
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Change, StepEstimate
 from offload.planning.plan.plan import Hardware, needed_nbytes
@@ -27,7 +27,7 @@ class Situation:
     config: OffloadConfig  # as it was given: what is open may be placed anew
     model: ModelShape
     hardware: Hardware
-    known: Known  # with speeds corrected by what was measured
+    run: RunFacts  # with speeds corrected by what was measured
     now: Candidate
 
 
@@ -85,7 +85,7 @@ def _solved(situation: Situation, settings: Mapping[str, str]) -> Candidate | No
         config = OffloadConfig.load(situation.config, overrides)
     except ConfigError:
         return None
-    return solve(config, situation.model, situation.hardware, situation.known).best
+    return solve(config, situation.model, situation.hardware, situation.run).best
 
 
 def _short(nbytes: int) -> str:

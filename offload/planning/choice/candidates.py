@@ -1,4 +1,4 @@
-"""Placements laid out under one choice of what depends on the batch, and their predicted steps."""
+"""Placements laid out, checked and timed, with checkpoint and micro_batches settled."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of a run beside the sizes of its states."""
+class RunFacts:
+    """What is known of a run beside the sizes of its states: its work, the machine's speeds, what a
+    pass takes."""
 
     workload: Workload
     speeds: Speeds
@@ -67,12 +68,12 @@ class Candidate:
     step: StepEstimate | None  # None: nothing is known of the work
     shortfalls: tuple[Shortfall, ...]
     beyond_free_nbytes: int  # RAM that it needs with activations and libraries, and others have now
-    choice: Choice = field(repr=False, compare=False)
+    evaluator: PlacementEvaluator = field(repr=False, compare=False)
 
     @property
     def passing_nbytes(self) -> int:
-        """RAM of activations beside the tiers; nothing on a GPU, or where nobody knows."""
-        return 0 if self.plan.gpu else self.choice.passing_nbytes
+        """RAM of activations beside the tiers; 0 on a GPU, or where it is not known."""
+        return 0 if self.plan.gpu else self.evaluator.passing_nbytes
 
     @property
     def fits(self) -> bool:
@@ -81,23 +82,24 @@ class Candidate:
     def elsewhere(self, state_class: StateClass) -> Iterator[Candidate]:
         """The same plan but for one class, which is whole in another tier that is open to it."""
         here = self.plan.placements
-        for tier in self.choice.open_tiers.get(state_class, ()):
+        for tier in self.evaluator.open_tiers.get(state_class, ()):
             moved = Placement.on(tier)
             if moved != here[state_class]:
-                yield self.choice.evaluate({**here, state_class: moved})
+                yield self.evaluator.evaluate({**here, state_class: moved})
 
 
-class Choice:
-    """Placements under one choice of what depends on the batch."""
+class PlacementEvaluator:
+    """Lays out and times placements of one model, with activations.checkpoint and micro_batches
+    settled."""
 
     def __init__(
-        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, known: Known | None,
-        before: Choice | None = None,
+        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts | None,
+        before: PlacementEvaluator | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self._hardware = hardware
-        self._known = known
-        self._facts = known.facts_of(config) if known is not None else None
+        self._run = run
+        self._facts = run.facts_of(config) if run is not None else None
         self._config = config
         self._config = self._with_open_budgets(config)
         self._builder = PlanBuilder(self._config, model, hardware)
@@ -109,13 +111,13 @@ class Choice:
     def _with_open_budgets(self, config: OffloadConfig) -> OffloadConfig:
         """Where they are open, the device tier takes what activations and libraries leave of a GPU,
         the host tier what they and the reserve leave of RAM."""
-        known, hardware = self._known, self._hardware
-        if known is None:
+        run, hardware = self._run, self._hardware
+        if run is None:
             return config
         passing = self.passing_nbytes
         if hardware.device_nbytes:
             left = int(_DEVICE_SHARE * hardware.device_nbytes)
-            left -= known.on_device_nbytes + self._peak_nbytes(config)
+            left -= run.on_device_nbytes + self._peak_nbytes(config)
             config, passing = _within(config, TierName.DEVICE, left), 0
         # libraries are loaded already where it is this process that will train
         left = min(hardware.host_nbytes - self._libraries_nbytes, hardware.host_free_nbytes)
@@ -144,12 +146,12 @@ class Choice:
 
     @property
     def _any_fit(self) -> bool:
-        return self._known is not None and self._known.any_fit
+        return self._run is not None and self._run.any_fit
 
     @property
     def _count(self) -> int:
         """How many placements are laid out."""
-        if self._known is None:
+        if self._run is None:
             return 2
         if self._any_fit:
             return 1
@@ -167,7 +169,7 @@ class Choice:
         return sum(weights[tier] * max(0, self._lacks(plan, tier)) for tier in TIERS)
 
     def _links_s(self, plan: Plan) -> float:
-        return slowest_link_s(plan, self._config, self._known.speeds if self._known else NOMINAL)
+        return slowest_link_s(plan, self._config, self._run.speeds if self._run else NOMINAL)
 
     def _lacking(self, placements: Placements, tier: TierName) -> int:
         return self._lacks(self._plan(placements), tier)
@@ -276,18 +278,18 @@ class Choice:
         return Candidate(self._config, plan, seconds, step, missing, beyond, self)
 
     def _beyond_free_nbytes(self, plan: Plan) -> int:
-        if self._known is None or plan.gpu:
+        if self._run is None or plan.gpu:
             return 0
         held = needed_nbytes(plan, TierName.HOST) + needed_nbytes(plan, TierName.DEVICE)
         return max(0, held + self.passing_nbytes - self._hardware.host_free_nbytes)
 
     # ---------------------------------------------------------------- what is known
     def _predict(self, plan: Plan) -> StepEstimate | None:
-        if self._known is None or self._facts is None or self._known.any_fit:
+        if self._run is None or self._facts is None or self._run.any_fit:
             return None
-        known = self._known
+        run = self._run
         return estimate_step(
-            plan, self._config, self._model, self._facts, known.workload, known.speeds
+            plan, self._config, self._model, self._facts, run.workload, run.speeds
         )  # fmt: skip
 
     @cached_property
@@ -310,7 +312,7 @@ class Choice:
             there = list(below)
             if state_class is StateClass.GRADIENTS and config.sums_gradients:
                 there = [TierName.HOST]  # never an fp32 gradient file
-            first = state_class is StateClass.PARAMETERS or (kernels and self._known is not None)
+            first = state_class is StateClass.PARAMETERS or (kernels and self._run is not None)
             if first and builder.budgets[TierName.DEVICE] > 0:
                 there.insert(0, TierName.DEVICE)
             tiers[state_class] = tuple(there)
@@ -325,9 +327,9 @@ class Choice:
 
     @property
     def _libraries_nbytes(self) -> int:
-        if self._known is None:
+        if self._run is None:
             return 0
-        return self._known.elsewhere_nbytes + self._known.more_nbytes_of(self._config)
+        return self._run.elsewhere_nbytes + self._run.more_nbytes_of(self._config)
 
     @property
     def passing_nbytes(self) -> int:
@@ -347,12 +349,12 @@ class Choice:
 
     def _beside(self, plan: Plan) -> Iterator[Shortfall]:
         """What memory the tiers, activations and libraries need together."""
-        if self._known is None or self._facts is None:
+        if self._run is None or self._facts is None:
             return
         hardware = self._hardware
         if plan.gpu:
             tier, capacity = TierName.DEVICE, hardware.device_nbytes
-            beside = self._known.on_device_nbytes + self._peak_nbytes(self._config)
+            beside = self._run.on_device_nbytes + self._peak_nbytes(self._config)
             held = plan.budgets[tier]  # taken in one piece
         else:
             tier, capacity, beside = TierName.HOST, hardware.host_nbytes, self._elsewhere_nbytes

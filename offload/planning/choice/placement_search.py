@@ -1,6 +1,6 @@
 """Placements worth comparing, found by asking the planner how many bytes each tier would hold.
 
-    corners   every open class whole in one tier: what somebody would try by hand
+    corners   every open class whole in one tier: what one would try by hand
     filled    everything in the slowest tier, then raised class by class: whole, or the largest
               share that the faster tier holds; in every order of the classes, and once more
               without nvme, which costs buffers and windows in memory as soon as anything is there

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config.fields import AUTO_MICRO_BATCHES
-from offload.planning.choice.candidates import AS_FAST, Choice
+from offload.planning.choice.candidates import AS_FAST, PlacementEvaluator
 from offload.planning.choice.candidates import Candidate as Candidate
-from offload.planning.choice.candidates import Known as Known
+from offload.planning.choice.candidates import RunFacts as RunFacts
 from offload.planning.choice.splits import shares_of
 from offload.planning.plan.estimate import short_weights
 from offload.planning.plan.plan import Hardware
@@ -56,21 +56,21 @@ class Solution:
 
 
 def solve(
-    config: OffloadConfig, model: ModelShape, hardware: Hardware, known: Known | None = None
+    config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts | None = None
 ) -> Solution:
     """The best placement of `model`, whether or not it fits (then what is least short).
 
-    Without `known`, activations.checkpoint and micro_batches that are `auto` are settled, and no
+    Without `run`, activations.checkpoint and micro_batches that are `auto` are settled, and no
     class but the parameters is given device memory, which activations will need.
     """
-    if known is not None and known.speeds.nvme_read_bytes_per_s:
-        speeds = known.speeds
+    if run is not None and run.speeds.nvme_read_bytes_per_s:
+        speeds = run.speeds
         measured = rated_bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
         hardware = replace(hardware, measure_nvme=measured)
-    choice, candidates = None, []
-    for settled in _choices(config, known):
-        choice = Choice(settled, model, hardware, known, choice)
-        candidates += choice.candidates()
+    evaluator, candidates = None, []
+    for settled in _choices(config, run):
+        evaluator = PlacementEvaluator(settled, model, hardware, run, evaluator)
+        candidates += evaluator.candidates()
     candidates += _refined(candidates)
     fastest = min((c.seconds for c in candidates if c.fits), default=0.0)
     best, *others = sorted(candidates, key=lambda candidate: _rank(candidate, fastest))
@@ -81,13 +81,13 @@ def _refined(candidates: list[Candidate]) -> list[Candidate]:
     """What the fastest that fit become when parts of them are moved elsewhere."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     starts = sorted(fitting, key=lambda candidate: candidate.seconds)
-    starts = starts[: _STARTS if starts and starts[0].choice.is_small else 1]
-    found = (start.choice.refined(start) for start in starts)
+    starts = starts[: _STARTS if starts and starts[0].evaluator.is_small else 1]
+    found = (start.evaluator.refined(start) for start in starts)
     return [each for each in found if each not in candidates]
 
 
 def _differ(one: Candidate, other: Candidate) -> bool:
-    """Whether somebody would call them two plans."""
+    """Whether they are two plans to a reader: another way to recompute, or a class elsewhere."""
     if (
         one.config.placement.activations.checkpoint != other.config.placement.activations.checkpoint
         or one.config.micro_batches != other.config.micro_batches
@@ -123,16 +123,16 @@ def _open_keys(config: OffloadConfig) -> Iterator[str]:
         yield "micro_batches"
 
 
-def _choices(config: OffloadConfig, known: Known | None) -> Iterator[OffloadConfig]:
+def _choices(config: OffloadConfig, run: RunFacts | None) -> Iterator[OffloadConfig]:
     """Settled configurations to compare, the plainest first."""
-    if known is None:
+    if run is None:
         yield config.settled()
         return
     given = config.placement.activations.checkpoint
     checkpoints = _CHECKPOINTS if given == "auto" else (given,)
     pieces: tuple[int, ...] = (config.micro_batches,)
     if config.micro_batches == AUTO_MICRO_BATCHES:
-        pieces = tuple(n for n in _MICRO_BATCHES if not known.workload.batch % n)
+        pieces = tuple(n for n in _MICRO_BATCHES if not run.workload.batch % n)
     for checkpoint, number in itertools.product(checkpoints, pieces):
         activations = config.placement.activations.model_copy(update={"checkpoint": checkpoint})
         placement = config.placement.model_copy(update={"activations": activations})

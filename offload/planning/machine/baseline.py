@@ -3,7 +3,7 @@
 Measured once per machine in a process of its own, which trains a model of a few thousand parameters
 (`baseline_probe`), and kept in the user's cache (`disk_cache`) by precision and by the versions of
 Python, torch and numba; where that cannot be written the measurement is used and not kept. Nothing
-here needs torch: who only asks gets what is known, or a documented default.
+here needs torch: `known_baseline` gives what was measured before, or a documented default.
 """
 
 from __future__ import annotations

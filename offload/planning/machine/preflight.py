@@ -1,4 +1,4 @@
-"""What would go wrong later, found before the first byte is allocated.
+"""What would fail later, found before the first byte is allocated.
 
 `shortfalls` holds a plan against its budgets, the memory that may ever be used and free disk. This
 looks at the machine as it is now: RAM that other processes leave, files that lie in RAM, locked

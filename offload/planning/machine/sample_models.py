@@ -86,7 +86,7 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
 
 
 def _made(config: OffloadConfig, device: torch.device) -> LanguageModel:
-    """With small weights, without taking random numbers from anybody."""
+    """With small weights, drawn from a generator of its own."""
     with torch.device("meta"):
         model = LanguageModel(config.train.model)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

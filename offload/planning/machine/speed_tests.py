@@ -162,7 +162,7 @@ def _layer(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]
 
 
 def _random(device: torch.device, *shape: int) -> torch.Tensor:
-    """From a generator of its own: nobody's random numbers depend on what was measured."""
+    """From a generator of its own: a measurement does not change the random numbers of training."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(*shape, device=device, generator=generator)
 

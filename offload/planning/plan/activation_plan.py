@@ -1,6 +1,6 @@
 """What saved activations may take of the budgets.
 
-Their bytes depend on the batch, so nobody knows them before the first step: they get what the other
+Their bytes depend on the batch, which is not known before the first step: they get what the other
 states leave.
 """
 

@@ -239,8 +239,8 @@ def resolve_budgets(
 
 
 def _host_auto(hardware: Hardware) -> int:
-    """What is free without the reserve; on a CPU, where nobody knows the activations that RAM must
-    hold, too, without a share for them."""
+    """What is free without the reserve. On a CPU, RAM must hold activations, too, whose size is not
+    known here: a share of it is left to them."""
     free = hardware.host_free_nbytes
     left = free - reserve_nbytes(free)
     return left if hardware.device_nbytes else min(left, int(free * _BESIDE_ACTIVATIONS))

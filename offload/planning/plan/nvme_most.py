@@ -2,7 +2,7 @@
 
 A piece has one valid version there. An extent beyond that is a new version while it is written, or
 an old one while it is still read (`swap/block_store.py`), and each of these moves has memory of its
-own that nobody else gets before it ends:
+own, which is not lent again before the move ends:
 
     in a slot     the copy of a piece: not dropped before its writes have ended (`FileState`)
     staged        a buffer of the update: lent again when its writes have ended (`UpdateQueue`);
@@ -15,7 +15,7 @@ time, no more than lives on nvme:
     ├ homes, window of activations ┤├───────── slots, update buffers ─────────┤   host
     ├──── parameters, gradients, records ────┤├──── versions on their way ────┤   nvme
 
-Gradients have no second version: nobody goes back to an old sum, so it is freed before the next one
+Gradients have no second version: an old sum is never read again, so it is freed before the next one
 is written. Nothing here depends on an order of uses, arrivals or updates.
 """
 

@@ -1,4 +1,4 @@
-"""What a plan asks of a tier or of the machine beyond what is there, each with what to do."""
+"""What a plan needs of a tier or of the machine beyond what is there, each with a remedy."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def collective_sequence(
     gathers: tuple[Collective, ...] = ()
     held = 0
     if sharding.parameters:
-        copies = _Copies(model, layouts, wire, gather_room(model, itemsize))
+        copies = _GatheredGroups(model, layouts, wire, gather_room(model, itemsize))
         for _ in range(_STEPS):
             gathers = tuple(copies.step(program))
         held = copies.most_nbytes
@@ -183,7 +183,7 @@ def _begins(program: StepProgram) -> dict[int, Action]:
     return found
 
 
-class _Copies:
+class _GatheredGroups:
     """Stage 3: which groups are whole in memory, by the rules of `zero.gathered.Gatherer`."""
 
     def __init__(

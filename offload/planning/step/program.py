@@ -114,7 +114,7 @@ def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
 
 
 def _is_one_matrix(model: ModelShape, unit: UnitShape) -> bool:
-    """Where the gradient of the unit's input is nobody's, its matrix is not needed."""
+    """Backward needs its matrix for the gradient of its input alone, which nothing asks for."""
     own = [param for group in unit.groups for param in model.groups[group].params]
     return len(own) == 1 and len(own[0].shape) == 2
 

@@ -11,8 +11,8 @@ for as many groups ahead as the runtime fetches. Steps are run one after the oth
 equally long: what is left to do at the end of one is done in the next.
 
 With other ranks, collectives (`collective_sequence`) have a link of their own, `network`: a group
-is computed with when it is gathered, and its gradient goes home when it is reduced. Gathers that
-are asked for ahead pass beside the use before them.
+is computed with when it is gathered, and its gradient goes home when it is reduced. A gather that
+is asked for ahead runs beside the use before it.
 
 Where the model computes on a CPU, compute and optimizer are one link: both use all cores. What they
 and I/O lose to each other beyond that is measured (`Speeds.optimizer_lost_share`,
@@ -31,7 +31,7 @@ from offload.planning.plan.plan import Plan
 from offload.planning.step.collective_sequence import Collective, collective_sequence
 from offload.planning.step.moves import Move
 from offload.planning.step.program import Action, Verb
-from offload.planning.step.traffic import Traffic, step_traffic
+from offload.planning.step.traffic import StepTraffic, step_traffic
 from offload.planning.step.work_time import gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
 from offload.zero.model_shape import ModelShape
@@ -109,7 +109,7 @@ class _Clock:
 class _Pipeline:
     def __init__(
         self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
-        workload: Workload, speeds: Speeds, traffic: Traffic,
+        workload: Workload, speeds: Speeds, traffic: StepTraffic,
     ) -> None:  # fmt: skip
         self._plan, self._config, self._speeds = plan, config, speeds
         self._traffic, self._workload = traffic, workload

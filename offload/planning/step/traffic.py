@@ -51,7 +51,7 @@ _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """One step in the long run."""
 
     moves: tuple[Move, ...]
@@ -61,7 +61,7 @@ class Traffic:
 def step_traffic(
     plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts | None,
     workload: Workload,
-) -> Traffic:  # fmt: skip
+) -> StepTraffic:  # fmt: skip
     """The bytes of one step. Without `facts`, those of activations are left out."""
     room = plan.budgets[TierName.HOST] - plan.total(TierName.HOST)
     moves = _all_passes(
@@ -73,7 +73,7 @@ def step_traffic(
     total = Bytes()
     for move in moves:
         total.add(move.nbytes)
-    return Traffic(tuple(moves), total)
+    return StepTraffic(tuple(moves), total)
 
 
 def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
@@ -120,7 +120,7 @@ class StepRun:
         self._staged = False  # a record had no copy
         self._working: int | None = None
         self._passes = passes
-        # a file is chosen by plan; sums that nobody planned for stay in memory
+        # what lies in a file was planned; sums that were not planned stay in memory
         self._trainable = [  # of a GPU's gradients; reduced: this rank's part
             own_numel(group.layout, plan.sharding.rank)[0] for group in plan.groups if plan.gpu
         ]
@@ -345,7 +345,7 @@ class StepRun:
 
 
 @dataclass(frozen=True)
-class Copies:
+class PeakCopies:
     """The host tier's copies of what lives on nvme, at their peak. Bytes."""
 
     by_class: dict[StateClass, int]  # copies in host memory, when they are most
@@ -359,9 +359,9 @@ class Copies:
 
 def find_copies(
     plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
-) -> Copies:
+) -> PeakCopies:
     """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`."""
     if not plan.uses_nvme:
-        return Copies({}, 0, staged=False)
+        return PeakCopies({}, 0, staged=False)
     run = StepRun(plan, config, model, passes, room_nbytes)
-    return Copies(run.host.most, run.host.high_water_nbytes, run.stages)
+    return PeakCopies(run.host.most, run.host.high_water_nbytes, run.stages)
