@@ -9,7 +9,7 @@ decides about memory (type, mask, grouped heads, head size).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from offload.planning.activations.replaced_forward import replaced_forward
 from offload.zero.discovery import Unit
 
 _aten = torch.ops.aten
@@ -30,16 +31,10 @@ def choosing_for_cuda(model: nn.Module, units: Sequence[Unit]) -> Iterator[None]
     """Inside, the forward of `model` chooses as on a GPU; also that of a repeated block which is
     called alone, to be computed again: `backward` turns modes off that were active around it."""
     modules = [model, *(unit.module for unit in units if unit.repeated)]
-    own = [(module, module.__dict__.get("forward")) for module in modules]
-    for module in modules:
-        module.forward = _Choosing(module.forward)
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(replaced_forward(module, _Choosing(module.forward)))
         yield
-    finally:
-        for module, forward in own:
-            del module.__dict__["forward"]
-            if forward is not None:
-                module.forward = forward
 
 
 class _Choosing:
@@ -60,8 +55,8 @@ class _CudaChoices(TorchFunctionMode):
             F.scaled_dot_product_attention: _attention,
             F.rms_norm: _rms_norm,
             F.dropout: _dropout,
-            F.softmax: _softmax,
-            F.log_softmax: _log_softmax,
+            F.softmax: _fp32_of_halves(F.softmax, _aten._softmax),
+            F.log_softmax: _fp32_of_halves(F.log_softmax, _aten._log_softmax),
         }
 
     def __torch_function__(
@@ -152,21 +147,16 @@ def _dropout(
     return found
 
 
-def _softmax(
-    input: Tensor,  # noqa: A002
-    dim: int, _stacklevel: int = 3, dtype: Any = None,
-) -> Tensor:  # fmt: skip
-    if dtype is torch.float32 and input.dtype in _HALVES:
-        found: Tensor = _aten._softmax(input, dim, True)
-        return found
-    return F.softmax(input, dim, dtype=dtype)
+def _fp32_of_halves(function: Callable[..., Tensor], kernel: Any) -> Callable[..., Tensor]:
+    """`function`, whose kernel converts 16-bit inputs to fp32 on its way."""
 
+    def chosen(
+        input: Tensor,  # noqa: A002
+        dim: int, _stacklevel: int = 3, dtype: Any = None,
+    ) -> Tensor:  # fmt: skip
+        if dtype is torch.float32 and input.dtype in _HALVES:
+            found: Tensor = kernel(input, dim, True)
+            return found
+        return function(input, dim, dtype=dtype)
 
-def _log_softmax(
-    input: Tensor,  # noqa: A002
-    dim: int, _stacklevel: int = 3, dtype: Any = None,
-) -> Tensor:  # fmt: skip
-    if dtype is torch.float32 and input.dtype in _HALVES:
-        found: Tensor = _aten._log_softmax(input, dim, True)
-        return found
-    return F.log_softmax(input, dim, dtype=dtype)
+    return chosen

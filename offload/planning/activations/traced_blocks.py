@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.planning.activations.live_bytes import Alive
 from offload.planning.activations.pass_watch import PassWatch
+from offload.planning.activations.replaced_forward import replaced_forward
 from offload.zero.discovery import Unit
 
 _RUN = 4  # periods of a stretch
@@ -136,7 +137,8 @@ def watched_blocks(
                 for hook in _told_by_hooks(unit, watch):
                     stack.callback(hook.remove)
         for index, unit in enumerate(blocks):
-            stack.callback(_WatchedBlock(unit, index, watch, counted.get(index)).remove)
+            watched = _WatchedBlock(unit, index, watch, counted.get(index))
+            stack.enter_context(replaced_forward(unit.module, watched))
         begin = model.register_forward_pre_hook(lambda module, args: watch.begin())
         stack.callback(begin.remove)
         yield
@@ -165,15 +167,7 @@ class _WatchedBlock:
         self._index = index
         self._watch = watch
         self._counted = counted
-        self._overrides = "forward" in unit.module.__dict__
         self._own: Callable[..., Any] = unit.module.forward
-        unit.module.forward = self
-
-    def remove(self) -> None:
-        if self._overrides:
-            self._unit.module.forward = self._own
-        else:
-            del self._unit.module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._counted is not None:

@@ -5,7 +5,7 @@ The arithmetic that runtime and tools share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,14 +86,23 @@ class Plan:
 
 def needed_nbytes(plan: Plan, tier: TierName) -> int:
     """What a tier has to hold at the same time, at least."""
-    needed = plan.total(tier)
+    return sum(nbytes for _, nbytes in _needs(plan, tier))
+
+
+def breakdown(plan: Plan, tier: TierName) -> str:
+    """The terms of `needed_nbytes`: `parameters 1.9 GiB + staging 1.1 MiB`."""
+    terms = [f"{name} {format_bytes(nbytes)}" for name, nbytes in _needs(plan, tier) if nbytes]
+    return " + ".join(terms) or "nothing"
+
+
+def _needs(plan: Plan, tier: TierName) -> Iterator[tuple[str, int]]:
+    yield from plan.expected[tier].items()
     if tier is TierName.HOST and plan.uses_nvme:
-        needed += host_window(plan)
-    if tier is TierName.NVME and needed:
-        needed += nvme_slack(plan)
+        yield "window", host_window(plan)
     if tier is TierName.DEVICE:
-        needed += gathered_nbytes(plan)
-    return needed
+        yield "parameters of the unit that runs", gathered_nbytes(plan)
+    if tier is TierName.NVME and plan.uses_nvme:
+        yield "new versions", nvme_slack(plan)
 
 
 def gathered_nbytes(plan: Plan) -> int:
@@ -122,15 +131,3 @@ def nvme_slack(plan: Plan) -> int:
     """Extents whose new version is being written while the old one is still valid."""
     largest = max((g.parameters + g.gradients for g in plan.groups), default=0)
     return 2 * largest + plan.staging_buffers * plan.staging_nbytes
-
-
-def breakdown(plan: Plan, tier: TierName) -> str:
-    """The terms of `needed_nbytes`: `parameters 1.9 GiB + staging 1.1 MiB`."""
-    terms = [f"{name} {format_bytes(n)}" for name, n in plan.expected[tier].items() if n]
-    if tier is TierName.HOST and plan.uses_nvme:
-        terms.append(f"window {format_bytes(host_window(plan))}")
-    if tier is TierName.DEVICE and gathered_nbytes(plan):
-        terms.append(f"parameters of the unit that runs {format_bytes(gathered_nbytes(plan))}")
-    if tier is TierName.NVME and plan.uses_nvme:
-        terms.append(f"new versions {format_bytes(nvme_slack(plan))}")
-    return " + ".join(terms) or "nothing"
