@@ -134,7 +134,7 @@ class PlacementEvaluator:
                 plans = self._ranked(found)
         most_s = _FAR * self._links_s(plans[0])
         near = plans[:2] + [plan for plan in plans[2:] if self._links_s(plan) <= most_s]
-        return [self._timed(plan, self._missing(plan)) for plan in near[: self._count]]
+        return [self.evaluate(plan.placements) for plan in near[: self._count]]
 
     def _ranked(self, found: Iterable[Placements]) -> list[Plan]:
         plans = {_key(placements): self._plan(placements) for placements in found}
@@ -142,7 +142,10 @@ class PlacementEvaluator:
 
     @cached_property
     def _search(self) -> PlacementSearch:
-        return PlacementSearch(self._builder.explicit, self.open_tiers, self._lacking)
+        return PlacementSearch(
+            self._builder.explicit, self.open_tiers,
+            lambda placements, tier: self._lacks(self._plan(placements), tier),
+        )  # fmt: skip
 
     @property
     def _any_fit(self) -> bool:
@@ -170,9 +173,6 @@ class PlacementEvaluator:
 
     def _links_s(self, plan: Plan) -> float:
         return slowest_link_s(plan, self._config, self._run.speeds if self._run else NOMINAL)
-
-    def _lacking(self, placements: Placements, tier: TierName) -> int:
-        return self._lacks(self._plan(placements), tier)
 
     def _lacks(self, plan: Plan, tier: TierName) -> int:
         """Bytes that a tier lacks of its budget or of the machine; negative: to spare."""
@@ -203,22 +203,18 @@ class PlacementEvaluator:
         return start if start.step is None else self._plainer(self._moved(self._plainer(start)))
 
     def _moved(self, best: Candidate) -> Candidate:
+        rough = _ROUGH if self.is_small else _ROUGH_LARGE
         for step in _MOVES if self.is_small else _MOVES_LARGE:
             before = None
             while before is not best and self._could_be_shorter(best):
                 before = best
                 for placements in self._near(best.plan.placements, step):
-                    tried = self._promising(placements, best)
+                    if self._links_s(self._plan(placements)) > rough * self._links_s(best.plan):
+                        continue  # it keeps its slowest link busy for clearly longer
+                    tried = self._fitting(placements)
                     if tried is not None and tried.seconds < best.seconds * (1 - _GAIN):
                         best = tried
         return best
-
-    def _promising(self, placements: Placements, best: Candidate) -> Candidate | None:
-        """Not what keeps its slowest link busy for clearly longer."""
-        most_s = self._links_s(best.plan) * (_ROUGH if self.is_small else _ROUGH_LARGE)
-        return (
-            self._fitting(placements) if self._links_s(self._plan(placements)) <= most_s else None
-        )
 
     def _near(self, placements: Placements, step: float) -> Iterator[Placements]:
         """With `step` of a class in another tier, or of two in each other's place."""
@@ -253,29 +249,23 @@ class PlacementEvaluator:
 
     def evaluate(self, placements: Placements) -> Candidate:
         """Laid out and timed; by the bytes over its links where no step can be predicted."""
-        plan = self._plan(placements)
-        return self._timed(plan, self._missing(plan))
+        key = _key(placements)
+        if key not in self._candidates:
+            plan = self._plan(placements)
+            step = self._predict(plan)
+            seconds = step.seconds if step is not None else self._links_s(plan)
+            self._candidates[key] = Candidate(
+                self._config, plan, seconds, step, self._missing(plan),
+                self._beyond_free_nbytes(plan), self,
+            )  # fmt: skip
+        return self._candidates[key]
 
     def _fitting(self, placements: Placements) -> Candidate | None:
         """Timed only if it fits: times take longest."""
-        plan = self._plan(placements)
-        missing = self._missing(plan)
-        return None if missing else self._timed(plan, missing)
+        return None if self._missing(self._plan(placements)) else self.evaluate(placements)
 
     def _missing(self, plan: Plan) -> tuple[Shortfall, ...]:
         return (*shortfalls(plan, self._hardware), *self._beside(plan))
-
-    def _timed(self, plan: Plan, missing: tuple[Shortfall, ...]) -> Candidate:
-        key = _key(plan.placements)
-        if key not in self._candidates:
-            self._candidates[key] = self._time(plan, missing)
-        return self._candidates[key]
-
-    def _time(self, plan: Plan, missing: tuple[Shortfall, ...]) -> Candidate:
-        step = self._predict(plan)
-        seconds = step.seconds if step is not None else self._links_s(plan)
-        beyond = self._beyond_free_nbytes(plan)
-        return Candidate(self._config, plan, seconds, step, missing, beyond, self)
 
     def _beyond_free_nbytes(self, plan: Plan) -> int:
         if self._run is None or plan.gpu:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from offload.planning.choice.splits import TIERS, placement_of, shares_of, shifted
+from offload.planning.choice.splits import TIERS, share_of, shifted
 from offload.planning.plan.builder import Placements
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
@@ -58,11 +58,9 @@ class PlacementSearch:
         for goes, comes in itertools.permutations(self._open, 2):
             tiers = self._open[goes]
             for tier, below in itertools.combinations(tiers, 2):
-                columns = TIERS.index(below), TIERS.index(tier)
-                row = shifted(shares_of(placements[goes]), *columns, step)
-                if row is not None and tier in self._open[comes]:
-                    lowered = {**placements, goes: placement_of(row)}
-                    yield self._raised(lowered, comes, tier, 1, below)
+                lowered = shifted(placements[goes], below, tier, step)
+                if lowered is not None and tier in self._open[comes]:
+                    yield self._raised({**placements, goes: lowered}, comes, tier, 1, below)
 
     def _raised_in_turn(
         self, placements: Placements, order: Sequence[StateClass], least: int
@@ -77,20 +75,19 @@ class PlacementSearch:
         below: TierName = TierName.NVME,
     ) -> Placements:  # fmt: skip
         """With as much of the class in `tier` as it holds, taken from the slowest that has any."""
-        shares = shares_of(placements[state_class])
-        to = TIERS.index(tier)
-        lowest = TIERS.index(below)
-        from_ = max((n for n, share in enumerate(shares) if share and n <= lowest), default=to)
-        if from_ <= to:
+        here = placements[state_class]
+        slower = TIERS[TIERS.index(tier) + 1 : TIERS.index(below) + 1]
+        source = next((each for each in reversed(slower) if share_of(here, each)), None)
+        if source is None:
             return placements
 
-        above = TIERS[:to]
+        above = TIERS[: TIERS.index(tier)]
         before = [max(0, self._lacking(placements, each)) for each in above]
 
         def moved(percent: int) -> Placements:
-            row = shifted(shares, to, from_, percent / 100)
-            assert row is not None, "no more than there is"
-            return {**placements, state_class: placement_of(row)}
+            shares = shifted(here, tier, source, percent / 100)
+            assert shares is not None, "no more than there is"
+            return {**placements, state_class: shares}
 
         def lacking(percent: int) -> int:
             """Of the tier, or more than before of those above: pieces are dealt out anew."""
@@ -99,10 +96,10 @@ class PlacementSearch:
                 max(0, self._lacking(tried, each) - nbytes)
                 for each, nbytes in zip(above, before, strict=True)
             )
-            here = self._lacking(tried, tier)
-            return max(here, more) if more else here
+            own = self._lacking(tried, tier)
+            return max(own, more) if more else own
 
-        most = round(100 * shares[from_])
+        most = round(100 * share_of(here, source))
         percent = _largest(most, lacking)
         return moved(percent) if percent >= min(least, most) else placements
 

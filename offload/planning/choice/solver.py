@@ -24,7 +24,7 @@ from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.planning.choice.candidates import AS_FAST, PlacementEvaluator
 from offload.planning.choice.candidates import Candidate as Candidate
 from offload.planning.choice.candidates import RunFacts as RunFacts
-from offload.planning.choice.splits import shares_of
+from offload.planning.choice.splits import TIERS, share_of
 from offload.planning.plan.estimate import short_weights
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.sizes import CLASSES
@@ -94,8 +94,9 @@ def _differ(one: Candidate, other: Candidate) -> bool:
     ):
         return True
     pairs = ((one.plan.placements[c], other.plan.placements[c]) for c in CLASSES)
-    shares = (zip(shares_of(a), shares_of(b), strict=True) for a, b in pairs)
-    return any(abs(a - b) >= _DIFFERENT for each in shares for a, b in each)
+    return any(
+        abs(share_of(a, tier) - share_of(b, tier)) >= _DIFFERENT for a, b in pairs for tier in TIERS
+    )
 
 
 def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, int, float]:
