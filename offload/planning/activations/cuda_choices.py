@@ -33,36 +33,25 @@ def choosing_for_cuda(model: nn.Module, units: Sequence[Unit]) -> Iterator[None]
     modules = [model, *(unit.module for unit in units if unit.repeated)]
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(replaced_forward(module, _Choosing(module.forward)))
+            stack.enter_context(replaced_forward(module, _choosing(module.forward)))
         yield
 
 
-class _Choosing:
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+def _choosing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(*args: Any, **kwargs: Any) -> Any:
         with _CudaChoices():
-            return self._forward(*args, **kwargs)
+            return forward(*args, **kwargs)
+
+    return chosen
 
 
 class _CudaChoices(TorchFunctionMode):
     """Active, functions call the operations that they call on a GPU."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._instead: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: _attention,
-            F.rms_norm: _rms_norm,
-            F.dropout: _dropout,
-            F.softmax: _fp32_of_halves(F.softmax, _aten._softmax),
-            F.log_softmax: _fp32_of_halves(F.log_softmax, _aten._log_softmax),
-        }
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        chosen = self._instead.get(func, func)
+        chosen = _INSTEAD.get(func, func)
         return chosen(*args, **(kwargs or {}))
 
 
@@ -160,3 +149,12 @@ def _fp32_of_halves(function: Callable[..., Tensor], kernel: Any) -> Callable[..
         return function(input, dim, dtype=dtype)
 
     return chosen
+
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.rms_norm: _rms_norm,
+    F.dropout: _dropout,
+    F.softmax: _fp32_of_halves(F.softmax, _aten._softmax),
+    F.log_softmax: _fp32_of_halves(F.log_softmax, _aten._log_softmax),
+}

@@ -38,7 +38,7 @@ from offload.zero.handles import HandleTable
 from offload.zero.micro_batches import MicroBatching
 from offload.zero.recompute import Recomputation
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def trace_activations(
@@ -108,7 +108,7 @@ def _passes(
         stack.enter_context(_collector_off())
         stack.enter_context(without_compiler())
         values = WithoutValues(device)
-        stack.enter_context(valueless(model, values, _DTYPES[config.precision]))
+        stack.enter_context(valueless(model, values, DTYPES[config.precision]))
         if device == "cuda":
             stack.enter_context(choosing_for_cuda(model, units))
         stack.enter_context(as_the_engine(model, units, config, away))

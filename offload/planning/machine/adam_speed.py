@@ -20,7 +20,6 @@ GRAD16 = Stream("grad bf16", "uint16", updated=False)
 WEIGHT32 = Stream("weight fp32", "float32")
 WEIGHT16 = Stream("weight bf16", "uint16")
 LOW16 = Stream("low half of the master", "int16")
-_SUFFIXES = {StateFormat.FP32: "fp32", StateFormat.BF16: "bf16", StateFormat.INT8: "int8"}
 _DTYPES = {StateFormat.FP32: "float32", StateFormat.BF16: "uint16", StateFormat.INT8: "uint8"}
 
 
@@ -36,7 +35,7 @@ class Variant:
 
     @property
     def moments(self) -> tuple[Stream, Stream]:
-        suffix, dtype = _SUFFIXES[self.states], _DTYPES[self.states]
+        suffix, dtype = self.states.name.lower(), _DTYPES[self.states]
         return Stream(f"exp_avg {suffix}", dtype), Stream(f"exp_avg_sq {suffix}", dtype)
 
     @property

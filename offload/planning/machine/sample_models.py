@@ -10,7 +10,7 @@ import torch
 from offload.config import OffloadConfig
 from offload.gpt import LanguageModel, build_meta_model
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.activations.trace import trace_activations
+from offload.planning.activations.trace import DTYPES, trace_activations
 from offload.planning.plan.workload import Workload
 
 Sample = tuple[int, int, int, int, int, int]  # layers, hidden, mlp, heads, batch, sequence
@@ -89,8 +89,7 @@ def _made(config: OffloadConfig, device: torch.device) -> LanguageModel:
     """With small weights, drawn from a generator of its own."""
     with torch.device("meta"):
         model = LanguageModel(config.train.model)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    model = model.to(dtype[config.precision]).to_empty(device=device)
+    model = model.to(DTYPES[config.precision]).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from offload.planning.activations.trace import DTYPES
 from offload.planning.machine.adam_speed import PLAIN, SPLIT_BF16, SPLIT_INT8, Variant, stepper
 from offload.planning.machine.sample_models import measure_models
 from offload.planning.machine.speed_arrays import Arrays, Stream
@@ -38,7 +39,6 @@ from offload.swap.transfer import Transfer, all_of
 from offload.swap.worker import ParallelRunner, available_cores
 from offload.tiers.memory import HostMemory
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FORMATS = {"fp32": PLAIN, "bf16": SPLIT_BF16, "int8": SPLIT_INT8}
 
 _PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred million parameters

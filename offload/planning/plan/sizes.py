@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -142,10 +142,6 @@ def _by_chunk(layout: Layout, chunk_numel: int, nbytes_of: Callable[[int], int])
     return (nbytes_of(chunk_numel),) * full + last if full else last
 
 
-def _record_nbytes(kept: RecordFormat, numel: int) -> int:
-    return pages(kept.nbytes(numel))
-
-
 def with_records(group: GroupBytes, tiers: Sequence[TierName], sizes: Sizes) -> GroupBytes:
     """The group with the bytes that its records have in the tiers they were given."""
     if not tiers:
@@ -159,8 +155,8 @@ def with_records(group: GroupBytes, tiers: Sequence[TierName], sizes: Sizes) -> 
 
 def records_in(group: GroupBytes, tier: TierName, sizes: Sizes) -> tuple[int, ...]:
     """Bytes of the group's records if all were in `tier`."""
-    nbytes_of = partial(_record_nbytes, sizes.record_formats[tier])
-    return _by_chunk(group.layout, sizes.chunk_numel, nbytes_of)
+    kept = sizes.record_formats[tier]
+    return _by_chunk(group.layout, sizes.chunk_numel, lambda numel: pages(kept.nbytes(numel)))
 
 
 @dataclass(frozen=True)

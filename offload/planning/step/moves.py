@@ -17,6 +17,14 @@ class Bytes:
     to_host: int = 0
     requests: int = 0
 
+    def from_nvme(self, nbytes: int, requests: int) -> None:
+        self.read += nbytes
+        self.requests += requests
+
+    def to_nvme(self, nbytes: int, requests: int) -> None:
+        self.written += nbytes
+        self.requests += requests
+
     def add(self, other: Bytes) -> None:
         self.read += other.read
         self.written += other.written

@@ -236,7 +236,7 @@ class StepRun:
             return True
         if not take(self.host, weights):
             return False
-        self._count_read(moved, weights.nbytes, self._chunks(group))
+        moved.from_nvme(weights.nbytes, self._chunks(group))
         return True
 
     def _mirror(self, group: int, moved: Bytes, take: _Take) -> bool:
@@ -270,13 +270,12 @@ class StepRun:
         self.host.work_on(self._weights[group], gradients)
         self.host.demand(gradients)
         if action.number > 0 and not held:
-            self._count_read(moved, sizes.gradients, len(sizes.records))
+            moved.from_nvme(sizes.gradients, len(sizes.records))
         last = action.number == self._passes - 1
         if self._ahead and last and gradients in self.host:
             self.host.pin(gradients)
         else:
-            moved.written += sizes.gradients
-            moved.requests += len(sizes.records)
+            moved.to_nvme(sizes.gradients, len(sizes.records))
         return moved
 
     # ---------------------------------------------------------------- updates
@@ -303,9 +302,8 @@ class StepRun:
     def _record(self, record: Copyable, moved: Bytes) -> None:
         if record not in self.host:
             self._staged |= not (self._keep_records and self.host.offer(record))
-            self._count_read(moved, record.nbytes, record.chunks)
-        moved.written += record.nbytes
-        moved.requests += record.chunks
+            moved.from_nvme(record.nbytes, record.chunks)
+        moved.to_nvme(record.nbytes, record.chunks)
 
     def _update_kind(self, group: int, kind: RecordKind, moved: Bytes) -> None:
         """Weights and gradients of chunks whose records are alike."""
@@ -317,12 +315,11 @@ class StepRun:
         if plan.parameters[group] is TierName.NVME:
             nbytes = kind.count * pages(kind.numel * self._itemsize)
             if self._weights[group] not in self.host and not (stepped_there and mirrored):
-                self._count_read(moved, nbytes, kind.count)
-            moved.written += nbytes
-            moved.requests += kind.count
+                moved.from_nvme(nbytes, kind.count)
+            moved.to_nvme(nbytes, kind.count)
         if plan.gradients[group] is TierName.NVME and self._gradients[group] not in self.host:
             nbytes = kind.count * pages(kind.numel * gradient_itemsize)
-            self._count_read(moved, nbytes, kind.count)
+            moved.from_nvme(nbytes, kind.count)
         if not plan.gpu:
             return
         if stepped_there:
@@ -337,11 +334,6 @@ class StepRun:
                 moved.to_device += numel * self._itemsize
             if plan.gradients[group] is TierName.DEVICE:
                 moved.to_host += numel * gradient_itemsize
-
-    @staticmethod
-    def _count_read(moved: Bytes, nbytes: int, requests: int) -> None:
-        moved.read += nbytes
-        moved.requests += requests
 
 
 @dataclass(frozen=True)

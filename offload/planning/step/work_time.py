@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from offload.planning.activations.facts import PassCost
     from offload.planning.machine.speeds import Speeds
 
-_NAMES = {StateFormat.FP32: "fp32", StateFormat.BF16: "bf16", StateFormat.INT8: "int8"}
-
 
 def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
     """One direction of one pass. On a GPU calls are queued ahead of the work: the longer of the two
@@ -57,7 +55,7 @@ def _parameter_s(
     if plan.gpu and tier is TierName.DEVICE:
         return traffic / speeds.compute_bytes_per_s
     bus_s = traffic / speeds.host_bytes_per_s
-    measured = speeds.optimizer_parameters_per_s.get(_NAMES[kept.state_format])
+    measured = speeds.optimizer_parameters_per_s.get(kept.state_format.name.lower())
     if measured is None or kept.state_format is StateFormat.FP32:
         return bus_s
     return max(bus_s, 1 / measured)  # arithmetic may take longer than the bus
