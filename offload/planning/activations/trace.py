@@ -15,8 +15,9 @@ are not seen.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,9 +59,12 @@ def trace_activations(
     call = run or default_run(model)
     target = device or _device_of(config)
     try:
-        return _trace(model, config, workload, call, target, skip=skip)
-    except CannotSkipError:
-        return _trace(model, config, workload, call, target, skip=False)
+        units = discover(model, config.groups.blocks).units
+        passes = partial(_passes, model, units, config, workload, call, target)
+        try:
+            return _both(partial(passes, skip=skip))
+        except CannotSkipError:
+            return _both(partial(passes, skip=False))
     except OffloadError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be traced: {error}") from error
 
@@ -71,17 +75,8 @@ def _device_of(config: OffloadConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _trace(
-    model: nn.Module, config: OffloadConfig, workload: Workload, run: Run, device: str, *,
-    skip: bool,
-) -> ActivationFacts:  # fmt: skip
-    units = discover(model, config.groups.blocks).units
-    found = [
-        _passes(model, units, config, workload, run, device, skip=skip, elsewhere=elsewhere)
-        for elsewhere in (False, True)
-    ]
-    here, elsewhere = found
-    return facts_of(here, elsewhere)
+def _both(passes: Callable[..., PassWatch]) -> ActivationFacts:
+    return facts_of(passes(elsewhere=False), passes(elsewhere=True))
 
 
 def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:

@@ -16,7 +16,7 @@ from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.activation_plan import least_window
 from offload.planning.plan.builder import Placements, PlanBuilder, reserve_nbytes
 from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
-from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
+from offload.planning.plan.plan import Hardware, Plan, needed_nbytes, ram_nbytes
 from offload.planning.plan.shortfalls import leaves_none_to_activations, shortfalls
 from offload.planning.plan.sizes import CLASSES
 from offload.planning.plan.workload import Workload
@@ -183,9 +183,7 @@ class PlacementEvaluator:
             return max(1, lacking) if leaves_none_to_activations(plan) else lacking
         if plan.gpu and tier is TierName.DEVICE:
             return lacking
-        memory = needed_nbytes(plan, TierName.HOST)
-        memory += 0 if plan.gpu else needed_nbytes(plan, TierName.DEVICE)
-        return max(lacking, memory + self._elsewhere_nbytes - hardware.host_nbytes)
+        return max(lacking, ram_nbytes(plan) + self._elsewhere_nbytes - hardware.host_nbytes)
 
     def _plan(self, placements: Placements) -> Plan:
         key = _key(placements)
@@ -270,8 +268,7 @@ class PlacementEvaluator:
     def _beyond_free_nbytes(self, plan: Plan) -> int:
         if self._run is None or plan.gpu:
             return 0
-        held = needed_nbytes(plan, TierName.HOST) + needed_nbytes(plan, TierName.DEVICE)
-        return max(0, held + self.passing_nbytes - self._hardware.host_free_nbytes)
+        return max(0, ram_nbytes(plan) + self.passing_nbytes - self._hardware.host_free_nbytes)
 
     # ---------------------------------------------------------------- what is known
     def _predict(self, plan: Plan) -> StepEstimate | None:
@@ -348,7 +345,7 @@ class PlacementEvaluator:
             held = plan.budgets[tier]  # taken in one piece
         else:
             tier, capacity, beside = TierName.HOST, hardware.host_nbytes, self._elsewhere_nbytes
-            held = needed_nbytes(plan, tier) + needed_nbytes(plan, TierName.DEVICE)
+            held = ram_nbytes(plan)
         if held + beside <= capacity:
             return
         short = held + beside - capacity

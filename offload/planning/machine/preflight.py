@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload import machine
-from offload.planning.plan.plan import Plan, needed_nbytes
+from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
 from offload.tiers.errors import BudgetError, OffloadError, PathError, UnsupportedError
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
@@ -66,23 +66,22 @@ def preflight(
 def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iterator[OffloadError]:
     """RAM for the host tier, for what a CPU calls its device, and for files that lie in RAM."""
     # a GPU's copies need pinned memory: all of the budget is locked at once
-    host = plan.budgets[TierName.HOST] if plan.gpu else needed_nbytes(plan, TierName.HOST)
-    device = 0 if plan.gpu else needed_nbytes(plan, TierName.DEVICE)
+    held = plan.budgets[TierName.HOST] if plan.gpu else ram_nbytes(plan)
     files = _files_in_memory(plan, folders, root)
     available = machine.available_memory_nbytes(root) + freed
-    needed = host + device + files
+    needed = held + files
     if needed <= available:
         return
     missing = format_bytes(needed - available)
-    if files and host + device <= available:
+    if files and held <= available:
         yield BudgetError(
             f"nvme.paths: {folders[0]} is RAM ({format_bytes(files)} of files), and with "
-            f"{format_bytes(host + device)} of memory the plan is {missing} beyond the "
+            f"{format_bytes(held)} of memory the plan is {missing} beyond the "
             f"{format_bytes(available)} available; name a folder on a disk, or lower budget.nvme"
         )
     elif plan.gpu:
         yield BudgetError(
-            f"budget.host: {format_bytes(host)} is pinned whole, {format_bytes(available)} of RAM "
+            f"budget.host: {format_bytes(held)} is pinned whole, {format_bytes(available)} of RAM "
             f"are available now, {missing} short; lower budget.host, or close other programs"
         )
     else:
@@ -162,8 +161,7 @@ def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
 
 def activations_beyond(plan: Plan, passing: int, root: Path = _ROOT) -> Iterator[str]:
     """A warning where `passing` bytes of activations beside the tiers are more than is free now."""
-    held = needed_nbytes(plan, TierName.HOST) + needed_nbytes(plan, TierName.DEVICE)
-    available = machine.available_memory_nbytes(root)
+    held, available = ram_nbytes(plan), machine.available_memory_nbytes(root)
     if plan.gpu or not passing or held + passing <= available:
         return
     yield (

@@ -89,6 +89,12 @@ def needed_nbytes(plan: Plan, tier: TierName) -> int:
     return sum(nbytes for _, nbytes in _needs(plan, tier))
 
 
+def ram_nbytes(plan: Plan) -> int:
+    """RAM that the tiers need: that of host and, where it computes on a CPU, of the device."""
+    device = 0 if plan.gpu else needed_nbytes(plan, TierName.DEVICE)
+    return needed_nbytes(plan, TierName.HOST) + device
+
+
 def breakdown(plan: Plan, tier: TierName) -> str:
     """The terms of `needed_nbytes`: `parameters 1.9 GiB + staging 1.1 MiB`."""
     terms = [f"{name} {format_bytes(nbytes)}" for name, nbytes in _needs(plan, tier) if nbytes]

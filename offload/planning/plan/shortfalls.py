@@ -12,6 +12,7 @@ from offload.planning.plan.plan import (
     gathered_nbytes,
     host_window,
     needed_nbytes,
+    ram_nbytes,
 )
 from offload.planning.plan.sizes import CLASSES, STAGING_BUFFERS
 from offload.planning.plan.tuning import LEAST_CHUNK_NUMEL
@@ -67,9 +68,7 @@ def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
             f"{format_bytes(room)} of RAM that this process may use; lower it, or write a "
             "percentage",
         )  # fmt: skip
-    memory = needed_nbytes(plan, TierName.HOST)
-    if not hardware.device_nbytes:
-        memory += needed_nbytes(plan, TierName.DEVICE)
+    memory = ram_nbytes(plan)
     if memory > room:
         yield Shortfall(
             TierName.HOST, memory, room, "budget.host",
