@@ -29,6 +29,6 @@ def _code() -> str:
     root = Path(__file__).parents[2]  # the package: its folders, and links to them
     digest = hashlib.sha256()
     for folder in ("zero", "planning", "train", "tools/memest"):
-        for path in sorted((root / folder).glob("*.py")):
+        for path in sorted((root / folder).glob("**/*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

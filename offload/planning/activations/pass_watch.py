@@ -158,7 +158,7 @@ class PassWatch(TorchDispatchMode):
         return part
 
     def expect_alike(self, one: CountedOps, other: CountedOps) -> None:
-        """Both should come to the same costs."""
+        """Both should have the same costs in the end."""
         self._alike.append((one, other))
 
     @property

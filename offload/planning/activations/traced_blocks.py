@@ -125,7 +125,7 @@ def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
 def watched_blocks(
     model: nn.Module, units: Sequence[Unit], watch: PassWatch, *, skip: bool
 ) -> Iterator[None]:
-    """`watch` is told where the forward is. With `skip`, blocks that need not be run are not."""
+    """Tells `watch` where the forward is. With `skip`, a few of many identical blocks are run."""
     blocks = [unit for unit in units if unit.repeated]
     counted: dict[int, _CountedStretch] = {}
     for stretch in stretches(blocks) if skip else ():

@@ -67,8 +67,8 @@ class WithoutValues(TorchDispatchMode):
     device = _CPU
 
     def __init__(self, kernels: str = "cpu") -> None:
-        """`kernels`: whose are meant, cpu or cuda. torch may have been built without the latter,
-        and its autograd needs a device that is there."""
+        """`kernels`: those of which device, cpu or cuda. torch may have been built without the
+        latter, and its autograd needs a device that is there."""
         super().__init__()
         self.kernels = kernels
 

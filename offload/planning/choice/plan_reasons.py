@@ -1,4 +1,4 @@
-"""Why each class of state is where it is: what it does not fit into, what moving it would cost."""
+"""Why each class of state is where it is: which tier it does not fit, what moving it would cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _reason(solution: Solution, state_class: StateClass, placement: Placement) -
     other = _cheapest_elsewhere(solution, state_class)
     parts = [
         f"{format_bytes(missing)} more of {above} would hold it all" if missing > 0
-        else f"{above} has room, but is no faster for it"
+        else f"{above} has room, but a step would not be faster"
     ]  # fmt: skip
     if other is not None and other.step is not None:
         slower = other.seconds / solution.best.seconds - 1

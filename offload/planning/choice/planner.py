@@ -79,7 +79,7 @@ def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -
 
 
 def _tell_of_sums(plan: Plan) -> None:
-    """Say what is not where the configuration puts it."""
+    """Warn of states that are not where the configuration puts them."""
     if TierName.NVME not in dict(plan.placements[StateClass.GRADIENTS].shares):
         return
     summed = [group for group in plan.groups if group.summed]
@@ -93,7 +93,7 @@ def _tell_of_sums(plan: Plan) -> None:
 
 
 def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
-    """Say where the numbers come to depend on the machine."""
+    """Warn where the results depend on the machine."""
     if config.optimizer.states.uniform or config.placement.optimizer is not None:
         return
     _log.warning(

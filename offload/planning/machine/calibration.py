@@ -6,7 +6,7 @@
 
 A file that is damaged, of another machine or of another version counts as not there. What was
 measured beside other programs is measured again as soon as they are gone. Where the folder cannot
-be written the measurement is used and not kept, and that is said.
+be written the measurement is used, not kept, and a warning says so.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _speeds(compute: ComputeSpeeds, disk: DiskSpeeds) -> Speeds:
     return Speeds(name="this machine", **asdict(compute), **asdict(disk))
 
 
-# ---------------------------------------------------------------- whose speeds
+# ---------------------------------------------------------------- what speeds depend on
 def _folders(paths: Sequence[StrPath]) -> list[Path]:
     folders = [Path(path).expanduser().absolute() for path in paths]
     folders = folders or [Path(tempfile.gettempdir())]

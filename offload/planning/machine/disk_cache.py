@@ -1,8 +1,8 @@
-"""What took seconds to find, kept on disk as JSON.
+"""A cache on disk, as JSON, of results that take seconds to find.
 
     $XDG_CACHE_HOME/offload/<kind>/<sha256 of all that it depends on>.json    (or ~/.cache/offload)
 
-A file that cannot be read, or is damaged, is as good as none.
+A file that cannot be read, or is damaged, counts as missing.
 """
 
 from __future__ import annotations

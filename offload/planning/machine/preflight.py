@@ -27,7 +27,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found. A refusal is an error not yet raised; warnings are sentences."""
+    """What was found. A refusal is an error that is not raised yet; warnings are sentences."""
 
     refusals: tuple[OffloadError, ...]
     warnings: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""The measurements behind `Speeds`: short loops over what a step is made of.
+"""The measurements behind `Speeds`: short loops over the parts of a step.
 
-Rates are of what training finds in the long run: arrays beyond every cache, files that were written
-before. Of a loop over cores and memory alone the fastest run counts, anything slower had company;
-of what uses a disk, or two things at once, the median.
+Rates are those of a long training run: arrays larger than every cache, files that were written
+before. For a loop over cores and memory alone the fastest run counts, since other programs slow the
+others; for a disk, or two things at once, the median counts.
 
 What a model costs beside its products is measured on small models, forward and backward, and
 expressed in the very terms in which facts are counted: bytes that operations touch, and calls.

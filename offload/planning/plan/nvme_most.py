@@ -9,8 +9,8 @@ own, which is not lent again before the move ends:
                   of a checkpoint that is loaded while nothing is updated: one piece at a time
 
 Slots and buffers are the host tier's, whose ledger keeps to its budget. So no more is on its way
-than the budget leaves beside what is in host memory for good, and, with one write of a piece at a
-time, no more than lives on nvme:
+than the budget leaves beside the permanent homes in host memory, and, with one write of a piece at
+a time, no more than lives on nvme:
 
     ├ homes, window of activations ┤├───────── slots, update buffers ─────────┤   host
     ├──── parameters, gradients, records ────┤├──── versions on their way ────┤   nvme

@@ -94,7 +94,7 @@ def _to_disk(plan: Plan, hardware: Hardware) -> str:
 
 
 def _remedy(plan: Plan, tier: TierName, short_nbytes: int) -> str:
-    """A larger budget, and whatever else would do by itself."""
+    """A larger budget, and another change that would be enough alone."""
     raised = f"raise budget.{tier}"
     if tier is TierName.NVME:
         return raised
@@ -115,8 +115,8 @@ def _remedy(plan: Plan, tier: TierName, short_nbytes: int) -> str:
     padding = max((_padding(group.layout) for group in plan.groups), default=0.0)
     if shared * padding > short_nbytes:
         return (
-            f"{raised}, or train on fewer than {plan.sharding.world_size} ranks: of groups padded "
-            f"for so many, what ranks exchange takes {format_bytes(shared)}"
+            f"{raised}, or train on fewer than {plan.sharding.world_size} ranks: groups are padded "
+            f"to be cut among so many, and buffers for exchanges take {format_bytes(shared)}"
         )
     return raised
 
@@ -138,7 +138,7 @@ def _moved(
 def _passing_nbytes(
     plan: Plan, tier: TierName, moved: Sequence[StateClass], chunk_numel: int
 ) -> int:  # fmt: skip
-    """What a tier comes to need for classes that have gone from it and are only worked on there."""
+    """What a tier needs for classes that live elsewhere and are only worked on there."""
     if tier is TierName.DEVICE:
         whole = plan.gpu and StateClass.PARAMETERS in moved
         return plan.unit_nbytes - gathered_nbytes(plan) if whole else 0

@@ -231,7 +231,7 @@ def staging_nbytes_of(
         staged[StateClass.PARAMETERS].add(TierName.DEVICE)
         staged[StateClass.GRADIENTS].add(TierName.DEVICE)
         if TierName.DEVICE in placements[StateClass.GRADIENTS].tiers:
-            # also sums of more passes than were planned: those on nvme come to the host instead
+            # also fp32 sums of more passes than were planned; planned on nvme, they stay on host
             per_class[StateClass.GRADIENTS] = pages(numel * 4)
     return sum(
         nbytes for state_class, nbytes in per_class.items()

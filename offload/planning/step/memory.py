@@ -51,7 +51,7 @@ ByClass = dict[MemoryClass, int]
 
 @dataclass(frozen=True)
 class _Homes:
-    """What lives in one tier for good, by class; padding to pages and blocks apart."""
+    """What has its home in one tier, by class, and the padding to pages and blocks."""
 
     by_class: ByClass
     padding_nbytes: int
@@ -229,7 +229,7 @@ class PlannedMemory:
     @property
     def nvme_is_bound(self) -> bool:
         """Whether the ledger's peak of nvme depends on how fast moves are, and what is predicted
-        is the most it can come to."""
+        is the most it can be."""
         by_class = self._on_nvme()
         moving = by_class[MemoryClass.STAGING] + by_class[MemoryClass.ACTIVATIONS]
         return moving > 0 or (self._in_backward and by_class[MemoryClass.GRADIENTS] > 0)

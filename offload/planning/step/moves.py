@@ -44,7 +44,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An action with all bytes that it moves. What a use fetches is told by group, too."""
+    """An action with all bytes that it moves; `fetches` tells those of parameters by group."""
 
     action: Action
     nbytes: Bytes

@@ -47,7 +47,7 @@ READ, WRITE = "nvme read", "nvme write"
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 NETWORK = "network"
 
-MOST_PASSES = 6  # gone through one by one
+MOST_PASSES = 6  # that are simulated one by one
 _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`tuning`), on two cores of an AMD EPYC.
@@ -61,7 +61,7 @@ def estimate_step(
 ) -> StepEstimate:  # fmt: skip
     """One step of a long run on hardware with these `speeds`. Takes milliseconds.
 
-    Of many passes the first ones are gone through (and drawn), the others are like the last.
+    Of many passes the first ones are simulated (and drawn), the others are like the last.
     """
 
     def of(passes: int) -> StepEstimate:
@@ -139,7 +139,7 @@ class _Pipeline:
         return found
 
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
-        """Seconds of each use, shared out by parameters among those that backward comes to."""
+        """Seconds of each use: a pass, shared out by parameters among groups backward needs."""
         precision = self._config.precision
         first = [move.action for move in self._traffic.moves if move.action.number == 0]
         uses = {
@@ -300,8 +300,8 @@ class _Pipeline:
     def _disk_rate(self, rate: float) -> float:
         if rate <= 0:
             raise ConfigError(
-                f"placement: something is on nvme, and the speed of a disk of {self._speeds.name} "
-                "is not known; measure it (memest calibrate), or name an SSD"
+                f"placement: states are on nvme, and the speed of a disk of {self._speeds.name} is "
+                "not known; measure it (memest calibrate), or name an SSD"
             )
         return rate
 

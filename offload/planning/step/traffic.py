@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from offload.planning.plan.workload import Workload
 
 _Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
-_MOST_PASSES = 3  # gone through: the first, one between, the last
+_MOST_PASSES = 3  # that are simulated: the first, one between, the last
 _MOST_CHUNKS = 1000  # whose copies are looked at one by one
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 
@@ -77,7 +77,7 @@ def step_traffic(
 
 
 def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
-    """The moves of a step of `actions`: a pass beyond those gone through is like the second one."""
+    """The moves of a step of `actions`: a pass that was not simulated is like the second one."""
     few, many = moves[-1].action.number, actions[-1].number
     by_pass: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
@@ -96,7 +96,7 @@ class StepRun:
     """A program run step after step over the copies that memory holds, until two steps move the
     same bytes: `moves` are those of the last one. `room_nbytes`: of host memory, for copies.
 
-    Of many passes a step, the first, one that is like all between, and the last are gone through.
+    Of a step of many passes three are simulated: the first, one for all between, and the last.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class StepRun:
     @property
     def stages(self) -> bool:
         """Whether chunks without a copy pass through the update's buffers. An update that runs
-        ahead of the forward finds less room than here, where forward has come to its group."""
+        ahead of the forward finds less room than here, where forward has reached its group."""
         return self._staged or self.host.evictions > 0
 
     def _load(self) -> None:

@@ -1,4 +1,4 @@
-"""Seconds of work by itself: a pass of the model, the update of one group."""
+"""Seconds of work while nothing else runs: a pass of the model, the update of one group."""
 
 from __future__ import annotations
 
