@@ -21,7 +21,7 @@ from offload.bench.adam import passing
 from offload.bench.contenders import INSTALL_BENCH
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed
-from offload.planning.machine.adam_speed import (
+from offload.planning.machine.optimizer_variants import (
     GRAD16,
     GRAD32,
     PLAIN,

@@ -14,7 +14,7 @@ from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed, measure, sharing, timed
 from offload.bench.stream import GROUP, BusLoop
 from offload.bench.table import Column, number
-from offload.planning.machine.adam_speed import (
+from offload.planning.machine.optimizer_variants import (
     SPLIT,
     SPLIT_BF16,
     SPLIT_INT8,

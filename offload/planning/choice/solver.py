@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config.fields import AUTO_MICRO_BATCHES
-from offload.planning.choice.candidates import AS_FAST, PlacementEvaluator
-from offload.planning.choice.candidates import Candidate as Candidate
-from offload.planning.choice.candidates import RunFacts as RunFacts
+from offload.planning.choice.evaluator import AS_FAST, PlacementEvaluator
+from offload.planning.choice.evaluator import Candidate as Candidate
+from offload.planning.choice.evaluator import RunFacts as RunFacts
 from offload.planning.choice.splits import TIERS, share_of
 from offload.planning.plan.estimate import short_weights
 from offload.planning.plan.plan import Hardware

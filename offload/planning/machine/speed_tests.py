@@ -26,7 +26,13 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from offload.planning.activations.trace import DTYPES
-from offload.planning.machine.adam_speed import PLAIN, SPLIT_BF16, SPLIT_INT8, Variant, stepper
+from offload.planning.machine.optimizer_variants import (
+    PLAIN,
+    SPLIT_BF16,
+    SPLIT_INT8,
+    Variant,
+    stepper,
+)
 from offload.planning.machine.sample_models import measure_models
 from offload.planning.machine.speed_arrays import Arrays, Stream
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
