@@ -12,21 +12,23 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from offload import machine
-from offload.planning.machine.disk_cache import key_of, load, save, whole
+from offload.planning.machine.disk_cache import key_of, load, save
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-FORMAT = 2  # raised whenever what is measured, or how, changes
+FORMAT = 3  # raised whenever what is measured, or how, changes
 _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 
 # Measured by `measure_baseline` on 2 cores (AMD EPYC with AVX-512), Python 3.11, torch 2.13 for
@@ -40,22 +42,21 @@ _DEFAULT_COMPILER_NBYTES = 146 << 20
 GPU_RAM_NBYTES = 1536 << 20
 GPU_CONTEXT_NBYTES = 768 << 20
 
-
 _KIND = "baseline"
-_NAMES = ("ram_nbytes", "symbols_nbytes", "compiler_nbytes")  # as they are measured
+Nbytes = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(frozen=True)
 class Baseline:
     """Bytes of the framework. `measured`: on this machine, not the default."""
 
-    ram_nbytes: int
-    gpu_nbytes: int = 0
+    ram_nbytes: Annotated[int, Field(strict=True, gt=0)]
+    gpu_nbytes: Nbytes = 0
     measured: bool = False
     # What torch imports at their first use, whether or not anything is compiled: symbolic shapes
     # for micro-batches; its whole compiler, these included, for checkpoints.
-    symbols_nbytes: int = _DEFAULT_SYMBOLS_NBYTES
-    compiler_nbytes: int = _DEFAULT_COMPILER_NBYTES
+    symbols_nbytes: Nbytes = _DEFAULT_SYMBOLS_NBYTES
+    compiler_nbytes: Nbytes = _DEFAULT_COMPILER_NBYTES
 
     def more_nbytes(self, config: OffloadConfig) -> int:
         """What torch imports besides, for what `config` asks of it."""
@@ -99,9 +100,8 @@ def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
     found = None if remeasure else _kept(key)
     if found is None:
         found = measure_baseline(precision)
-        kept = {name: getattr(found, name) for name in _NAMES}
         with suppress(OSError):
-            save(_KIND, key_of(key), {"key": key, **kept})
+            save(_KIND, key_of(key), {"key": key, **asdict(found)})
     return found
 
 
@@ -116,17 +116,13 @@ def measure_baseline(precision: str) -> Baseline:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
-        return _measured(map(int, done.stdout.split()[-3:]))
+        ram, symbols, compiler = map(int, done.stdout.split()[-3:])
+        return Baseline(ram, 0, True, symbols, compiler)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise OffloadError(
             f"the memory of a process without a model could not be measured: {said.strip()[-500:]}"
         ) from error
-
-
-def _measured(numbers: Iterable[int]) -> Baseline:
-    """ValueError unless there are as many numbers as names."""
-    return Baseline(measured=True, **dict(zip(_NAMES, numbers, strict=True)))
 
 
 # ---------------------------------------------------------------- the cache
@@ -150,11 +146,4 @@ def _version(name: str) -> str:
 
 
 def _kept(key: Mapping[str, Any]) -> Baseline | None:
-    return load(_KIND, key_of(key), _decoded)
-
-
-def _decoded(values: Any) -> Baseline:
-    found = _measured(whole(values[name]) for name in _NAMES)
-    if not found.ram_nbytes:
-        raise ValueError("no process takes nothing")
-    return found
+    return load(_KIND, key_of(key), TypeAdapter(Baseline).validate_python)

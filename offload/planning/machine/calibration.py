@@ -26,7 +26,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from offload import machine
-from offload.planning.machine.disk_cache import cache_folder, flag, key_of, load, save
+from offload.planning.machine.disk_cache import cache_folder, key_of, load, save
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds, Speeds
 from offload.tiers.errors import PathError
 
@@ -193,7 +193,8 @@ def _settled(part: type[_Part], key: Key) -> _Part | None:
         names = {field.name for field in fields(part)}
         if values["key"] != json.loads(json.dumps(key)) or set(found) != names:
             raise ValueError("of another machine, or damaged")
-        return TypeAdapter(part).validate_python(found), flag(values["busy"])
+        busy = TypeAdapter(bool).validate_python(values["busy"], strict=True)
+        return TypeAdapter(part).validate_python(found), busy
 
     kept = load(*_file(key), decode)
     if kept is None or (kept[1] and _busy_share() <= _MOST_BUSY):
