@@ -18,15 +18,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, TypeAdapter
 
+from offload.planning.machine.disk_cache import Nbytes, Positive
 from offload.tiers.errors import ConfigError
 
 PREDICTION, MEASURED = "prediction.json", "measured.json"
 FORMAT = 1
 SETTLING_STEPS = 2  # the first learns the order of uses, the second is the first to fetch ahead
-
-
-Nbytes = Annotated[int, Field(strict=True, ge=0)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class _Kept:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from offload import machine
-from offload.planning.machine.disk_cache import key_of, load, save
+from offload.planning.machine.disk_cache import Nbytes, key_of, load, save
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
@@ -43,14 +43,13 @@ GPU_RAM_NBYTES = 1536 << 20
 GPU_CONTEXT_NBYTES = 768 << 20
 
 _KIND = "baseline"
-Nbytes = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(frozen=True)
 class Baseline:
     """Bytes of the framework. `measured`: on this machine, not the default."""
 
-    ram_nbytes: Annotated[int, Field(strict=True, gt=0)]
+    ram_nbytes: Annotated[Nbytes, Field(gt=0)]
     gpu_nbytes: Nbytes = 0
     measured: bool = False
     # What torch imports at their first use, whether or not anything is compiled: symbolic shapes

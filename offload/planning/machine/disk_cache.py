@@ -13,7 +13,14 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+# Of dataclasses that pydantic reads back.
+Nbytes = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 _T = TypeVar("_T")
 _MOST_NBYTES = 64 << 20

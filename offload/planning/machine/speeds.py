@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from offload.planning.machine.disk_cache import Number, Positive
+
 if TYPE_CHECKING:
     from offload.planning.machine.network import Network
 
-# As measurements are read back: a rate is above 0, anything else at least 0.
-Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Rates = Annotated[Mapping[str, Rate], Field(min_length=1)]
+Rates = Annotated[Mapping[str, Positive], Field(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +22,11 @@ class ComputeSpeeds:
 
     gpu: bool  # whether the model computes on a GPU
     matmul_flops_per_s: Rates  # by precision: fp32, bf16, fp16
-    compute_bytes_per_s: Rate  # operations bound by the memory of the compute device
+    compute_bytes_per_s: Positive  # operations bound by the memory of the compute device
     compute_bytes_per_s_in: Rates = field(default_factory=dict)
     # ... by precision, where that makes a difference
     operation_s: Number  # what one call of a kernel costs beside its work
-    host_bytes_per_s: Rate  # the optimizer's traffic over the memory bus, all cores
+    host_bytes_per_s: Positive  # the optimizer's traffic over the memory bus, all cores
     optimizer_parameters_per_s: Rates = field(default_factory=dict)
     # measured rate by format of states (fp32, bf16, int8); absent: bound by the bus
     optimizer_lost_share: Number = 1.0  # that compute loses per second of the optimizer alone
@@ -41,9 +40,9 @@ class DiskSpeeds:
     memory bus, what they lose to each other; 0 and 1 beside a GPU, or where that is not measured:
     then they are taken to share without loss."""
 
-    nvme_read_bytes_per_s: Rate = 0.0
-    nvme_write_bytes_per_s: Rate = 0.0
-    nvme_mixed_bytes_per_s: Rate = 0.0  # both directions at once, together; 0: not measured
+    nvme_read_bytes_per_s: Positive = 0.0
+    nvme_write_bytes_per_s: Positive = 0.0
+    nvme_mixed_bytes_per_s: Positive = 0.0  # both directions at once, together; 0: not measured
     io_lost_s_per_byte: Number = 0.0  # that compute loses to each byte moved beside it
     update_disk_share: Number = 1.0  # of those rates that an update gets behind a forward
     request_s: Number = 0.0  # one read or write of nvme, beside its bytes
