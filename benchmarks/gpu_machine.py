@@ -18,8 +18,8 @@ from offload import machine
 from offload.bench.limits import BusLimit
 from offload.bench.record import this_machine
 from offload.child import Parent
-from offload.planning.calibration import measure_speeds
-from offload.planning.speeds import Speeds
+from offload.planning.machine.calibration import measure_speeds
+from offload.planning.machine.speeds import Speeds
 from offload.swap.swap_file import free_space
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory

@@ -15,13 +15,13 @@ from typing import Any
 from benchmarks.gpu_machine import GpuMachine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import trace_activations
-from offload.planning.baseline import known_baseline
-from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.solver import Candidate, Known, solve
-from offload.planning.work_time import update_traffic
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.solver import Candidate, RunFacts, solve
+from offload.planning.machine.baseline import known_baseline
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.workload import Workload
+from offload.planning.step.work_time import update_traffic
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
@@ -162,7 +162,7 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, 
     """With as much of the optimizer's records on nvme as has to be, in per cent."""
     model, facts = _shape_of(shape), _facts_of(shape, batch)
     base = known_baseline(_PRECISION, gpu=True)
-    known = Known(
+    known = RunFacts(
         Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base.ram_nbytes,
         base.gpu_nbytes,
     )  # fmt: skip

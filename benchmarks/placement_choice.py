@@ -81,8 +81,8 @@ def _cases(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """What is run by name, and what the planner chose in words."""
     from offload.config import OffloadConfig
     from offload.gpt import build_meta_model
-    from offload.planning.planner import chosen_config
-    from offload.planning.solver import solve
+    from offload.planning.choice.planner import chosen_config
+    from offload.planning.choice.solver import solve
     from offload.runs.forecast import forecast, workload_of
 
     config = OffloadConfig.load(arguments.file, arguments.option).owning_the_loop()

@@ -27,15 +27,15 @@ from offload.bench.table import Column, number, print_record, span
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.homes import compute_device, this_machine
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import trace_activations
-from offload.planning.calibration import measure_speeds
-from offload.planning.estimate import StepEstimate
-from offload.planning.plan import Plan
-from offload.planning.planner import make_plan, resolved_config
-from offload.planning.speeds import Speeds
-from offload.planning.step_time import estimate_step
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.machine.calibration import measure_speeds
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import StepEstimate
+from offload.planning.plan.plan import Plan
+from offload.planning.plan.workload import Workload
+from offload.planning.step.step_time import estimate_step
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 

@@ -34,9 +34,13 @@ FLOORS: list[set[str]] = [
     {"__main__"},
 ]  # fmt: skip
 # The same of `tools/memest/`: its rooms, and modules beside them.
-ROOMS: list[set[str]] = [
+MEMEST_ROOMS: list[set[str]] = [
     {"source", "hardware"}, {"estimate"}, {"systems"}, {"show"}, {"commands"}, {"cli"},
     {"__main__"},
+]  # fmt: skip
+# The same of `planning/`; the package itself is below its rooms.
+PLANNING_ROOMS: list[set[str]] = [
+    {"plan"}, {"activations"}, {"step"}, {"machine"}, {"choice"},
 ]  # fmt: skip
 LAYERS = {"tiers", "swap", "kernels", "zero", "tools"}  # linked: `test_house` knows them
 
@@ -105,18 +109,21 @@ def test_no_import_runs_up() -> None:
     assert up == []
 
 
-def room_of(module: str) -> int:
-    name = module.removeprefix(f"{MEMEST}.").split(".")[0]
-    (room,) = [number for number, names in enumerate(ROOMS) if name in names]
-    return room
+@pytest.mark.parametrize(
+    ("package", "rooms"), [("offload.planning", PLANNING_ROOMS), (MEMEST, MEMEST_ROOMS)]
+)
+def test_no_import_among_rooms_runs_up(package: str, rooms: list[set[str]]) -> None:
+    def room_of(module: str) -> int:
+        name = module.removeprefix(f"{package}.").split(".")[0]
+        (room,) = [number for number, names in enumerate(rooms) if name in names]
+        return room
 
-
-def test_no_import_of_memest_runs_up() -> None:
+    inside = {name for name in graph() if name.startswith(f"{package}.")}
     up = [
         f"{name} imports {other}"
-        for name, others in graph().items()
-        for other in sorted(others)
-        if name.startswith(MEMEST) and other.startswith(MEMEST) and room_of(other) > room_of(name)
+        for name in sorted(inside)
+        for other in sorted(graph()[name] & inside)
+        if room_of(other) > room_of(name)
     ]
     assert up == []
 

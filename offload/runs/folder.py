@@ -25,7 +25,7 @@ from typing import Any
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
-from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
+from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.runs.loggers import Logger, loggers_of
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.tiers.errors import CheckpointError, ConfigError, PathError

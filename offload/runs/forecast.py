@@ -14,21 +14,21 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.homes import compute_device, nvme_paths, this_machine
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import trace_activations
-from offload.planning.advice import Situation, advise, corrected
-from offload.planning.baseline import known_baseline
-from offload.planning.calibration import known_speeds, machine_speeds
-from offload.planning.estimate import Change, MemoryEstimate
-from offload.planning.memory import estimate_memory
-from offload.planning.plan import Hardware
-from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.planner import chosen_config
-from offload.planning.run_check import LinkPrediction, Prediction
-from offload.planning.solver import Known, Solution, solve
-from offload.planning.speeds import NOMINAL, Speeds
-from offload.planning.tuning import WORTH_MEASURING_NBYTES
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.advice import Situation, advise, corrected
+from offload.planning.choice.planner import chosen_config
+from offload.planning.choice.run_check import LinkPrediction, Prediction
+from offload.planning.choice.solver import RunFacts, Solution, solve
+from offload.planning.machine.baseline import known_baseline
+from offload.planning.machine.calibration import known_speeds, machine_speeds
+from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.estimate import Change, MemoryEstimate
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.plan.tuning import WORTH_MEASURING_NBYTES
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.extent import TierName
@@ -48,7 +48,7 @@ class Forecast:
     given: OffloadConfig
     model: ModelShape
     hardware: Hardware
-    known: Known
+    known: RunFacts
     speeds: Speeds | None
     solution: Solution
 
@@ -80,7 +80,8 @@ class Forecast:
         best = self.solution.best
         baseline = known_baseline(best.config.precision, gpu=best.plan.gpu)
         facts, workload = self.known.facts_of(best.config), self.known.workload
-        return estimate_memory(best.plan, best.config, self.model, facts, workload, baseline)
+        planned = PlannedMemory(best.plan, best.config, self.model, facts, workload, baseline)
+        return planned.estimate()
 
     def advice(self, measured_s: float) -> list[Change]:
         """What would make a step faster, judged with speeds corrected by a measured step; nothing
@@ -124,7 +125,7 @@ def forecast_of(
     gpu = accelerator.is_accelerator(device)
     baseline = known_baseline(config.precision, gpu=gpu)
     try:
-        known = Known(
+        known = RunFacts(
             workload, speeds or replace(NOMINAL, gpu=gpu),
             facts, baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes,

@@ -19,13 +19,13 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.homes import compute_device, this_machine
 from offload.machine import peak_rss_nbytes, rss_nbytes
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.activation_trace import trace_activations
-from offload.planning.baseline import Baseline
-from offload.planning.memory import estimate_memory
-from offload.planning.planner import make_plan, resolved_config
-from offload.planning.run_check import Measured, Prediction, usual_step_s
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.choice.run_check import Measured, Prediction, usual_step_s
+from offload.planning.machine.baseline import Baseline
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder
 from offload.runs.forecast import forecast_of
 from offload.runs.metrics import StepMetrics
@@ -115,7 +115,7 @@ def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
                 prediction = found.prediction()
                 return prediction if found.timed else replace(prediction, missing=(_NO_SPEED,))
     work = Workload(1, 1, config.gradient_accumulation_steps)
-    memory = estimate_memory(plan, config, shape, _NO_FACTS, work, Baseline(0))
+    memory = PlannedMemory(plan, config, shape, _NO_FACTS, work, Baseline(0)).estimate()
     tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
     if plan.activations is not None:
         why += "; nor what tiers hold of activations"

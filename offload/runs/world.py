@@ -16,7 +16,7 @@ from offload.runs.folder import LoopState, RunFolder
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.run_check import Measured, Prediction
+    from offload.planning.choice.run_check import Measured, Prediction
     from offload.runs.loggers import Logger
     from offload.zero.sharding import Sharding
 

@@ -21,7 +21,7 @@ from offload.config import OffloadConfig
 from offload.gpt import LanguageModel, build_meta_model, generate, parameter_count
 from offload.homes import compute_device
 from offload.machine import peak_rss_nbytes, rss_nbytes
-from offload.planning.preflight import activations_beyond
+from offload.planning.machine.preflight import activations_beyond
 from offload.runs.folder import (
     LoopState,
     RunFolder,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from offload.machine import peak_rss_nbytes
-from offload.planning.run_check import (
+from offload.planning.choice.run_check import (
     SETTLING_STEPS,
     Measured,
     Prediction,

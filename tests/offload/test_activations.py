@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 import offload.engine
-import offload.planning.activation_plan
+import offload.planning.plan.activation_plan
 import offload.swap.activations
 from offload.errors import BudgetError, UnsupportedError
 from offload.tiers.units import parse_bytes
@@ -102,7 +102,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is worth moving, and a window holds a fraction of what is saved."""
     monkeypatch.setattr(offload.swap.activations, "LEAST_NBYTES", 1)
-    monkeypatch.setattr(offload.planning.activation_plan, "LEAST_WINDOW_NBYTES", 64 * KIB)
+    monkeypatch.setattr(offload.planning.plan.activation_plan, "LEAST_WINDOW_NBYTES", 64 * KIB)
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from offload.child import Child, ChildFailed
 from offload.cli.app import main
 from offload.config import OffloadConfig
 from offload.errors import IntegrityError, PathError, StorageError, UnsupportedError
-from offload.planning.adam_speed import VARIANTS, Variant, filled, stepper
-from offload.planning.speed_arrays import STAGGER_NBYTES, Arrays, Stream
+from offload.planning.machine.optimizer_variants import VARIANTS, Variant, filled, stepper
+from offload.planning.machine.speed_arrays import STAGGER_NBYTES, Arrays, Stream
 from offload.swap.swap_file import SwapFile
 from offload.swap.worker import ParallelRunner
 

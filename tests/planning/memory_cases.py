@@ -13,14 +13,14 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.activation_trace import trace_activations
-from offload.planning.baseline import Baseline
-from offload.planning.estimate import MemoryEstimate
-from offload.planning.memory import PlannedMemory
-from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.planner import lay_out_plan
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.machine.baseline import Baseline
+from offload.planning.plan.estimate import MemoryEstimate
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.zero.discovery import discover

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from offload.gpt import Block, LanguageModel, build_meta_model
-from offload.planning.activation_trace import trace_activations
-from offload.planning.workload import Workload
+from offload.planning.activations.trace import trace_activations
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import UnsupportedError
 from tests.planning.real_pass import DTYPES, config_of, packed_nbytes, real_facts
 
@@ -279,8 +279,8 @@ def test_a_trace_imports_no_compiler() -> None:
     program = """
 import sys
 from offload.config import OffloadConfig
-from offload.planning.activation_trace import trace_activations
-from offload.planning.workload import Workload
+from offload.planning.activations.trace import trace_activations
+from offload.planning.plan.workload import Workload
 from offload.gpt import build_meta_model
 for checkpoint, micro_batches in ((False, 1), ("selective", 2)):
     config = OffloadConfig.load({

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning import traffic
-from offload.planning.copies import Copies, find_copies
-from offload.planning.plan import Hardware, Plan
-from offload.planning.planner import lay_out_plan
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.plan.plan import Hardware, Plan
+from offload.planning.step import traffic
+from offload.planning.step.traffic import PeakCopies, find_copies
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.layout import ParamShape
@@ -44,7 +44,7 @@ def plan(shape: ModelShape, **keys: Any) -> Plan:
 
 def copies(
     laid_out: Plan, shape: ModelShape, room_nbytes: int, passes: int = 1, **keys: Any
-) -> Copies:
+) -> PeakCopies:
     return find_copies(laid_out, configuration(**keys), shape, passes, room_nbytes)
 
 
@@ -106,7 +106,7 @@ def test_many_passes_hold_what_going_through_all_of_them_gives(
 def test_memory_is_predicted_without_torch() -> None:
     heavy = "{'torch', 'numba', 'transformers', 'matplotlib'}"
     code = (
-        "import sys, offload.planning.memory, offload.planning.baseline, "
-        f"offload.planning.checkpoint_size; sys.exit(bool({heavy} & set(sys.modules)))"
+        "import sys, offload.planning.step.memory, offload.planning.machine.baseline, "
+        f"offload.planning.plan.checkpoint_size; sys.exit(bool({heavy} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,8 +17,8 @@ import pytest
 
 import offload
 from offload.gpt import build_meta_model
-from offload.planning.baseline import Baseline, machine_baseline
-from offload.planning.checkpoint_size import checkpoint_nbytes
+from offload.planning.machine.baseline import Baseline, machine_baseline
+from offload.planning.plan.checkpoint_size import checkpoint_nbytes
 from offload.tiers.extent import TierName
 from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 

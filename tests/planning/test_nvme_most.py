@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from offload.config import OffloadConfig
-from offload.planning.nvme_most import nvme_most
-from offload.planning.plan import Hardware, Plan
-from offload.planning.planner import lay_out_plan
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.plan.nvme_most import nvme_most
+from offload.planning.plan.plan import Hardware, Plan
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.zero.sharding import Sharding

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.planner import chosen_config, make_plan, resolved_config, shortfalls
-from offload.planning.solver import Known, Solution, solve
-from offload.planning.speeds import NOMINAL, Speeds
-from offload.planning.splits import shares_of
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.planner import chosen_config, make_plan, resolved_config, shortfalls
+from offload.planning.choice.solver import RunFacts, Solution, solve
+from offload.planning.choice.splits import TIERS, share_of
+from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.workload import Workload
 from offload.tiers.extent import TierName
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
@@ -51,15 +51,15 @@ def facts(saved: int = 16 * MIB, seconds: float = 0.1) -> ActivationFacts:
     return ActivationFacts(saved, 2 * saved, saved // 2, "backward of head", work, work)
 
 
-def known(found: ActivationFacts | None = None, **keys: Any) -> Known:
-    return Known(Workload(2, 256), SPEEDS, lambda config: found or facts(), **keys)
+def known(found: ActivationFacts | None = None, **keys: Any) -> RunFacts:
+    return RunFacts(Workload(2, 256), SPEEDS, lambda config: found or facts(), **keys)
 
 
 def hardware(gpu: int = 0, host: int = 64 * GIB) -> Hardware:
     return Hardware(gpu, host, host, 64 * GIB)
 
 
-def solved(keys: dict[str, Any], about: Known | None = None, **machine: int) -> Solution:
+def solved(keys: dict[str, Any], about: RunFacts | None = None, **machine: int) -> Solution:
     return solve(OffloadConfig.load(keys), model(), hardware(**machine), about)
 
 
@@ -74,7 +74,7 @@ def test_everything_is_on_host_where_it_fits():
 
 
 @pytest.mark.parametrize("about", [None, known()], ids=["unknown work", "known work"])
-def test_every_choice_fits_its_budgets_to_the_byte(about: Known | None):
+def test_every_choice_fits_its_budgets_to_the_byte(about: RunFacts | None):
     everything_on_nvme = {"placement": dict.fromkeys(CLASSES, "nvme"), "budget": {"nvme": "2GiB"}}
     least = needed_nbytes(solved(everything_on_nvme).best.plan, TierName.HOST) // MIB + 1
     for host in (least, least + 5, least + 20, 150, 200, 300, 390):
@@ -100,7 +100,7 @@ def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
 
 
 def test_what_was_chosen_still_fits_when_less_memory_is_free_a_moment_later():
-    from offload.planning.planner import make_plan
+    from offload.planning.choice.planner import make_plan
 
     before, later = (Hardware(0, 64 * GIB, n * MIB, 64 * GIB) for n in (300, 250))
     best = solve(OffloadConfig(), model(), before, known()).best
@@ -230,9 +230,9 @@ def test_choices_are_printed_back():
 
 
 # ---------------------------------------------------------------- GPU
-def gpu_known(saved: int = 16 * MIB) -> Known:
+def gpu_known(saved: int = 16 * MIB) -> RunFacts:
     speeds: Speeds = replace(SPEEDS, gpu=True, compute_bytes_per_s=1e12)
-    return Known(Workload(2, 256), speeds, lambda config: facts(saved))
+    return RunFacts(Workload(2, 256), speeds, lambda config: facts(saved))
 
 
 def test_everything_lives_on_a_gpu_that_has_room_for_activations_too():
@@ -255,7 +255,7 @@ def test_an_open_host_budget_is_what_is_free_without_the_reserve():
     assert beside[TierName.HOST] == pytest.approx(0.95 * 60 * GIB, rel=1e-6)
 
 
-def test_on_a_cpu_activations_that_nobody_knows_have_a_share_of_ram():
+def test_on_a_cpu_unknown_activations_have_a_share_of_ram():
     known_ones = solved({}, known(facts(saved=3 * GIB)), host=64 * GIB).best.plan.budgets
     assert known_ones[TierName.HOST] < 0.95 * 58 * GIB
     assert known_ones[TierName.HOST] > 0.9 * 57 * GIB
@@ -279,8 +279,8 @@ def test_states_stay_off_a_gpu_whose_kernels_are_missing():
 # ---------------------------------------------------------------- being quick
 def test_planning_needs_no_torch():
     program = (
-        "import sys, offload.planning.planner\n"
-        "import offload.planning.run_check, offload.planning.advice\n"
+        "import sys, offload.planning.choice.planner\n"
+        "import offload.planning.choice.run_check, offload.planning.choice.advice\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -345,8 +345,6 @@ def test_the_next_best_plan_is_another_plan():
     assert found.next_best is not None
     best, other = found.best.plan.placements, found.next_best.plan.placements
     apart = [
-        abs(a - b)
-        for c in best
-        for a, b in zip(shares_of(best[c]), shares_of(other[c]), strict=True)
+        abs(share_of(best[c], tier) - share_of(other[c], tier)) for c in best for tier in TIERS
     ]
     assert max(apart) >= 0.05

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import ConfigError
-from offload.planning.plan import needed_nbytes
+from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.extent import TierName
 from tests.offload.engine_cases import (
     HOST,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import (
+from offload.planning.choice.planner import make_plan
+from offload.planning.plan.estimate import (
     Change,
     Estimate,
     LinkTime,
@@ -18,9 +19,8 @@ from offload.planning.estimate import (
     Span,
     StepEstimate,
 )
-from offload.planning.plan import Hardware, Plan
-from offload.planning.planner import make_plan
-from offload.planning.workload import Workload
+from offload.planning.plan.plan import Hardware, Plan
+from offload.planning.plan.workload import Workload
 from offload.tiers.extent import TierName
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape

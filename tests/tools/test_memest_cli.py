@@ -347,7 +347,7 @@ def test_lists_of_parts_and_of_headlines_have_their_sources(capsys: Any) -> None
 
 
 def test_check_prints_predicted_and_measured(tmp_path: Path, capsys: Any) -> None:
-    from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
+    from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 
     tiers = {"host": 1 << 20, "nvme": 1 << 30}
     (tmp_path / PREDICTION).write_text(Prediction(tiers, 110, 2.0, "compute", {}).to_json())

@@ -16,8 +16,8 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.gpt import build_meta_model
-from offload.planning.disk_cache import cache_folder
-from offload.planning.workload import Workload
+from offload.planning.machine.disk_cache import cache_folder
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
 from offload.tools.memest.source.answer_cache import remembered
 from offload.tools.memest.source.builtin_model import builtin_tree
@@ -193,7 +193,7 @@ def test_activations_are_traced_once_per_kind_of_pass(
         traced.append(workload)
         return replace(first, saved_nbytes=workload.batch)
 
-    monkeypatch.setattr("offload.planning.activation_trace.trace_activations", trace)
+    monkeypatch.setattr("offload.planning.activations.trace.trace_activations", trace)
     again = read_model(str(path))
     assert again.activations(config, work) == first
     assert traced == []

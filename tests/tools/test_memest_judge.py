@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import MemoryClass
-from offload.planning.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
-from offload.planning.planner import lay_out_plan
-from offload.planning.shortfalls import shortfalls
-from offload.planning.solver import Candidate, solve
-from offload.planning.workload import Workload
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.choice.solver import Candidate, solve
+from offload.planning.plan.estimate import MemoryClass
+from offload.planning.plan.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
+from offload.planning.plan.shortfalls import shortfalls
+from offload.planning.plan.workload import Workload
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.solver import Candidate, Known, solve
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.solver import Candidate, RunFacts, solve
+from offload.planning.plan.workload import Workload
 from offload.tools.memest.commands.options import (
     EstimateOptions,
     MachineOptions,
@@ -48,7 +48,7 @@ def profile_of(part: str) -> HardwareProfile:
     return read_profile(part, **PARTS[part])
 
 
-def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: int) -> Known:
+def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: int) -> RunFacts:
     """One pass of 2,048 tokens, by the usual formulas instead of a trace."""
     tokens, speeds = 2048, profile.speeds()
     assert speeds is not None
@@ -61,11 +61,11 @@ def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: i
         first, second = (PassCost(n, n // 200, 20 * layers) for n in (forward, backward))
         return ActivationFacts(kept, kept + 256 * MIB, 256 * MIB, "forward of head", first, second)
 
-    return Known(Workload(1, tokens), speeds, facts_of, 1536 * MIB, 768 * MIB)
+    return RunFacts(Workload(1, tokens), speeds, facts_of, 1536 * MIB, 768 * MIB)
 
 
 def best_of(
-    shape: ModelShape, profile: HardwareProfile, known: Known, placement: dict[str, Any]
+    shape: ModelShape, profile: HardwareProfile, known: RunFacts, placement: dict[str, Any]
 ) -> Candidate:
     keys = {"precision": "bf16", "placement": placement}
     return solve(OffloadConfig.load(keys), shape, profile.hardware(), known).best

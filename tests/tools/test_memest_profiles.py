@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload import machine
-from offload.planning.speeds import Speeds
+from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.hardware import profiles
 from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus, visible
@@ -135,7 +135,8 @@ def test_this_machine_is_what_the_process_may_use(tmp_path: Path) -> None:
 
 def test_measured_speeds_hold_where_it_computes_here_and_named_drives_replace_the_disk() -> None:
     measured = Speeds(
-        "here", False, {"fp32": 1e11}, 1e10, 1e-6, 5e10, nvme_read_bytes_per_s=1e9
+        name="here", gpu=False, matmul_flops_per_s={"fp32": 1e11}, compute_bytes_per_s=1e10,
+        operation_s=1e-6, host_bytes_per_s=5e10, nvme_read_bytes_per_s=1e9,
     )  # fmt: skip
     here = replace(this_machine(), gpu=None, gpu_nbytes=0)
     assert here.speeds() is None

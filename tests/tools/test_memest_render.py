@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from offload.planning.estimate import (
+from offload.planning.plan.estimate import (
     Estimate,
     LinkTime,
     MemoryClass,

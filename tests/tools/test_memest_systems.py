@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import MemoryClass as M
-from offload.planning.workload import Workload
+from offload.planning.plan.estimate import MemoryClass as M
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import round_up

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from offload.planning.baseline import machine_baseline
-from offload.planning.calibration import machine_speeds
-from offload.planning.speeds import Speeds
+from offload.planning.machine.baseline import machine_baseline
+from offload.planning.machine.calibration import machine_speeds
+from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show.tables import plain, show

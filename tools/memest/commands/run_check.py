@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.run_check import Row, RunCheck, check_run
+from offload.planning.choice.run_check import Row, RunCheck, check_run
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import wording
 from offload.tools.memest.show.tables import ruled, show, show_json

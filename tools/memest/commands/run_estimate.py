@@ -10,8 +10,8 @@ from pathlib import Path
 from offload import machine
 from offload.config import OffloadConfig
 from offload.config.training import MOST_TOKENS
-from offload.planning.estimate import Estimate
-from offload.planning.workload import Workload
+from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.options import (
     EstimateOptions,

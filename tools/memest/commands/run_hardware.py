@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from offload.config import OffloadConfig
-from offload.planning.calibration import known_speeds, machine_speeds
-from offload.planning.speeds import Speeds
+from offload.planning.machine.calibration import known_speeds, machine_speeds
+from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.options import MachineOptions
 from offload.tools.memest.hardware.profiles import HardwareProfile, without_gpus

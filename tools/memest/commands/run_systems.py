@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.estimate import PlaceEstimate
-from offload.planning.workload import Workload
+from offload.planning.plan.estimate import PlaceEstimate
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes

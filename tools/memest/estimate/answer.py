@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from offload.planning.estimate import Estimate
-from offload.planning.step_time import MOST_PASSES
+from offload.planning.plan.estimate import Estimate
+from offload.planning.step.step_time import MOST_PASSES
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.changes import changes
 from offload.tools.memest.estimate.judge import Judge

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
-from offload.planning.plan import Hardware
-from offload.planning.speeds import Speeds
-from offload.planning.workload import Workload
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.workload import Workload
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.source.model_source import ModelSource
 from offload.zero.sharding import Sharding

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import Change, Estimate
+from offload.planning.plan.estimate import Change, Estimate
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.judge import Judge

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, HeapFacts, PassCost
-from offload.planning.baseline import Baseline, known_baseline
-from offload.planning.estimate import (
+from offload.planning.activations.facts import ActivationFacts, HeapFacts, PassCost
+from offload.planning.choice.planner import resolved_config
+from offload.planning.choice.solver import Candidate, RunFacts, Solution, solve
+from offload.planning.machine.baseline import Baseline, known_baseline
+from offload.planning.machine.speeds import NOMINAL
+from offload.planning.plan.estimate import (
     Change,
     Estimate,
     MemoryClass,
@@ -17,12 +20,9 @@ from offload.planning.estimate import (
     PlaceEstimate,
     Shortfall,
 )
-from offload.planning.memory import estimate_memory
-from offload.planning.plan import Hardware
-from offload.planning.planner import resolved_config
-from offload.planning.solver import Candidate, Known, Solution, solve
-from offload.planning.speeds import NOMINAL
-from offload.planning.workload import Workload
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
@@ -91,7 +91,7 @@ class Judge:
         """What would make a step faster; nothing where nothing is known of time."""
         if not case.timed:
             return ()
-        from offload.planning.advice import Situation, advise
+        from offload.planning.choice.advice import Situation, advise
 
         baseline = _baseline_of(case)
         best = self._solve(case, baseline).best
@@ -114,10 +114,8 @@ class Judge:
                 break
             plan, config = candidate.plan, candidate.config
             facts = self.facts(case, config)
-            memory = estimate_memory(
-                plan, config, case.source.shape, facts, case.workload, baseline
-            )
-            memory = _with_capacities(memory, case.hardware)
+            planned = PlannedMemory(plan, config, case.source.shape, facts, case.workload, baseline)
+            memory = _with_capacities(planned.estimate(), case.hardware)
             short = (
                 *_reported(candidate, case.config), *_physical(memory, candidate, case.workload)
             )  # fmt: skip
@@ -131,8 +129,8 @@ class Judge:
         known = self._known(case, baseline, any_fit=any_fit) if case.source.has_graph else None
         return solve(case.config, case.source.shape, case.hardware, known)
 
-    def _known(self, case: Case, baseline: Baseline, *, any_fit: bool) -> Known:
-        return Known(
+    def _known(self, case: Case, baseline: Baseline, *, any_fit: bool) -> RunFacts:
+        return RunFacts(
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
             baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes, any_fit,

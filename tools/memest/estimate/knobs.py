@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import Estimate
+from offload.planning.plan.estimate import Estimate
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.plan_sizes import ITEMSIZE, record_formats
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.plan.sizes import ITEMSIZE, record_formats
 from offload.tiers.extent import TierName
 from offload.tools.memest.estimate.case import Case
 

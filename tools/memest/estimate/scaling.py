@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.planning.collective_sequence import (
+from offload.planning.machine.network import Network
+from offload.planning.plan.estimate import Estimate, StepEstimate
+from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.step.collective_sequence import (
     Among,
     Collective,
     CollectiveSequence,
     collective_sequence,
 )
-from offload.planning.estimate import Estimate, StepEstimate
-from offload.planning.network import Network
-from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.step_time import COMPUTE, NETWORK
+from offload.planning.step.step_time import COMPUTE, NETWORK
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload import machine
-from offload.planning.network import Network
-from offload.planning.plan import Hardware
-from offload.planning.speeds import Speeds
-from offload.planning.tuning import known
+from offload.planning.machine.network import Network
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.tuning import rated_bandwidth
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.hardware.parts import NCCL, GpuPart, LinkPart, SsdPart
@@ -107,7 +107,7 @@ class HardwareProfile:
             host_nbytes=self.usable_ram_nbytes // ranks,
             host_free_nbytes=self.ram_free_nbytes // ranks,
             nvme_free_nbytes=self.nvme_nbytes // ranks,
-            measure_nvme=known(read, write) if self.ssds else None,
+            measure_nvme=rated_bandwidth(read, write) if self.ssds else None,
             kernels_missing=None if self.gpu_nbytes else "the model computes on the CPU",
             sharding=sharding,
         )

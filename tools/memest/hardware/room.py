@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from offload.planning.estimate import MemoryClass, PlaceEstimate
+from offload.planning.plan.estimate import MemoryClass, PlaceEstimate
 from offload.tiers.extent import TierName
 from offload.tools.memest.hardware.profiles import HardwareProfile
 

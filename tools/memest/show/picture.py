@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from offload.planning.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
+from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show.colours import SPANS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from offload.planning.estimate import Change, Estimate, StepEstimate
+from offload.planning.plan.estimate import Change, Estimate, StepEstimate
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import summary, svg, wording
 from offload.tools.memest.show.html_page import key, lines, page, table

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from offload.planning.estimate import Estimate, PlaceEstimate, StepEstimate
-from offload.planning.plan import Plan, needed_nbytes
+from offload.planning.plan.estimate import Estimate, PlaceEstimate, StepEstimate
+from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.extent import TierName
 
 SCHEMA = "memest/1"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from offload.planning.estimate import Estimate, StepEstimate
+from offload.planning.plan.estimate import Estimate, StepEstimate
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.show import summary
 from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on

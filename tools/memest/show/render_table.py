@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.estimate import Estimate, MemoryClass, StepEstimate
+from offload.planning.plan.estimate import Estimate, MemoryClass, StepEstimate
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import summary, wording

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.estimate import Estimate, StepEstimate
-from offload.planning.plan import Plan
+from offload.planning.plan.estimate import Estimate, StepEstimate
+from offload.planning.plan.plan import Plan
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import wording

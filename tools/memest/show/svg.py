@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from html import escape
 
-from offload.planning.estimate import StepEstimate
+from offload.planning.plan.estimate import StepEstimate
 from offload.tools.memest.show import summary
 from offload.tools.memest.show.picture import Bar, Lane, Piece, Tick, step_length, ticks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.planning.durations import counted, duration, three_digits
+from offload.planning.choice.durations import counted, duration, three_digits
 
 __all__ = ["counted", "duration", "factor_of_time", "per_second", "share"]
 

@@ -9,8 +9,8 @@ from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
-from offload.planning.estimate import Estimate
-from offload.planning.plan import needed_nbytes
+from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.extent import TierName
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import summary, wording

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from offload.planning import disk_cache
+from offload.planning.machine import disk_cache
 
 _T = TypeVar("_T")
 
@@ -53,7 +53,8 @@ def _code() -> str:
     """A digest of the sources that find shapes and facts: another version, other answers."""
     root = Path(__file__).parents[3]  # the package: its folders, and links to them
     digest = hashlib.sha256()
-    for folder in ("zero", "planning", "train", "tools/memest/source"):
-        for path in sorted((root / folder).glob("**/*.py")):
-            digest.update(path.read_bytes())
+    folders = ("config", "planning", "zero", "tools/memest/source")
+    inside = (path for folder in folders for path in sorted((root / folder).glob("**/*.py")))
+    for path in (root / "gpt.py", *inside):
+        digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.tools.memest.source.answer_cache import key_of, remembered
 from offload.tools.memest.source.error_text import one_line
@@ -98,7 +98,7 @@ def _traced(
     device: str | None,
 ) -> ActivationFacts | str:  # fmt: skip
     """The facts, or why the model's code cannot be followed."""
-    from offload.planning.activation_trace import trace_activations
+    from offload.planning.activations.trace import trace_activations
 
     model = build(workload.sequence)
     try:

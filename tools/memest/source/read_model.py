@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from offload.config import OffloadConfig
 from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.config.written_for import WrittenFor
-from offload.planning.durations import counted
+from offload.planning.choice.durations import counted
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.answer_cache import key_of
 from offload.tools.memest.source.builtin_model import builtin_tree

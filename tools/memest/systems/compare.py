@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.estimate import Estimate, MemoryClass, PlaceEstimate
-from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.speeds import Speeds
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate
+from offload.planning.plan.sizes import ITEMSIZE
 from offload.tiers.extent import TierName
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full

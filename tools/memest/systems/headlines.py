@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.workload import Workload
+from offload.planning.plan.workload import Workload
 from offload.tools.memest.hardware.parts import GIB, TB, gpu_named, machine_named
 from offload.tools.memest.hardware.room import Room
 from offload.tools.memest.systems.ladders import FamilyName

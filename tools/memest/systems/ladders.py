@@ -13,8 +13,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.plan.workload import Workload
 from offload.tools.memest.systems.subject import Subject
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.planning.estimate import PlaceEstimate
-from offload.planning.workload import Workload
+from offload.planning.plan.estimate import PlaceEstimate
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.extent import TierName
 from offload.tools.memest.hardware.profiles import HardwareProfile

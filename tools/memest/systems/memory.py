@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from offload.planning.estimate import MemoryClass as M
+from offload.planning.plan.estimate import MemoryClass as M
 from offload.tiers.extent import TierName
 from offload.tools.memest.systems.subject import Ranks, Subject
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.kernels.variants import Master
-from offload.planning.estimate import MemoryClass as M
-from offload.planning.estimate import Shortfall
-from offload.planning.plan import Hardware, Plan, needed_nbytes
-from offload.planning.planner import lay_out_plan
-from offload.planning.shortfalls import shortfalls
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.plan.estimate import MemoryClass as M
+from offload.planning.plan.estimate import Shortfall
+from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
+from offload.planning.plan.shortfalls import shortfalls
 from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tools.memest.hardware.room import Room

@@ -16,10 +16,10 @@ figure. What is not overlapped:
 
 from __future__ import annotations
 
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.speeds import Speeds
-from offload.planning.work_time import pass_s
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.workload import Workload
+from offload.planning.step.work_time import pass_s
 from offload.tools.memest.systems.memory import Numbers, System
 from offload.tools.memest.systems.subject import Subject
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.activation_facts import ActivationFacts
+from offload.planning.activations.facts import ActivationFacts
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.zero.model_shape import ModelShape
 
