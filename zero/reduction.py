@@ -335,7 +335,7 @@ class Reductions:
         for index in np.flatnonzero(cleared.any(axis=0) & kept.any(axis=0)):
             ranks = np.array(self._ranks.in_world)
             on, off = (ranks[each[:, index]].tolist() for each in (cleared, kept))
-            raise self._ranks.watch.parted(
+            raise self._ranks.parted(
                 f"{group.specs[index].name}.grad is cleared on ranks {on} and kept on ranks {off}; "
                 "a gradient is all ranks' together: let all of them clear it"
             )
