@@ -255,14 +255,14 @@ class Reductions:
             self.finish()  # another pass has begun
         self._begin_round()
         group.arrived[index] = True
+        self._arrivals.pop(group.index, None)  # also of what comes too late for its place
+        self._arrivals[group.index] = None
         if group.issued or group.late or group.index not in self._places:
             group.keep(index, gradient)
             return False
         spec = group.specs[index]
         self._bucket(group)[spec.offset : spec.stop].copy_(flat_gradient(gradient))
         group.passes[index] = 1
-        self._arrivals.pop(group.index, None)
-        self._arrivals[group.index] = None
         if group.is_complete:
             self._issue_ready()
         return True
