@@ -585,7 +585,10 @@ def measured(tier: str, check: Any, folder: Path) -> dict[str, Any]:
     out = subprocess.run(
         [sys.executable, str(PROGRAM), tier, json.dumps(check), str(folder)],
         capture_output=True, text=True, timeout=240, cwd=PROGRAM.parents[2],
-        env={"PYTHONPATH": str(PROGRAM.parents[2]), "PATH": "/usr/bin:/bin"},
+        env={
+            "PYTHONPATH": str(PROGRAM.parents[2]), "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",  # several would mostly wait for each other
+        },
     )  # fmt: skip
     assert out.returncode == 0, out.stderr
     result: dict[str, Any] = json.loads(out.stdout)
