@@ -240,7 +240,7 @@ class StateConformance:
     ) -> None:
         state = filled(1)
         expected = content(2, state.nbytes)
-        self.compute(state, expected, soon=True)
+        self.compute(state, expected, write_back=False)
         assert torch.equal(self.computed_with(state), expected)
         others = [filled(seed) for seed in range(3, 3 + 2 * SLOTS)]
         for other in others:

@@ -91,7 +91,7 @@ class OneRank(StateConformance):
 
     def begin_update(self, state: State) -> None:
         assert isinstance(state, GatheredState | ReplicatedState)
-        state.outdate()
+        state.invalidate_gathered()
 
 
 class TestGatheredFromMemory(OneRank):
@@ -227,7 +227,7 @@ def test_codes_are_exact_where_that_is_asked_for_and_are_never_written_home(
             with found.gatherer.exactly():
                 assert torch.equal(state.tensor(), values)
                 state.wrote()
-            state.outdate()
+            state.invalidate_gathered()
             assert torch.equal(state.tensor(), coded)
             state.close()
 
@@ -263,7 +263,7 @@ def gather_and_write(folder: str) -> list[torch.Tensor]:
             seen.append(state.tensor().clone())
             state.tensor().copy_(whole(1, layout))  # as `gathered` does it on every rank
             state.wrote()
-            state.outdate()
+            state.invalidate_gathered()
             seen.append(state.tensor().clone())
             trained = slice(0, layout.shard_trainable * ITEMSIZE)
             for piece in range(state.pieces):
@@ -272,7 +272,7 @@ def gather_and_write(folder: str) -> list[torch.Tensor]:
                 here = state.host_piece(piece).wait()[: max(0, span.stop - span.start)]
                 here.copy_(part(whole(2, layout), layout, rank)[span])
                 state.wrote_piece(piece)
-            state.outdate()
+            state.invalidate_gathered()
             seen.append(state.tensor().clone())
             state.close()
     return seen
@@ -300,7 +300,7 @@ def update_and_refresh(folder: str) -> list[torch.Tensor]:
                 state.host_piece(piece).wait().copy_(whole(1, layout)[span])
                 state.wrote_piece(piece)
                 done += span.stop - span.start
-            state.outdate()
+            state.invalidate_gathered()
             assert state.is_outdated
             seen.append(state.tensor().clone())
             assert not state.is_outdated

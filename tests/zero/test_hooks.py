@@ -98,7 +98,7 @@ class Hooked:
 
     def assert_at_rest(self) -> None:
         assert self.gathered() == []
-        assert not any(group.in_use for group in self.groups)
+        assert not any(group.is_entered for group in self.groups)
         assert not self.hooks.join_call([]), "no call is under way"
 
     def assert_trains(self, x: Tensor) -> None:

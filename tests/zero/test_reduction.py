@@ -69,7 +69,7 @@ class Rank:
         self.reductions = Reductions(
             self.groups, self.ranks, self.ranks.collectives(Wire()),
             ReductionMemory(places.device, room, Fences()), self.dtype, PassLog(), Trace(),
-            patient=in_backward,
+            wait_for_complete_groups=in_backward,
         )  # fmt: skip
 
     def _group(
@@ -91,7 +91,7 @@ class Rank:
         own = accumulator((each.spec for each in part.trained()), len(part.trainable))
         return ReducedGradients(
             index, part, own, lambda: accumulator(layout.params, layout.numel), lambda: None,
-            late=in_parts,
+            summed_over_blocks=in_parts,
         )  # fmt: skip
 
     @property
@@ -215,7 +215,7 @@ def skipped_groups(folder: Path) -> Given:
     which the others wait."""
     with rank(folder, stage=3) as here:
         if here.number == 0:
-            here.reductions.reach(0)
+            here.reductions.reduce_skipped_groups(0)
         else:
             here.give([(3, 0), (2, 0)], 0)
         for group in (3, 2):

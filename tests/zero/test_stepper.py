@@ -88,7 +88,7 @@ class Training:
         record = self._memory(f"record of {index}", format_.nbytes(layout.numel))
         return OptimizerState(
             group, gradients, [range(layout.numel)], [record], [format_],
-            np.zeros(len(params), np.int64), Part.of(layout, 0), owns_shard=False,
+            np.zeros(len(params), np.int64), Part.of(layout, 0),
         )  # fmt: skip
 
     def hyper(self, param: nn.Parameter) -> Hyper | None:
