@@ -31,7 +31,7 @@ from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 from offload.zero.sharding import ALONE, Sharding
@@ -68,7 +68,7 @@ class Forecast:
         best = self.solution.best
         memory = self.memory()
         tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
-        rss = memory.places[TierName.HOST].peak_nbytes
+        rss = memory.places[Tier.HOST].peak_nbytes
         bounds = tuple(sorted(map(str, memory.bounds)))
         step = best.step if self.timed else None
         if step is None:

@@ -25,12 +25,13 @@ from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError, StorageError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.residency import Residency
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from tests.swap.stream_simulation import CUDA, World
 
@@ -81,9 +82,9 @@ def make_places(folder: Path, world: World | None = None) -> Iterator[Places]:
         return os.pwritev(fd, buffers, offset)
 
     ledger, lock, slots = Ledger(), threading.RLock(), SLOTS * NBYTES
-    host = MemoryTier(TierName.HOST, slots, HostMemory(slots), ledger)
-    device = MemoryTier(TierName.DEVICE, slots, HostMemory(slots), ledger)
-    homes = MemoryTier(TierName.HOST, 1 << 20, HostMemory(1 << 20), Ledger())
+    host = MemoryTier(Tier.HOST, slots, HostMemory(slots), ledger)
+    device = MemoryTier(Tier.DEVICE, slots, HostMemory(slots), ledger)
+    homes = MemoryTier(Tier.HOST, 1 << 20, HostMemory(1 << 20), Ledger())
     file, store_tier = SwapFile(folder), FileTier(8 << 20, [1.0], ledger)
     store = BlockStore(
         [file], store_tier, ThreadsBackend(pwritev=pwritev), lock=lock, growth_nbytes=1 << 20

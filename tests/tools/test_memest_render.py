@@ -25,7 +25,7 @@ from offload.planning.plan.estimate import (
     Span,
     StepEstimate,
 )
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import picture, wording
 from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on
@@ -55,8 +55,8 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 def held(*nbytes: int, capacity: int = 24 * GiB) -> Estimate:
     place = PlaceEstimate(capacity, dict(zip(MemoryClass, nbytes, strict=False)))
-    places = {TierName.DEVICE: place}
-    return estimate(memory=MemoryEstimate(places, {TierName.DEVICE: sum(nbytes)}, 0))
+    places = {Tier.DEVICE: place}
+    return estimate(memory=MemoryEstimate(places, {Tier.DEVICE: sum(nbytes)}, 0))
 
 
 def text_of(case: Estimate, width: int) -> str:
@@ -201,7 +201,7 @@ def test_the_table_says_what_is_short_and_what_each_change_costs() -> None:
 
 def test_the_table_says_by_how_much_where_two_figures_look_alike() -> None:
     full = PlaceEstimate(4 << 30, {MemoryClass.STAGING: (4 << 30) + (3 << 20)})
-    memory = replace(CASES["fits"].memory, places={TierName.HOST: full})
+    memory = replace(CASES["fits"].memory, places={Tier.HOST: full})
     case = replace(CASES["fits"], memory=memory, system_nbytes=2 << 30)
     rows = [line.split() for line in text_of(case, 80).splitlines()]
     assert ["peak", "4.0", "GiB"] in rows
@@ -316,7 +316,7 @@ def test_text_of_others_is_escaped() -> None:
     case = replace(
         CASES["does not"], model=evil, hardware=evil, notes=(evil,),
         step=StepEstimate(1.0, (LinkTime(evil, 1.0),), evil, 1, (span,)),
-        shortfalls=(Shortfall(TierName.HOST, 2, 1, "budget.host", evil),),
+        shortfalls=(Shortfall(Tier.HOST, 2, 1, "budget.host", evil),),
     )  # fmt: skip
     assert "<script" not in to_html(case)
 

@@ -11,7 +11,7 @@ from offload.config import OffloadConfig
 from offload.planning.plan.estimate import MemoryClass as M
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.tools.memest.commands.run_systems import compare_table
 from offload.tools.memest.estimate.answer import estimate
@@ -36,7 +36,7 @@ from offload.tools.memest.systems.ours import plan_ours
 from offload.tools.memest.systems.subject import Ranks, Subject, subject_of
 from offload.zero.sharding import Sharding
 
-DEVICE, HOST, NVME = TierName.DEVICE, TierName.HOST, TierName.NVME
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 BILLION = 10**9
 STATES = (M.PARAMETERS, M.GRADIENTS, M.MASTER, M.OPTIMIZER)
 
@@ -46,7 +46,7 @@ def subject(numel: int, **changes: int) -> Subject:
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def states(system: System, numel: int, ranks: Ranks, tier: TierName = DEVICE) -> int:
+def states(system: System, numel: int, ranks: Ranks, tier: Tier = DEVICE) -> int:
     held = memory_of(system, subject(numel), ranks, Numbers())[tier]
     return sum(held.get(each, 0) for each in STATES)
 
@@ -98,7 +98,7 @@ def test_more_parameters_and_more_activations_never_take_less(system: System) ->
     small = memory_of(system, subject(BILLION), ranks, numbers)
     large = memory_of(system, subject(2 * BILLION), ranks, numbers)
     active = memory_of(system, subject(BILLION, working_nbytes=BILLION), ranks, numbers)
-    for tier in TierName:
+    for tier in Tier:
         assert sum(large[tier].values()) >= sum(small[tier].values())
     assert sum(active[DEVICE].values()) > sum(small[DEVICE].values()) + BILLION
 

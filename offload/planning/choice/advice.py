@@ -11,7 +11,7 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Change, StepEstimate
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.model_shape import ModelShape
 
@@ -54,10 +54,10 @@ def advise(situation: Situation) -> list[Change]:
 
 def _changes(situation: Situation) -> Iterator[tuple[dict[str, str], str]]:
     config, plan = situation.config, situation.now.plan
-    budget = plan.budgets[TierName.HOST]
+    budget = plan.budgets[Tier.HOST]
     free = int(0.9 * (situation.hardware.host_free_nbytes - budget))
     # all that is on disk, in RAM: more would stay empty
-    useful = needed_nbytes(plan, TierName.HOST) + plan.total(TierName.NVME) - budget
+    useful = needed_nbytes(plan, Tier.HOST) + plan.total(Tier.NVME) - budget
     for share in _SHARES:
         more = round_up(int(share * min(free, useful)), 1 << 20)
         if more > 0:

@@ -11,7 +11,7 @@ from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.heap_holes import heap_holes_nbytes
 from offload.planning.choice.link_time import slowest_link_s
 from offload.planning.choice.placement_search import PlacementSearch
-from offload.planning.choice.splits import TIERS, neighbours
+from offload.planning.choice.splits import neighbours
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.activation_plan import least_window
 from offload.planning.plan.builder import Placements, PlanBuilder, reserve_nbytes
@@ -21,9 +21,10 @@ from offload.planning.plan.shortfalls import leaves_none_to_activations, shortfa
 from offload.planning.plan.sizes import CLASSES
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import COMPUTE, OPTIMIZER, estimate_step
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.model_shape import ModelShape
 
@@ -118,11 +119,11 @@ class PlacementEvaluator:
         if hardware.device_nbytes:
             left = int(_DEVICE_SHARE * hardware.device_nbytes)
             left -= run.on_device_nbytes + self._peak_nbytes(config)
-            config, passing = _within(config, TierName.DEVICE, left), 0
+            config, passing = _within(config, Tier.DEVICE, left), 0
         # libraries are loaded already where it is this process that will train
         left = min(hardware.host_nbytes - self._libraries_nbytes, hardware.host_free_nbytes)
         left = max(0, left - passing)
-        return _within(config, TierName.HOST, left - reserve_nbytes(left))
+        return _within(config, Tier.HOST, left - reserve_nbytes(left))
 
     def candidates(self) -> list[Candidate]:
         """Laid out, in the order of the search; at least one."""
@@ -169,19 +170,19 @@ class PlacementEvaluator:
     def _short(self, plan: Plan) -> int:
         """Bytes that are missing, weighed."""
         weights = short_weights(gpu=plan.gpu)
-        return sum(weights[tier] * max(0, self._lacks(plan, tier)) for tier in TIERS)
+        return sum(weights[tier] * max(0, self._lacks(plan, tier)) for tier in Tier)
 
     def _links_s(self, plan: Plan) -> float:
         return slowest_link_s(plan, self._config, self._run.speeds if self._run else NOMINAL)
 
-    def _lacks(self, plan: Plan, tier: TierName) -> int:
+    def _lacks(self, plan: Plan, tier: Tier) -> int:
         """Bytes that a tier lacks of its budget or of the machine; negative: to spare."""
         hardware, needed = self._hardware, needed_nbytes(plan, tier)
         lacking = needed - plan.budgets[tier]
-        if tier is TierName.NVME:
+        if tier is Tier.NVME:
             lacking = max(lacking, needed - hardware.nvme_free_nbytes)
             return max(1, lacking) if leaves_none_to_activations(plan) else lacking
-        if plan.gpu and tier is TierName.DEVICE:
+        if plan.gpu and tier is Tier.DEVICE:
             return lacking
         return max(lacking, ram_nbytes(plan) + self._elsewhere_nbytes - hardware.host_nbytes)
 
@@ -285,23 +286,23 @@ class PlacementEvaluator:
 
     # ---------------------------------------------------------------- room
     @cached_property
-    def open_tiers(self) -> dict[StateClass, tuple[TierName, ...]]:
+    def open_tiers(self) -> dict[StateClass, tuple[Tier, ...]]:
         """Where classes may go that the configuration does not name."""
         config, builder = self._config, self._builder
-        below = [TierName.HOST]
-        if builder.budgets[TierName.NVME] > 0:
-            below.append(TierName.NVME)
+        below = [Tier.HOST]
+        if builder.budgets[Tier.NVME] > 0:
+            below.append(Tier.NVME)
         kernels = builder.gpu and builder.hardware.kernels_missing is None
-        tiers: dict[StateClass, tuple[TierName, ...]] = {}
+        tiers: dict[StateClass, tuple[Tier, ...]] = {}
         for state_class in CLASSES:
             if state_class in builder.explicit:
                 continue
             there = list(below)
             if state_class is StateClass.GRADIENTS and config.sums_gradients:
-                there = [TierName.HOST]  # never an fp32 gradient file
+                there = [Tier.HOST]  # never an fp32 gradient file
             first = state_class is StateClass.PARAMETERS or (kernels and self._run is not None)
-            if first and builder.budgets[TierName.DEVICE] > 0:
-                there.insert(0, TierName.DEVICE)
+            if first and builder.budgets[Tier.DEVICE] > 0:
+                there.insert(0, Tier.DEVICE)
             tiers[state_class] = tuple(there)
         return tiers
 
@@ -331,7 +332,7 @@ class PlacementEvaluator:
         if self._facts is None:
             return 0
         gpu = self._hardware.device_nbytes > 0
-        away = least_window(TierName(config.placement.activations.tier), gpu) > 0
+        away = least_window(Tier(config.placement.activations.tier), gpu) > 0
         return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
 
     def _beside(self, plan: Plan) -> Iterator[Shortfall]:
@@ -340,11 +341,11 @@ class PlacementEvaluator:
             return
         hardware = self._hardware
         if plan.gpu:
-            tier, capacity = TierName.DEVICE, hardware.device_nbytes
+            tier, capacity = Tier.DEVICE, hardware.device_nbytes
             beside = self._run.on_device_nbytes + self._peak_nbytes(self._config)
             held = plan.budgets[tier]  # taken in one piece
         else:
-            tier, capacity, beside = TierName.HOST, hardware.host_nbytes, self._elsewhere_nbytes
+            tier, capacity, beside = Tier.HOST, hardware.host_nbytes, self._elsewhere_nbytes
             held = ram_nbytes(plan)
         if held + beside <= capacity:
             return
@@ -363,7 +364,7 @@ def _key(placements: Placements) -> tuple[Placement, ...]:
     return tuple(placements[state_class] for state_class in CLASSES)
 
 
-def _within(config: OffloadConfig, tier: TierName, nbytes: int) -> OffloadConfig:
+def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:
     """With a budget of `nbytes` for a tier that was left open, in whole pages."""
     if getattr(config.budget, tier) is not None:
         return config

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.planning.plan.sizes import CLASSES
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -31,9 +31,9 @@ def slowest_link_s(plan: Plan, config: OffloadConfig, speeds: Speeds) -> float:
 def _nvme_s(plan: Plan, passes: int, ahead: bool, speeds: Speeds) -> float:
     """Parameters are read in both directions of a pass, less what has a copy in memory that is
     left; gradients go there and back unless updates use them at once (`ahead`)."""
-    weights, gradients, records = (plan.expected[TierName.NVME].get(each, 0) for each in CLASSES)
+    weights, gradients, records = (plan.expected[Tier.NVME].get(each, 0) for each in CLASSES)
     states = (passes - ahead) * gradients + records
-    spare = _spare(plan, TierName.HOST)
+    spare = _spare(plan, Tier.HOST)
     read = 2 * passes * max(0, weights - spare) + max(0, states - max(0, spare - weights))
     return read / (speeds.nvme_read_bytes_per_s or NOMINAL.nvme_read_bytes_per_s) + (
         weights + states
@@ -42,9 +42,9 @@ def _nvme_s(plan: Plan, passes: int, ahead: bool, speeds: Speeds) -> float:
 
 def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
     """To the GPU, from it, and the memory bus of what the CPU steps."""
-    below = (plan.expected[TierName.HOST], plan.expected[TierName.NVME])
+    below = (plan.expected[Tier.HOST], plan.expected[Tier.NVME])
     weights, gradients, records = (sum(held.get(each, 0) for held in below) for each in CLASSES)
-    down = 2 * passes * max(0, weights - _spare(plan, TierName.DEVICE))
+    down = 2 * passes * max(0, weights - _spare(plan, Tier.DEVICE))
     return [
         down / (speeds.host_to_device_bytes_per_s or NOMINAL.host_to_device_bytes_per_s),
         passes * gradients
@@ -53,5 +53,5 @@ def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
     ]  # fmt: skip
 
 
-def _spare(plan: Plan, tier: TierName) -> int:
+def _spare(plan: Plan, tier: Tier) -> int:
     return max(0, plan.budgets[tier] - needed_nbytes(plan, tier))

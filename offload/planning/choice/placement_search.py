@@ -13,16 +13,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from offload.planning.choice.splits import TIERS, share_of, shifted
+from offload.planning.choice.splits import share_of, shifted
 from offload.planning.plan.builder import Placements
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 
 # Of classes that the configuration does not name, fastest first.
-OpenTiers = Mapping[StateClass, tuple[TierName, ...]]
+OpenTiers = Mapping[StateClass, tuple[Tier, ...]]
 # Bytes that a tier lacks under a placement; what it has to spare is negative.
-Lacking = Callable[[Placements, TierName], int]
+Lacking = Callable[[Placements, Tier], int]
 
 
 class PlacementSearch:
@@ -44,7 +44,7 @@ class PlacementSearch:
         if without != self._open:
             yield from self._all_filled(without, least)
 
-    def _with(self, tiers: Iterable[tuple[StateClass, TierName]]) -> Placements:
+    def _with(self, tiers: Iterable[tuple[StateClass, Tier]]) -> Placements:
         return {**self._named, **{c: Placement.on(tier) for c, tier in tiers}}
 
     def _all_filled(self, open_tiers: OpenTiers, least: int) -> Iterator[Placements]:
@@ -65,23 +65,23 @@ class PlacementSearch:
     def _raised_in_turn(
         self, placements: Placements, order: Sequence[StateClass], least: int
     ) -> Placements:
-        for tier, state_class in itertools.product(TIERS, order):
+        for tier, state_class in itertools.product(Tier, order):
             if tier in self._open[state_class][:-1]:
                 placements = self._raised(placements, state_class, tier, least)
         return placements
 
     def _raised(
-        self, placements: Placements, state_class: StateClass, tier: TierName, least: int,
-        below: TierName = TierName.NVME,
+        self, placements: Placements, state_class: StateClass, tier: Tier, least: int,
+        below: Tier = Tier.NVME,
     ) -> Placements:  # fmt: skip
         """With as much of the class in `tier` as it holds, taken from the slowest that has any."""
         here = placements[state_class]
-        slower = TIERS[TIERS.index(tier) + 1 : TIERS.index(below) + 1]
+        slower = tier.slower[: tier.slower.index(below) + 1]
         source = next((each for each in reversed(slower) if share_of(here, each)), None)
         if source is None:
             return placements
 
-        above = TIERS[: TIERS.index(tier)]
+        above = tuple(faster for faster in Tier if tier in faster.slower)
         before = [max(0, self._lacking(placements, each)) for each in above]
 
         def moved(percent: int) -> Placements:
@@ -104,8 +104,8 @@ class PlacementSearch:
         return moved(percent) if percent >= min(least, most) else placements
 
 
-def _without_nvme(tiers: Sequence[TierName]) -> tuple[TierName, ...]:
-    return tuple(tier for tier in tiers if tier is not TierName.NVME) or tuple(tiers)
+def _without_nvme(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    return tuple(tier for tier in tiers if tier is not Tier.NVME) or tuple(tiers)
 
 
 def _largest(most: int, lacking: Callable[[int], int]) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from offload.planning.choice.solver import Candidate, Solution
 from offload.planning.plan.plan import Plan, needed_nbytes
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
-_FASTER = {TierName.HOST: TierName.DEVICE, TierName.NVME: TierName.HOST}
+_FASTER = {Tier.HOST: Tier.DEVICE, Tier.NVME: Tier.HOST}
 
 
 def reasons(solution: Solution) -> dict[StateClass, str]:
@@ -43,15 +43,15 @@ def _reason(solution: Solution, state_class: StateClass, placement: Placement) -
     return "; ".join(parts)
 
 
-def _above(plan: Plan, tier: TierName) -> TierName | None:
+def _above(plan: Plan, tier: Tier) -> Tier | None:
     """The tier above, if there is one with a budget."""
     above = _FASTER.get(tier)
-    if above is TierName.DEVICE and not plan.gpu:
+    if above is Tier.DEVICE and not plan.gpu:
         return None
     return above
 
 
-def _missing(plan: Plan, state_class: StateClass, tier: TierName, above: TierName) -> int:
+def _missing(plan: Plan, state_class: StateClass, tier: Tier, above: Tier) -> int:
     """Bytes that the tier above lacks to hold what of the class lies in `tier`."""
     left = plan.budgets[above] - needed_nbytes(plan, above)
     return plan.expected[tier].get(state_class, 0) - left

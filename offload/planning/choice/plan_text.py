@@ -16,8 +16,8 @@ from offload.planning.choice.plan_reasons import reasons
 from offload.planning.choice.solver import Candidate, Solution
 from offload.planning.machine.preflight import Preflight
 from offload.planning.plan.plan import Plan, breakdown, needed_nbytes
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
@@ -141,20 +141,20 @@ def _bytes(planned: Planned) -> Table:
     several = plan.sharding.world_size > 1
     table = Table(title=f"Bytes at home{' of one rank' * several}", title_justify="left")
     table.add_column("")
-    for tier in TierName:
+    for tier in Tier:
         table.add_column(tier, justify="right", no_wrap=True)
     for state_class in _CLASSES:
-        held = [plan.expected[tier].get(state_class, 0) for tier in TierName]
+        held = [plan.expected[tier].get(state_class, 0) for tier in Tier]
         table.add_row(state_class, *map(_cell, held))
     table.add_section()
-    table.add_row("total", *(_cell(plan.total(tier)) for tier in TierName))
-    table.add_row("needed at least", *(_cell(needed_nbytes(plan, tier)) for tier in TierName))
-    table.add_row("budget", *(_cell(plan.budgets[tier]) for tier in TierName))
+    table.add_row("total", *(_cell(plan.total(tier)) for tier in Tier))
+    table.add_row("needed at least", *(_cell(needed_nbytes(plan, tier)) for tier in Tier))
+    table.add_row("budget", *(_cell(plan.budgets[tier]) for tier in Tier))
     if several:
         table.add_section()
         table.add_row(
             f"all {here} ranks of a machine" if here > 1 else "the rank of a machine",
-            *(_cell(here * needed_nbytes(plan, tier)) for tier in TierName),
+            *(_cell(here * needed_nbytes(plan, tier)) for tier in Tier),
         )
     return table
 
@@ -166,7 +166,7 @@ def _cell(nbytes: int) -> str:
 def _needs(plan: Plan) -> RenderableType:
     lines = [
         f"{tier} needs {format_bytes(needed_nbytes(plan, tier))}: {breakdown(plan, tier)}"
-        for tier in TierName
+        for tier in Tier
         if needed_nbytes(plan, tier)
     ]
     return "\n".join(lines)

@@ -13,8 +13,8 @@ from offload.planning.plan.sizes import (
 )
 from offload.swap.worker import available_cores
 from offload.tiers.errors import BudgetError
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.model_shape import ModelShape
 
@@ -80,7 +80,7 @@ def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -
 
 def _tell_of_sums(plan: Plan) -> None:
     """Warn of states that are not where the configuration puts them."""
-    if TierName.NVME not in dict(plan.placements[StateClass.GRADIENTS].shares):
+    if Tier.NVME not in dict(plan.placements[StateClass.GRADIENTS].shares):
         return
     summed = [group for group in plan.groups if group.summed]
     if summed:

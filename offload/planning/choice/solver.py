@@ -24,11 +24,12 @@ from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.planning.choice.evaluator import AS_FAST, PlacementEvaluator
 from offload.planning.choice.evaluator import Candidate as Candidate
 from offload.planning.choice.evaluator import RunFacts as RunFacts
-from offload.planning.choice.splits import TIERS, share_of
+from offload.planning.choice.splits import share_of
 from offload.planning.plan.estimate import short_weights
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.sizes import CLASSES
 from offload.planning.plan.tuning import rated_bandwidth
+from offload.tiers.tier import Tier
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _differ(one: Candidate, other: Candidate) -> bool:
         return True
     pairs = ((one.plan.placements[c], other.plan.placements[c]) for c in CLASSES)
     return any(
-        abs(share_of(a, tier) - share_of(b, tier)) >= _DIFFERENT for a, b in pairs for tier in TIERS
+        abs(share_of(a, tier) - share_of(b, tier)) >= _DIFFERENT for a, b in pairs for tier in Tier
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from offload import machine
 from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
 from offload.tiers.errors import BudgetError, OffloadError, PathError, UnsupportedError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def preflight(
 def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iterator[OffloadError]:
     """RAM for the host tier, for what a CPU calls its device, and for files that lie in RAM."""
     # a GPU's copies need pinned memory: all of the budget is locked at once
-    held = plan.budgets[TierName.HOST] if plan.gpu else ram_nbytes(plan)
+    held = plan.budgets[Tier.HOST] if plan.gpu else ram_nbytes(plan)
     files = _files_in_memory(plan, folders, root)
     available = machine.available_memory_nbytes(root) + freed
     needed = held + files
@@ -96,7 +96,7 @@ def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
     """Bytes of swap files that take RAM."""
     mounts = [machine.mount_of(folder, root) for folder in folders]
     share = sum(mount is not None and mount.is_memory for mount in mounts) / max(1, len(mounts))
-    return int(needed_nbytes(plan, TierName.NVME) * share)
+    return int(needed_nbytes(plan, Tier.NVME) * share)
 
 
 def _kernel_requests(nvme: NvmeConfig, root: Path) -> Iterator[OffloadError]:
@@ -133,13 +133,13 @@ def _file_systems(plan: Plan, folders: Sequence[Path], root: Path) -> Iterator[s
             continue
         text = f"nvme.paths: {folder} is on {mount.kind} ({mount.point}): {mount.remark}"
         if mount.is_memory:
-            nbytes = needed_nbytes(plan, TierName.NVME) // len(folders)
+            nbytes = needed_nbytes(plan, Tier.NVME) // len(folders)
             text += f"; its {format_bytes(nbytes)} come on top of budget.host"
         yield text
 
 
 def _locked(plan: Plan) -> Iterator[str]:
-    limit, budget = machine.memlock_limit_nbytes(), plan.budgets[TierName.HOST]
+    limit, budget = machine.memlock_limit_nbytes(), plan.budgets[Tier.HOST]
     if plan.gpu and limit is not None and limit < budget:
         yield (
             f"memlock limit: {format_bytes(limit)}, {format_bytes(budget - limit)} less than "
@@ -150,7 +150,7 @@ def _locked(plan: Plan) -> Iterator[str]:
 
 def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
     """Copies may fill a budget that the machine does not have free now."""
-    budget, available = plan.budgets[TierName.HOST], machine.available_memory_nbytes(root)
+    budget, available = plan.budgets[Tier.HOST], machine.available_memory_nbytes(root)
     if plan.gpu or not plan.uses_nvme or budget <= available:
         return
     yield (
@@ -173,7 +173,7 @@ def activations_beyond(plan: Plan, passing: int, root: Path = _ROOT) -> Iterator
 
 
 def _disk_beyond(plan: Plan, free: int | None) -> Iterator[str]:
-    budget = plan.budgets[TierName.NVME]
+    budget = plan.budgets[Tier.NVME]
     if free is None or not plan.opens_files or budget <= free:
         return
     yield (

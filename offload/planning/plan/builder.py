@@ -31,9 +31,9 @@ from offload.planning.plan.sizes import (
 )
 from offload.planning.plan.tuning import Streamed, choose
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PlanBuilder:
         dealt = self._deal_records(placements[StateClass.OPTIMIZER])
         groups = dealt.groups
         staging = staging_nbytes_of(placements, groups, self.sizes, self.gpu)
-        computing = {TierName.DEVICE} if self.gpu else {TierName.DEVICE, TierName.HOST}
+        computing = {Tier.DEVICE} if self.gpu else {Tier.DEVICE, Tier.HOST}
         moves = bool(set(placements[StateClass.PARAMETERS].tiers) - computing)
         plan = Plan(
             budgets=dict(self.budgets), placements=dict(placements), groups=groups,
@@ -93,17 +93,17 @@ class PlanBuilder:
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
             device=plan_device(
-                placements, groups, self.sizes, self.hardware, self.budgets[TierName.DEVICE]
+                placements, groups, self.sizes, self.hardware, self.budgets[Tier.DEVICE]
             ),
             sharding=self.hardware.sharding, shared=self.shared[moves],
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan, dealt))
-        return _with_activations(plan, TierName(self.config.placement.activations.tier))
+        return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
-    def _assign_gradients(self, placement: Placement) -> list[TierName]:
+    def _assign_gradients(self, placement: Placement) -> list[Tier]:
         assigned = placement.assign([group.gradients for group in self.groups])
         return [
-            TierName.HOST if group.summed and tier is TierName.NVME else tier
+            Tier.HOST if group.summed and tier is Tier.NVME else tier
             for group, tier in zip(self.groups, assigned, strict=True)
         ]
 
@@ -116,14 +116,14 @@ class PlanBuilder:
                 with_records(group, each, self.sizes)
                 for group, each in zip(self.groups, tiers, strict=True)
             )
-            nbytes: dict[TierName, int] = defaultdict(int)
+            nbytes: dict[Tier, int] = defaultdict(int)
             for group, each in zip(groups, tiers, strict=True):
                 for kind in record_kinds(group, each, self.sizes.chunk_numel):
                     nbytes[kind.tier] += kind.nbytes * kind.count
             self._dealt[placement] = _DealtRecords(tiers, groups, nbytes)
         return self._dealt[placement]
 
-    def _assign_records(self, placement: Placement) -> tuple[tuple[TierName, ...], ...]:
+    def _assign_records(self, placement: Placement) -> tuple[tuple[Tier, ...], ...]:
         """Of all groups in one row, so that every tier's share holds from one to the next, too."""
         flat = placement.assign([nbytes for group in self.groups for nbytes in group.records])
         records, start = [], 0
@@ -138,13 +138,13 @@ class PlanBuilder:
 class _DealtRecords:
     """The optimizer's records in their tiers."""
 
-    tiers: tuple[tuple[TierName, ...], ...]  # per group and chunk
+    tiers: tuple[tuple[Tier, ...], ...]  # per group and chunk
     groups: tuple[GroupBytes, ...]  # with the bytes that records have there
-    nbytes: Mapping[TierName, int]
+    nbytes: Mapping[Tier, int]
 
 
-def _expected(plan: Plan, dealt: _DealtRecords) -> dict[TierName, dict[StateClass, int]]:
-    expected: dict[TierName, dict[StateClass, int]] = {tier: defaultdict(int) for tier in TierName}
+def _expected(plan: Plan, dealt: _DealtRecords) -> dict[Tier, dict[StateClass, int]]:
+    expected: dict[Tier, dict[StateClass, int]] = {tier: defaultdict(int) for tier in Tier}
     rows = zip(plan.groups, plan.parameters, plan.gradients, strict=True)
     for group, parameter, gradient in rows:
         expected[parameter][StateClass.PARAMETERS] += group.parameters
@@ -152,27 +152,27 @@ def _expected(plan: Plan, dealt: _DealtRecords) -> dict[TierName, dict[StateClas
     for tier, nbytes in dealt.nbytes.items():
         expected[tier][StateClass.OPTIMIZER] += nbytes
     staging = plan.staging_nbytes * plan.staging_buffers
-    computing = TierName.DEVICE if plan.gpu else TierName.HOST
-    expected[TierName.HOST][StateClass.STAGING] += staging
+    computing = Tier.DEVICE if plan.gpu else Tier.HOST
+    expected[Tier.HOST][StateClass.STAGING] += staging
     expected[computing][StateClass.STAGING] += plan.sums_nbytes
     if plan.device is not None:
-        expected[TierName.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
+        expected[Tier.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
     if plan.shared is not None:
         expected[computing][StateClass.STAGING] += plan.shared.total_nbytes
     return expected
 
 
-def _with_activations(plan: Plan, tier: TierName) -> Plan:
+def _with_activations(plan: Plan, tier: Tier) -> Plan:
     """Give them what all other states leave of the budgets, or a share of it."""
     least = least_window(tier, plan.gpu)
     if not least:
         return plan
     expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
-    expected[TierName.HOST][StateClass.ACTIVATIONS] = least
+    expected[Tier.HOST][StateClass.ACTIVATIONS] = least
     plan = replace(plan, expected=expected)
-    left = {name: plan.budgets[name] - needed_nbytes(plan, name) for name in TierName}
-    activations = share_out(tier, left[TierName.HOST], left[TierName.NVME], cached=plan.uses_nvme)
-    expected[TierName.HOST][StateClass.ACTIVATIONS] = activations.window_nbytes
+    left = {name: plan.budgets[name] - needed_nbytes(plan, name) for name in Tier}
+    activations = share_out(tier, left[Tier.HOST], left[Tier.NVME], cached=plan.uses_nvme)
+    expected[Tier.HOST][StateClass.ACTIVATIONS] = activations.window_nbytes
     return replace(plan, activations=activations)
 
 
@@ -186,9 +186,9 @@ def tuned(
     sizes = sizes_of(config)
     numels = [group.numel for group in model.groups]
     chunks = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.itemsize + sizes.gradient_itemsize
-    budget = resolve_budgets(config, hardware, 0)[TierName.HOST]
+    budget = resolve_budgets(config, hardware, 0)[Tier.HOST]
     named = list(explicit.values())
-    used = any(TierName.NVME in placement.tiers for placement in named)
+    used = any(Tier.NVME in placement.tiers for placement in named)
     overflowing = len(named) < len(CLASSES) and sum(numels) * chunks > budget
     measured = hardware.measure_nvme if used or overflowing else None
     streamed = Streamed([n * sizes.itemsize for n in numels], chunks, STAGING_BUFFERS, budget)
@@ -224,15 +224,15 @@ def _records(model: ModelShape, chunk_numel: int) -> int:
 
 def resolve_budgets(
     config: OffloadConfig, hardware: Hardware, on_cpu_device: int
-) -> dict[TierName, int]:
+) -> dict[Tier, int]:
     """Bytes per tier. `on_cpu_device`: what an automatic device budget is on a CPU."""
     budget = config.budget
     device_auto = int(hardware.device_nbytes * 0.8) if hardware.device_nbytes else on_cpu_device
     device_whole = hardware.device_nbytes or hardware.host_nbytes
     return {
-        TierName.DEVICE: _resolve(budget.device, device_whole, device_auto),
-        TierName.HOST: _resolve(budget.host, hardware.host_nbytes, _host_auto(hardware)),
-        TierName.NVME: _resolve(
+        Tier.DEVICE: _resolve(budget.device, device_whole, device_auto),
+        Tier.HOST: _resolve(budget.host, hardware.host_nbytes, _host_auto(hardware)),
+        Tier.NVME: _resolve(
             budget.nvme, hardware.nvme_free_nbytes, int(hardware.nvme_free_nbytes * 0.9)
         ),
     }
@@ -274,7 +274,7 @@ def _device_demand(placements: Placements, groups: Sequence[GroupBytes]) -> int:
     """Bytes that explicit placements ask of the device tier, with room for uneven pieces."""
     demand = 0
     for state_class, placement in placements.items():
-        share = dict(placement.shares).get(TierName.DEVICE, 0.0)
+        share = dict(placement.shares).get(Tier.DEVICE, 0.0)
         if share:
             pieces = [getattr(group, state_class) for group in groups]
             demand += int(sum(pieces) * share) + (max(pieces, default=0) if share < 1 else 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from offload.checkpoint.manifest import BUFFERS, OPTIMIZER, PARAMETERS, ParameterRecord
 from offload.checkpoint.safetensors_file import TensorInfo, field_info, file_nbytes
 from offload.kernels.rules import StateFormat
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.zero.model_shape import GroupShape, ModelShape
 from offload.zero.records import RecordFormat
 
@@ -43,7 +43,7 @@ def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> i
 
 def _saved_format(plan: Plan, config: OffloadConfig) -> RecordFormat:
     optimizer = config.optimizer
-    kept = plan.record_formats[TierName.HOST]
+    kept = plan.record_formats[Tier.HOST]
     uniform = optimizer.states.uniform
     return kept if uniform else RecordFormat(kept.master, kept.states, StateFormat.FP32)
 

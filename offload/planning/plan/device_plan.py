@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from offload.kernels.norm_blocks import NORM_BLOCK, norm_blocks
 from offload.planning.plan.sizes import GroupBytes, Sizes, pages
 from offload.tiers.errors import UnsupportedError
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.records import ALIGN_NBYTES
 
@@ -105,9 +105,9 @@ def _staging_nbytes(
 
 def _on_device(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> bool:
     placement = placements.get(state_class)
-    return placement is not None and TierName.DEVICE in placement.tiers
+    return placement is not None and Tier.DEVICE in placement.tiers
 
 
 def _all_on_device(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> bool:
     placement = placements.get(state_class)
-    return placement is not None and set(placement.tiers) == {TierName.DEVICE}
+    return placement is not None and set(placement.tiers) == {Tier.DEVICE}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from offload.config import OffloadConfig
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.workload import Workload
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 
 
 class MemoryClass(enum.StrEnum):
@@ -44,12 +44,12 @@ class PlaceEstimate:
 class MemoryEstimate:
     """Peaks of a run. A CPU-only machine has no place `device`: its tier is part of RAM."""
 
-    places: Mapping[TierName, PlaceEstimate]
-    ledger_peaks: Mapping[TierName, int]  # what the ledger of each tier will have reached
+    places: Mapping[Tier, PlaceEstimate]
+    ledger_peaks: Mapping[Tier, int]  # what the ledger of each tier will have reached
     checkpoint_nbytes: int  # on disk, of one saved checkpoint
     # Of these the ledger's peak depends on the moment (how far writes are behind), and what is
     # predicted is the most.
-    bounds: frozenset[TierName] = frozenset()
+    bounds: frozenset[Tier] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +94,21 @@ class StepEstimate:
 
 # How bad a missing byte is, by place: what more of it costs, roughly, as a GPU, as RAM and as SSD.
 # Of plans that do not fit, that is the best which is short of what is the easiest to get.
-_SHORT_WEIGHTS = {TierName.DEVICE: 1000, TierName.HOST: 50, TierName.NVME: 1}
+_SHORT_WEIGHTS = {Tier.DEVICE: 1000, Tier.HOST: 50, Tier.NVME: 1}
 
 
-def short_weights(*, gpu: bool) -> Mapping[TierName, int]:
+def short_weights(*, gpu: bool) -> Mapping[Tier, int]:
     """By tier; without a GPU the device's memory is RAM."""
     if gpu:
         return _SHORT_WEIGHTS
-    return {**_SHORT_WEIGHTS, TierName.DEVICE: _SHORT_WEIGHTS[TierName.HOST]}
+    return {**_SHORT_WEIGHTS, Tier.DEVICE: _SHORT_WEIGHTS[Tier.HOST]}
 
 
 @dataclass(frozen=True)
 class Shortfall:
     """A place that cannot hold what it would have to."""
 
-    tier: TierName
+    tier: Tier
     needed_nbytes: int
     capacity_nbytes: int
     key: str  # the setting that says so, `budget.host`

@@ -25,8 +25,8 @@ from collections.abc import Mapping
 
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import CLASSES
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 
 _REPLACED = (StateClass.PARAMETERS, StateClass.OPTIMIZER)  # while the old version is still valid
 
@@ -34,10 +34,10 @@ _REPLACED = (StateClass.PARAMETERS, StateClass.OPTIMIZER)  # while the old versi
 def nvme_most(plan: Plan, saved_nbytes: int) -> Mapping[StateClass, int]:
     """Bytes by class, versions on their way as STAGING; `saved_nbytes` are of activations, as far
     as they go there. Within the budget: what finds no room waits."""
-    homes = plan.expected[TierName.NVME]
+    homes = plan.expected[Tier.NVME]
     most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
     replaced = sum(most[state_class] for state_class in _REPLACED)
-    left = max(0, plan.budgets[TierName.NVME] - sum(most.values()))
+    left = max(0, plan.budgets[Tier.NVME] - sum(most.values()))
     most[StateClass.STAGING] = min(replaced, _sources_nbytes(plan), left)
     most[StateClass.ACTIVATIONS] = min(saved_nbytes, left - most[StateClass.STAGING])
     return most
@@ -45,8 +45,8 @@ def nvme_most(plan: Plan, saved_nbytes: int) -> Mapping[StateClass, int]:
 
 def _sources_nbytes(plan: Plan) -> int:
     """Host memory that something on nvme can be written from."""
-    host = plan.expected[TierName.HOST]
+    host = plan.expected[Tier.HOST]
     kept = sum(host.get(each, 0) for each in (*CLASSES, StateClass.ACTIVATIONS))
     if not plan.gpu:  # it computes there
         kept += plan.sums_nbytes + (plan.shared.workspace_nbytes if plan.shared else 0)
-    return max(0, plan.budgets[TierName.HOST] - kept)
+    return max(0, plan.budgets[Tier.HOST] - kept)

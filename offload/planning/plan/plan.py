@@ -13,9 +13,9 @@ from offload import machine
 from offload.planning.plan.activation_plan import ActivationPlan
 from offload.planning.plan.sizes import CLASSES, GroupBytes
 from offload.planning.plan.tuning import Measure
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.records import RecordFormat
 from offload.zero.sharding import ALONE, Sharding
@@ -50,13 +50,13 @@ def read_hardware(device_nbytes: int, nvme_free_nbytes: int) -> Hardware:
 class Plan:
     """A placement with its bytes. Tiers per group (records: per group and chunk)."""
 
-    budgets: Mapping[TierName, int]
+    budgets: Mapping[Tier, int]
     placements: Mapping[StateClass, Placement]
     groups: tuple[GroupBytes, ...]
-    parameters: tuple[TierName, ...]
-    gradients: tuple[TierName, ...]
-    records: tuple[tuple[TierName, ...], ...]
-    record_formats: Mapping[TierName, RecordFormat]
+    parameters: tuple[Tier, ...]
+    gradients: tuple[Tier, ...]
+    records: tuple[tuple[Tier, ...], ...]
+    record_formats: Mapping[Tier, RecordFormat]
     chunk_numel: int
     prefetch: int
     staging_buffers: int
@@ -65,18 +65,18 @@ class Plan:
     unit_nbytes: int  # largest parameters that are gathered at the same time
     sums_nbytes: int  # sums of one block's gradients over its micro-batches
     window_nbytes: int  # least memory for copies of what lives on nvme
-    expected: Mapping[TierName, Mapping[StateClass, int]]  # at home, staging included
+    expected: Mapping[Tier, Mapping[StateClass, int]]  # at home, staging included
     activations: ActivationPlan | None = None  # None: they stay on the device
     device: DevicePlan | None = None  # None: no kernel of ours runs on a device
     sharding: Sharding = ALONE  # of the rank that it is for
     shared: SharedPlan | None = None  # None: this rank is alone
 
-    def total(self, tier: TierName) -> int:
+    def total(self, tier: Tier) -> int:
         return sum(self.expected[tier].values())
 
     @property
     def uses_nvme(self) -> bool:
-        return self.total(TierName.NVME) > 0
+        return self.total(Tier.NVME) > 0
 
     @property
     def opens_files(self) -> bool:
@@ -84,42 +84,42 @@ class Plan:
         return self.uses_nvme or (self.activations is not None and self.activations.disk_nbytes > 0)
 
 
-def needed_nbytes(plan: Plan, tier: TierName) -> int:
+def needed_nbytes(plan: Plan, tier: Tier) -> int:
     """What a tier has to hold at the same time, at least."""
     return sum(nbytes for _, nbytes in _needs(plan, tier))
 
 
 def ram_nbytes(plan: Plan) -> int:
     """RAM that the tiers need: that of host and, where it computes on a CPU, of the device."""
-    device = 0 if plan.gpu else needed_nbytes(plan, TierName.DEVICE)
-    return needed_nbytes(plan, TierName.HOST) + device
+    device = 0 if plan.gpu else needed_nbytes(plan, Tier.DEVICE)
+    return needed_nbytes(plan, Tier.HOST) + device
 
 
-def breakdown(plan: Plan, tier: TierName) -> str:
+def breakdown(plan: Plan, tier: Tier) -> str:
     """The terms of `needed_nbytes`: `parameters 1.9 GiB + staging 1.1 MiB`."""
     terms = [f"{name} {format_bytes(nbytes)}" for name, nbytes in _needs(plan, tier) if nbytes]
     return " + ".join(terms) or "nothing"
 
 
-def _needs(plan: Plan, tier: TierName) -> Iterator[tuple[str, int]]:
+def _needs(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
     yield from plan.expected[tier].items()
-    if tier is TierName.HOST and plan.uses_nvme:
+    if tier is Tier.HOST and plan.uses_nvme:
         yield "window", host_window(plan)
-    if tier is TierName.DEVICE:
+    if tier is Tier.DEVICE:
         yield "parameters of the unit that runs", gathered_nbytes(plan)
-    if tier is TierName.NVME and plan.uses_nvme:
+    if tier is Tier.NVME and plan.uses_nvme:
         yield "new versions", nvme_slack(plan)
 
 
 def gathered_nbytes(plan: Plan) -> int:
     """What GPU memory holds of a unit's parameters that live elsewhere, while it runs."""
-    elsewhere = plan.gpu and set(plan.parameters) != {TierName.DEVICE}
+    elsewhere = plan.gpu and set(plan.parameters) != {Tier.DEVICE}
     return plan.unit_nbytes if elsewhere else 0
 
 
 def host_window(plan: Plan) -> int:
     """Least memory for copies of what lives on nvme."""
-    on_nvme = {c for c in CLASSES if TierName.NVME in plan.placements[c].tiers}
+    on_nvme = {c for c in CLASSES if Tier.NVME in plan.placements[c].tiers}
     if StateClass.PARAMETERS in on_nvme or StateClass.GRADIENTS in on_nvme:
         return plan.window_nbytes
     return max((group.largest_record for group in plan.groups), default=0)
@@ -128,9 +128,9 @@ def host_window(plan: Plan) -> int:
 def spare_host_nbytes(plan: Plan) -> int:
     """What is left of the host budget when all parameters and gradients on nvme have a copy there,
     too; negative if they do not fit."""
-    nvme = plan.expected[TierName.NVME]
+    nvme = plan.expected[Tier.NVME]
     copies = nvme.get(StateClass.PARAMETERS, 0) + nvme.get(StateClass.GRADIENTS, 0)
-    return plan.budgets[TierName.HOST] - needed_nbytes(plan, TierName.HOST) - copies
+    return plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST) - copies
 
 
 def nvme_slack(plan: Plan) -> int:

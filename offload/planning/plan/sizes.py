@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
 from offload.planning.plan.tuning import UNMEASURED
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.layout import Layout
 from offload.zero.model_shape import ModelShape
@@ -59,7 +60,7 @@ class Sizes:
 
     itemsize: int
     gradient_itemsize: int
-    record_formats: Mapping[TierName, RecordFormat]
+    record_formats: Mapping[Tier, RecordFormat]
     chunk_numel: int
     prefetch: int
 
@@ -86,7 +87,7 @@ def measure(
     )
 
 
-def record_formats(config: OffloadConfig) -> dict[TierName, RecordFormat]:
+def record_formats(config: OffloadConfig) -> dict[Tier, RecordFormat]:
     """How an optimizer record is kept in each tier."""
     optimizer = config.optimizer
     return {
@@ -94,7 +95,7 @@ def record_formats(config: OffloadConfig) -> dict[TierName, RecordFormat]:
             Master[config.master.upper()], optimizer.state_names,
             StateFormat[optimizer.states.of(tier).upper()],
         )
-        for tier in TierName
+        for tier in Tier
     }  # fmt: skip
 
 
@@ -142,18 +143,18 @@ def _by_chunk(layout: Layout, chunk_numel: int, nbytes_of: Callable[[int], int])
     return (nbytes_of(chunk_numel),) * full + last if full else last
 
 
-def with_records(group: GroupBytes, tiers: Sequence[TierName], sizes: Sizes) -> GroupBytes:
+def with_records(group: GroupBytes, tiers: Sequence[Tier], sizes: Sizes) -> GroupBytes:
     """The group with the bytes that its records have in the tiers they were given."""
     if not tiers:
         return group
-    held = {tier: records_in(group, tier, sizes) for tier in TierName if tier in tiers}
+    held = {tier: records_in(group, tier, sizes) for tier in Tier if tier in tiers}
     first = next(iter(held.values()))
     if all(records[0] == first[0] and records[-1] == first[-1] for records in held.values()):
         return replace(group, records=first)
     return replace(group, records=tuple(held[t][index] for index, t in enumerate(tiers)))
 
 
-def records_in(group: GroupBytes, tier: TierName, sizes: Sizes) -> tuple[int, ...]:
+def records_in(group: GroupBytes, tier: Tier, sizes: Sizes) -> tuple[int, ...]:
     """Bytes of the group's records if all were in `tier`."""
     kept = sizes.record_formats[tier]
     return _by_chunk(group.layout, sizes.chunk_numel, lambda numel: pages(kept.nbytes(numel)))
@@ -163,20 +164,20 @@ def records_in(group: GroupBytes, tier: TierName, sizes: Sizes) -> tuple[int, ..
 class RecordKind:
     """Records of one group that are alike."""
 
-    tier: TierName
+    tier: Tier
     numel: int
     nbytes: int
     count: int
 
 
 def record_kinds(
-    group: GroupBytes, tiers: Sequence[TierName], chunk_numel: int
+    group: GroupBytes, tiers: Sequence[Tier], chunk_numel: int
 ) -> Iterator[RecordKind]:
     """The records by tier, and the last one, which may be shorter; `tiers` has one per record."""
     if not tiers:
         return
     last = group.layout.shard_trainable - (len(tiers) - 1) * chunk_numel
-    for tier in TierName:
+    for tier in Tier:
         count = tiers.count(tier) - (tiers[-1] is tier)
         if count:
             yield RecordKind(tier, chunk_numel, group.records[tiers.index(tier)], count)
@@ -226,11 +227,11 @@ def staging_nbytes_of(
         StateClass.GRADIENTS: pages(numel * sizes.gradient_itemsize),
         StateClass.OPTIMIZER: sizes.record_nbytes(numel),
     }
-    staged = {state_class: {TierName.NVME} for state_class in per_class}
+    staged = {state_class: {Tier.NVME} for state_class in per_class}
     if gpu:  # records there are stepped there
-        staged[StateClass.PARAMETERS].add(TierName.DEVICE)
-        staged[StateClass.GRADIENTS].add(TierName.DEVICE)
-        if TierName.DEVICE in placements[StateClass.GRADIENTS].tiers:
+        staged[StateClass.PARAMETERS].add(Tier.DEVICE)
+        staged[StateClass.GRADIENTS].add(Tier.DEVICE)
+        if Tier.DEVICE in placements[StateClass.GRADIENTS].tiers:
             # also fp32 sums of more passes than were planned; planned on nvme, they stay on host
             per_class[StateClass.GRADIENTS] = pages(numel * 4)
     return sum(

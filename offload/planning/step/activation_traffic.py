@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.plan import Plan
 from offload.planning.step.moves import Bytes, Move
 from offload.planning.step.program import Verb
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_activations(
     parked = facts.saved_nbytes
     window = activations.window_nbytes
     written = read = 0
-    if activations.tier is TierName.NVME:
+    if activations.tier is Tier.NVME:
         written = min(max(0, parked - window // 2), activations.disk_nbytes)
         read = max(0, min(written, parked - window))
     elif plan.gpu:

@@ -31,8 +31,8 @@ from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds
 from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.traffic import find_copies
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.records import RecordFormat
 from offload.zero.sharding import BUCKETS
@@ -85,34 +85,34 @@ class PlannedMemory:
         self._itemsize = ITEMSIZE[config.precision]
         self._homes = self._all_homes()
         self._window = plan.activations.window_nbytes if plan.activations is not None else 0
-        self._beside = self._homes[TierName.HOST].nbytes + self._staging + self._window
-        room = plan.budgets[TierName.HOST] - self._beside
+        self._beside = self._homes[Tier.HOST].nbytes + self._staging + self._window
+        room = plan.budgets[Tier.HOST] - self._beside
         self._copies = find_copies(self._plan, config, model, workload.passes, room)
 
     def estimate(self) -> MemoryEstimate:
         from offload.planning.plan.checkpoint_size import checkpoint_nbytes
 
-        places = {TierName.HOST: self._ram()}
+        places = {Tier.HOST: self._ram()}
         if self._plan.gpu:
-            places[TierName.DEVICE] = self._gpu()
+            places[Tier.DEVICE] = self._gpu()
         if self._plan.opens_files:
-            places[TierName.NVME] = self._disk()
+            places[Tier.NVME] = self._disk()
         return MemoryEstimate(
             places=places,
             ledger_peaks={
-                TierName.DEVICE: self._device_peak(),
-                TierName.HOST: self._beside + self._copies.nbytes,
-                TierName.NVME: sum(self._on_nvme().values()),
+                Tier.DEVICE: self._device_peak(),
+                Tier.HOST: self._beside + self._copies.nbytes,
+                Tier.NVME: sum(self._on_nvme().values()),
             },
             checkpoint_nbytes=checkpoint_nbytes(self._plan, self._config, self._model),
-            bounds=frozenset({TierName.NVME} if self.nvme_is_bound else ()),
+            bounds=frozenset({Tier.NVME} if self.nvme_is_bound else ()),
         )
 
     # ---------------------------------------------------------------- homes
-    def _all_homes(self) -> dict[TierName, _Homes]:
+    def _all_homes(self) -> dict[Tier, _Homes]:
         plan = self._plan
-        exact = {tier: _no_bytes() for tier in TierName}
-        whole = dict.fromkeys(TierName, 0)
+        exact = {tier: _no_bytes() for tier in Tier}
+        whole = dict.fromkeys(Tier, 0)
         for index, (group, shape) in enumerate(zip(plan.groups, self._model.groups, strict=True)):
             trainable, frozen = own_numel(group.layout, plan.sharding.rank)
             numel = trainable + frozen if plan.sharding.parameters else shape.numel
@@ -131,9 +131,7 @@ class PlannedMemory:
                 exact[kind.tier][MemoryClass.MASTER] += master * kind.count
                 exact[kind.tier][MemoryClass.OPTIMIZER] += states * kind.count
                 whole[kind.tier] += kind.nbytes * kind.count
-        return {
-            tier: _Homes(exact[tier], whole[tier] - sum(exact[tier].values())) for tier in TierName
-        }
+        return {tier: _Homes(exact[tier], whole[tier] - sum(exact[tier].values())) for tier in Tier}
 
     @property
     def _staging(self) -> int:
@@ -175,10 +173,10 @@ class PlannedMemory:
     # ---------------------------------------------------------------- device
     def _device_peak(self) -> int:
         """On a GPU parameters from below have mirrors, as many as there is room for."""
-        plan, homes = self._plan, self._homes[TierName.DEVICE].nbytes
+        plan, homes = self._plan, self._homes[Tier.DEVICE].nbytes
         if not plan.gpu:
             return homes
-        return min(plan.budgets[TierName.DEVICE], homes + self._kernel_buffers + self._mirrors)
+        return min(plan.budgets[Tier.DEVICE], homes + self._kernel_buffers + self._mirrors)
 
     @property
     def _kernel_buffers(self) -> int:
@@ -188,11 +186,11 @@ class PlannedMemory:
     @property
     def _mirrors(self) -> int:
         pairs = zip(self._plan.groups, self._plan.parameters, strict=True)
-        return sum(group.parameters for group, tier in pairs if tier is not TierName.DEVICE)
+        return sum(group.parameters for group, tier in pairs if tier is not Tier.DEVICE)
 
     def _gpu(self) -> PlaceEstimate:
         """The tier is one block, taken whole; activations and the context lie beside it."""
-        budget, homes = self._plan.budgets[TierName.DEVICE], self._homes[TierName.DEVICE]
+        budget, homes = self._plan.budgets[Tier.DEVICE], self._homes[Tier.DEVICE]
         by_class = dict(homes.by_class)
         mirrors = self._device_peak() - homes.nbytes - self._kernel_buffers
         by_class[MemoryClass.STAGING] = self._kernel_buffers + max(0, mirrors)
@@ -242,9 +240,9 @@ class PlannedMemory:
         late = 0 if self._plan.gpu else self._late_buckets
         if self._in_backward:
             pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
-            gradients = sorted(group.gradients for group, tier in pairs if tier is TierName.NVME)
+            gradients = sorted(group.gradients for group, tier in pairs if tier is Tier.NVME)
             late += sum(gradients[-_MOST_LATE:])
-        left = self._plan.budgets[TierName.HOST] - self._beside - self._copies.nbytes
+        left = self._plan.budgets[Tier.HOST] - self._beside - self._copies.nbytes
         return min(late, max(0, left))
 
     @property
@@ -278,14 +276,14 @@ class PlannedMemory:
             MemoryClass.FRAMEWORK: self._framework,
         }
         by_class = max((steps, loading), key=lambda moment: sum(moment.values()))
-        capacity = self._plan.budgets[TierName.HOST] + sum(by_class.values()) - held
+        capacity = self._plan.budgets[Tier.HOST] + sum(by_class.values()) - held
         if not self._plan.gpu:
-            capacity += self._plan.budgets[TierName.DEVICE]
+            capacity += self._plan.budgets[Tier.DEVICE]
         return PlaceEstimate(capacity, _without_zeros(by_class))
 
     def _states_in_ram(self) -> ByClass:
         """Of the arenas what was ever touched, after some steps."""
-        tiers = [TierName.HOST] if self._plan.gpu else [TierName.HOST, TierName.DEVICE]
+        tiers = [Tier.HOST] if self._plan.gpu else [Tier.HOST, Tier.DEVICE]
         by_class = _no_bytes()
         for tier in tiers:
             for name, nbytes in self._homes[tier].by_class.items():
@@ -314,16 +312,16 @@ class PlannedMemory:
     def _disk(self) -> PlaceEstimate:
         """Files: what is reserved when they are made, or lengthened in steps of 256 MiB."""
         by_class = self._on_nvme()
-        homes = self._homes[TierName.NVME]
+        homes = self._homes[Tier.NVME]
         total, optimizer = sum(by_class.values()), by_class[MemoryClass.OPTIMIZER]
         states = homes.by_class[MemoryClass.OPTIMIZER] + homes.by_class[MemoryClass.MASTER]
         if states:
             by_class[MemoryClass.MASTER] = optimizer * homes.by_class[MemoryClass.MASTER] // states
             by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
-        reserved = needed_nbytes(self._plan, TierName.NVME)
+        reserved = needed_nbytes(self._plan, Tier.NVME)
         if total > reserved:
             reserved = max(reserved, round_up(total, _FILE_GROWTH_NBYTES))
-        budget = self._plan.budgets[TierName.NVME]
+        budget = self._plan.budgets[Tier.NVME]
         by_class[MemoryClass.FRAGMENTATION] = max(0, min(reserved, budget) - total)
         return PlaceEstimate(budget, _without_zeros(by_class))
 
@@ -337,7 +335,7 @@ def _with_sums(plan: Plan, config: OffloadConfig, passes: int) -> Plan:
         replace(group, gradients=pages(group.layout.shard_trainable * 4), summed=True)
         for group in plan.groups
     )
-    gradients = tuple(TierName.HOST if tier is TierName.NVME else tier for tier in plan.gradients)
+    gradients = tuple(Tier.HOST if tier is Tier.NVME else tier for tier in plan.gradients)
     return replace(plan, groups=groups, gradients=gradients)
 
 

@@ -35,8 +35,8 @@ from offload.planning.step.held_copies import Copyable, HeldCopies
 from offload.planning.step.moves import Bytes, Fetch, Move
 from offload.planning.step.program import Action, Verb, write_program
 from offload.swap.trace import Trace
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def step_traffic(
     workload: Workload,
 ) -> StepTraffic:  # fmt: skip
     """The bytes of one step. Without `facts`, those of activations are left out."""
-    room = plan.budgets[TierName.HOST] - plan.total(TierName.HOST)
+    room = plan.budgets[Tier.HOST] - plan.total(Tier.HOST)
     moves = _all_passes(
         StepRun(plan, config, model, workload.passes, room).moves,
         write_program(config, model, workload.passes).actions,
@@ -109,7 +109,7 @@ class StepRun:
         self._ahead = config.optimizer.in_backward is True
         self._trace = Trace()
         self.host = HeldCopies(room_nbytes, self._trace)
-        device = plan.budgets[TierName.DEVICE] - plan.total(TierName.DEVICE)
+        device = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
         self._device = HeldCopies(device if plan.gpu else 0, self._trace)
         self._name_states()
         self._fetches: list[Fetch] = []
@@ -134,13 +134,13 @@ class StepRun:
         self._gradients: list[Copyable] = []
         self._records: list[list[Copyable]] = []  # on nvme
         self._kinds: list[list[RecordKind]] = []
-        on_nvme = sum(tiers.count(TierName.NVME) for tiers in plan.records)
+        on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
         together = max(1, -(-on_nvme // _MOST_CHUNKS))
         for index, (group, tiers) in enumerate(zip(plan.groups, plan.records, strict=True)):
             name = "" if group.name == "(root)" else group.name
             weights = Copyable(f"{name} parameters", index, group.parameters, StateClass.PARAMETERS)
             gradients = Copyable(f"{name} gradients", index, group.gradients, StateClass.GRADIENTS)
-            numbers = [n for n, tier in enumerate(tiers) if tier is TierName.NVME]
+            numbers = [n for n, tier in enumerate(tiers) if tier is Tier.NVME]
             joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
             self._records.append([
                 Copyable(
@@ -172,7 +172,7 @@ class StepRun:
         """The first values pass through memory group by group, and leave copies there."""
         for index, weights in enumerate(self._weights):
             self.host.work_on(weights)
-            if self._plan.parameters[index] is TierName.NVME:
+            if self._plan.parameters[index] is Tier.NVME:
                 self.host.demand(weights)
             for record in self._records[index]:
                 self.host.demand(record)
@@ -219,12 +219,12 @@ class StepRun:
     def _bring(self, group: int, moved: Bytes, take: _Take) -> bool:
         """To where it is computed with, if `take` finds room for copies."""
         plan, home = self._plan, self._plan.parameters[group]
-        if home is TierName.DEVICE:
+        if home is Tier.DEVICE:
             return True
         if plan.gpu and self._weights[group] in self._device and group in self._current:
             return True
         read, sent = moved.read, moved.to_device
-        there = home is not TierName.NVME or self._bring_host(group, moved, take)
+        there = home is not Tier.NVME or self._bring_host(group, moved, take)
         there = there and (not plan.gpu or self._mirror(group, moved, take))
         if (moved.read, moved.to_device) != (read, sent):
             self._fetches.append(Fetch(group, moved.read - read, moved.to_device - sent))
@@ -258,12 +258,12 @@ class StepRun:
         group, plan = action.group, self._plan
         home, sizes = plan.gradients[group], plan.groups[group]
         self._has_gradients.add(group)
-        if plan.gpu and home is not TierName.DEVICE:
+        if plan.gpu and home is not Tier.DEVICE:
             # a first gradient leaves in the accumulator's format, a later one in its own
             own = self._itemsize
             itemsize = 4 if sizes.summed and action.number == 0 else own
             moved.to_host += self._trainable[group] * itemsize
-        if home is not TierName.NVME:
+        if home is not Tier.NVME:
             return moved
         gradients = self._gradients[group]
         held = gradients in self.host
@@ -286,8 +286,8 @@ class StepRun:
             return moved  # behind the step before the first one
         busy = {group} if self._working is None or self._ahead else {group, self._working}
         self.host.work_on(self._gradients[group], *(self._weights[other] for other in busy))
-        by_device = plan.gpu and all(tier is TierName.DEVICE for tier in plan.records[group])
-        if plan.parameters[group] is TierName.NVME:
+        by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
+        if plan.parameters[group] is Tier.NVME:
             self._bring_host(group, moved, HeldCopies.offer)
         for record in self._records[group]:
             self._record(record, moved)
@@ -310,29 +310,29 @@ class StepRun:
         plan, tier = self._plan, kind.tier
         sizes = plan.groups[group]
         numel, gradient_itemsize = kind.numel * kind.count, 4 if sizes.summed else self._itemsize
-        stepped_there = tier is TierName.DEVICE and plan.gpu
+        stepped_there = tier is Tier.DEVICE and plan.gpu
         mirrored = self._weights[group] in self._device and group in self._current
-        if plan.parameters[group] is TierName.NVME:
+        if plan.parameters[group] is Tier.NVME:
             nbytes = kind.count * pages(kind.numel * self._itemsize)
             if self._weights[group] not in self.host and not (stepped_there and mirrored):
                 moved.from_nvme(nbytes, kind.count)
             moved.to_nvme(nbytes, kind.count)
-        if plan.gradients[group] is TierName.NVME and self._gradients[group] not in self.host:
+        if plan.gradients[group] is Tier.NVME and self._gradients[group] not in self.host:
             nbytes = kind.count * pages(kind.numel * gradient_itemsize)
             moved.from_nvme(nbytes, kind.count)
         if not plan.gpu:
             return
         if stepped_there:
-            at_home = plan.parameters[group] is TierName.DEVICE
+            at_home = plan.parameters[group] is Tier.DEVICE
             moved.to_device += 0 if at_home or mirrored else numel * self._itemsize
             moved.to_host += 0 if at_home else numel * self._itemsize
-            there = plan.gradients[group] is TierName.DEVICE
+            there = plan.gradients[group] is Tier.DEVICE
             moved.to_device += 0 if there else numel * gradient_itemsize
         else:
-            if plan.parameters[group] is TierName.DEVICE:
+            if plan.parameters[group] is Tier.DEVICE:
                 moved.to_host += numel * self._itemsize
                 moved.to_device += numel * self._itemsize
-            if plan.gradients[group] is TierName.DEVICE:
+            if plan.gradients[group] is Tier.DEVICE:
                 moved.to_host += numel * gradient_itemsize
 
 

@@ -8,7 +8,7 @@ from offload.kernels.rules import StateFormat
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import ITEMSIZE, record_kinds
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -47,12 +47,10 @@ def update_s(plan: Plan, group: int, precision: str, speeds: Speeds) -> float:
     )
 
 
-def _parameter_s(
-    plan: Plan, tier: TierName, precision: str, speeds: Speeds, *, summed: bool
-) -> float:
+def _parameter_s(plan: Plan, tier: Tier, precision: str, speeds: Speeds, *, summed: bool) -> float:
     kept = plan.record_formats[tier]
     traffic = update_traffic(kept, ITEMSIZE[precision], 4 if summed else ITEMSIZE[precision])
-    if plan.gpu and tier is TierName.DEVICE:
+    if plan.gpu and tier is Tier.DEVICE:
         return traffic / speeds.compute_bytes_per_s
     bus_s = traffic / speeds.host_bytes_per_s
     measured = speeds.optimizer_parameters_per_s.get(kept.state_format.name.lower())

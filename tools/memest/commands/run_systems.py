@@ -11,7 +11,7 @@ from rich.text import Text
 from offload.planning.plan.estimate import PlaceEstimate
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.commands.options import (
     EstimateOptions,
@@ -40,8 +40,8 @@ from offload.tools.memest.systems.headlines import Finding, findings
 from offload.tools.memest.systems.largest import Largest, largest_of_all
 from offload.tools.memest.systems.memory import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
 
-Places = Mapping[TierName, PlaceEstimate]
-_NODE_TITLES = {**PLACE_TITLES, TierName.HOST: "RAM of a node", TierName.NVME: "disk of a node"}
+Places = Mapping[Tier, PlaceEstimate]
+_NODE_TITLES = {**PLACE_TITLES, Tier.HOST: "RAM of a node", Tier.NVME: "disk of a node"}
 
 
 # ---------------------------------------------------------------- compare
@@ -72,7 +72,7 @@ def _check_format(asked: EstimateOptions) -> None:
 
 def compare_table(rows: Sequence[Row]) -> Table:
     """One line per system: what it takes of each place, its step, what is short."""
-    tiers = [tier for tier in TierName if any(tier in row.places for row in rows)]
+    tiers = [tier for tier in Tier if any(tier in row.places for row in rows)]
     there = [next(row.places[tier] for row in rows if tier in row.places) for tier in tiers]
     heads = [
         f"{_NODE_TITLES[tier]}\nof {format_bytes(place.capacity_nbytes)}"
@@ -87,7 +87,7 @@ def compare_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _used(places: Places, tier: TierName, *, short: bool) -> Text:
+def _used(places: Places, tier: Tier, *, short: bool) -> Text:
     place = places.get(tier)
     if place is None or not place.peak_nbytes:
         return Text("-")

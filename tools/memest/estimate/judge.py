@@ -23,7 +23,7 @@ from offload.planning.plan.estimate import (
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 
@@ -185,7 +185,7 @@ def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> It
         )  # fmt: skip
 
 
-_NAMES = {TierName.DEVICE: "GPU memory", TierName.HOST: "RAM", TierName.NVME: "disk"}
+_NAMES = {Tier.DEVICE: "GPU memory", Tier.HOST: "RAM", Tier.NVME: "disk"}
 _KEYS = {
     MemoryClass.PARAMETERS: "placement.parameters",
     MemoryClass.MASTER: "placement.optimizer",
@@ -195,7 +195,7 @@ _KEYS = {
 }
 
 
-def remedy(name: MemoryClass, tier: TierName, best: Candidate, workload: Workload) -> str:
+def remedy(name: MemoryClass, tier: Tier, best: Candidate, workload: Workload) -> str:
     """What could be done about the largest part of a place, of what is not done already."""
     if name is MemoryClass.ACTIVATIONS:
         fewer = "a smaller batch" if workload.batch > 1 else "a shorter sequence"
@@ -205,16 +205,16 @@ def remedy(name: MemoryClass, tier: TierName, best: Candidate, workload: Workloa
         return "nothing to be done about it here"
     if name not in _KEYS:
         return f"lower budget.{tier}"
-    if tier is TierName.NVME:
+    if tier is Tier.NVME:
         return "only more disk helps"
-    if tier is TierName.DEVICE and best.plan.gpu:
+    if tier is Tier.DEVICE and best.plan.gpu:
         return f"set {_KEYS[name]}: host"
-    if best.plan.budgets[TierName.NVME]:
+    if best.plan.budgets[Tier.NVME]:
         return f"set {_KEYS[name]}: nvme"
     return "only more of it helps, or disk: budget.nvme is 0 B"
 
 
-def _key_of(name: MemoryClass, tier: TierName) -> str:
+def _key_of(name: MemoryClass, tier: Tier) -> str:
     return _KEYS.get(name, f"budget.{tier}")
 
 
@@ -225,9 +225,9 @@ def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstima
     would have to be held is shown instead.
     """
     there = {
-        TierName.DEVICE: hardware.device_nbytes,
-        TierName.HOST: hardware.host_nbytes,
-        TierName.NVME: hardware.nvme_free_nbytes,
+        Tier.DEVICE: hardware.device_nbytes,
+        Tier.HOST: hardware.host_nbytes,
+        Tier.NVME: hardware.nvme_free_nbytes,
     }
     places = {
         tier: PlaceEstimate(there[tier], {name: n for name, n in place.by_class.items() if n > 0})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from offload.config import OffloadConfig
 from offload.planning.plan.estimate import Estimate
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile, with_ram
@@ -46,17 +46,17 @@ def knobs(case: Case, found: Estimate, peak_at: str) -> list[Ladder]:
     return [ladder for ladder in _all(case, found, peak_at, tiers) if ladder]
 
 
-def _all(case: Case, found: Estimate, peak_at: str, tiers: set[TierName]) -> Iterator[Ladder]:
-    compute = TierName.DEVICE if case.profile.gpu_nbytes else TierName.HOST
+def _all(case: Case, found: Estimate, peak_at: str, tiers: set[Tier]) -> Iterator[Ladder]:
+    compute = Tier.DEVICE if case.profile.gpu_nbytes else Tier.HOST
     if compute in tiers:
         yield _recompute(case)
         yield _batch(case)
         yield _micro_batches(case, peak_at)
-    if tiers - {TierName.NVME}:
-        yield from _budget(case, found, TierName.DEVICE)
-        yield from _budget(case, found, TierName.HOST)
+    if tiers - {Tier.NVME}:
+        yield from _budget(case, found, Tier.DEVICE)
+        yield from _budget(case, found, Tier.HOST)
         yield from _placements(case)
-    yield from _budget(case, found, TierName.NVME)
+    yield from _budget(case, found, Tier.NVME)
     yield _chunk(case)
     yield _precision(case)
     yield _states(case)
@@ -122,7 +122,7 @@ def _passes(case: Case, batch: int, passes: int) -> Case | None:
     return None if changed is None else replace(changed, workload=workload)
 
 
-def _budget(case: Case, found: Estimate, tier: TierName) -> Iterator[Ladder]:
+def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Ladder]:
     """Raise a budget that was given and is too small, as far as the machine goes."""
     if getattr(case.config.budget, tier) is None:
         return
@@ -166,7 +166,7 @@ def _precision(case: Case) -> Ladder:
 def _states(case: Case) -> Ladder:
     order = ("fp32", "bf16", "int8")
     states = case.config.optimizer.states
-    now = max(order.index(states.of(tier)) for tier in TierName)
+    now = max(order.index(states.of(tier)) for tier in Tier)
     size = {"bf16": "2 bytes", "int8": "1 byte"}
     return [
         _set(f"optimizer states in {size[name]}, an approximation", {"optimizer.states": name})
@@ -175,13 +175,13 @@ def _states(case: Case) -> Ladder:
 
 
 # ---------------------------------------------------------------- hardware
-def _hardware(case: Case, tiers: set[TierName]) -> Iterator[Ladder]:
+def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Ladder]:
     profile = case.profile
     ranks = profile.ranks_per_node
-    if TierName.HOST in tiers:
+    if Tier.HOST in tiers:
         sizes = [n for n in _MEMORY_SIZES if n > profile.ram_nbytes]
         yield [_bought("--ram", n, "more RAM", with_ram) for n in sizes]
-    if TierName.DEVICE in tiers and profile.gpu_nbytes and not profile.whole:
+    if Tier.DEVICE in tiers and profile.gpu_nbytes and not profile.whole:
         sizes = [n for n in _GPU_SIZES if n > profile.gpu_nbytes]
         yield [_bought("--gpu", n, "a GPU with more memory, as fast", _with_gpu) for n in sizes]
     if profile.nvme_nbytes // ranks < _DISK_SIZES[-1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.sizes import ITEMSIZE, record_formats
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tools.memest.estimate.case import Case
 
 _NUMEL = 1 << 24  # of so many, the gaps between arrays are next to nothing
@@ -15,11 +15,11 @@ def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
     one pass works on for the place where the model computes. False decides nothing."""
     hardware = case.hardware
     there = {
-        TierName.DEVICE: hardware.device_nbytes,
-        TierName.HOST: hardware.host_nbytes,
-        TierName.NVME: hardware.nvme_free_nbytes,
+        Tier.DEVICE: hardware.device_nbytes,
+        Tier.HOST: hardware.host_nbytes,
+        Tier.NVME: hardware.nvme_free_nbytes,
     }
-    compute = TierName.DEVICE if hardware.device_nbytes else TierName.HOST
+    compute = Tier.DEVICE if hardware.device_nbytes else Tier.HOST
     working = facts.peak_nbytes
     if case.config.placement.activations.tier != "device":
         working = min(working, facts.peak_elsewhere_nbytes)

@@ -21,8 +21,8 @@ from offload.planning.step.collective_sequence import (
 )
 from offload.planning.step.step_time import COMPUTE, NETWORK
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.judge import Judge
 from offload.tools.memest.hardware.profiles import with_gpus
@@ -70,7 +70,7 @@ class Point:
     def held_nbytes(self, state_class: StateClass) -> int:
         """At home, in all tiers."""
         expected = self.found.plan.expected
-        return sum(expected[tier].get(state_class, 0) for tier in TierName)
+        return sum(expected[tier].get(state_class, 0) for tier in Tier)
 
     @property
     def shared_nbytes(self) -> int:
@@ -195,7 +195,7 @@ def _as_before(case: Case, points: Sequence[Point]) -> Case:
         return case
     found = points[-1].found
     placements = found.plan.placements.values()
-    if any(set(placement.tiers) != {TierName.DEVICE} for placement in placements):
+    if any(set(placement.tiers) != {Tier.DEVICE} for placement in placements):
         return case
     update = {"placement": found.config.placement, "micro_batches": found.config.micro_batches}
     return replace(case, config=case.config.model_copy(update=update))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from offload.planning.plan.estimate import MemoryClass, PlaceEstimate
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
 
 
@@ -19,11 +19,11 @@ class Room:
     host_nbytes: int
     nvme_nbytes: int
 
-    def capacity(self, tier: TierName) -> int:
+    def capacity(self, tier: Tier) -> int:
         by_tier = {
-            TierName.DEVICE: self.device_nbytes,
-            TierName.HOST: self.host_nbytes,
-            TierName.NVME: self.nvme_nbytes,
+            Tier.DEVICE: self.device_nbytes,
+            Tier.HOST: self.host_nbytes,
+            Tier.NVME: self.nvme_nbytes,
         }
         return by_tier[tier]
 
@@ -34,25 +34,25 @@ def room_of(profile: HardwareProfile) -> Room:
 
 
 def places_of(
-    held: Mapping[TierName, Mapping[MemoryClass, int]], room: Room, ranks_per_node: int
-) -> Mapping[TierName, PlaceEstimate]:
+    held: Mapping[Tier, Mapping[MemoryClass, int]], room: Room, ranks_per_node: int
+) -> Mapping[Tier, PlaceEstimate]:
     """The bytes that a system holds in each tier, and the tier's capacity. Without a GPU the bytes
     meant for it are in RAM.
 
     `held`: of one GPU, of one node's RAM and of one node's disks.
     """
-    held_by_tier = {tier: Counter(held.get(tier, {})) for tier in TierName}
+    held_by_tier = {tier: Counter(held.get(tier, {})) for tier in Tier}
     if not room.device_nbytes:
-        for each, nbytes in held_by_tier.pop(TierName.DEVICE).items():
+        for each, nbytes in held_by_tier.pop(Tier.DEVICE).items():
             if each is not MemoryClass.FRAMEWORK:  # no context, no NCCL
-                held_by_tier[TierName.HOST][each] += nbytes * ranks_per_node
+                held_by_tier[Tier.HOST][each] += nbytes * ranks_per_node
     return {
         tier: PlaceEstimate(room.capacity(tier), {m: book[m] for m in MemoryClass if book[m]})
         for tier, book in held_by_tier.items()
     }
 
 
-def too_full(places: Mapping[TierName, PlaceEstimate]) -> Iterator[TierName]:
+def too_full(places: Mapping[Tier, PlaceEstimate]) -> Iterator[Tier]:
     """The tiers whose bytes exceed their capacity."""
     for tier, place in places.items():
         if place.peak_nbytes > place.capacity_nbytes:

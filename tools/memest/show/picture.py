@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show.colours import SPANS
 from offload.tools.memest.show.wording import duration, share
 
 PLACE_TITLES = {
-    TierName.DEVICE: "GPU memory",
-    TierName.HOST: "RAM",
-    TierName.NVME: "Disk (nvme)",
+    Tier.DEVICE: "GPU memory",
+    Tier.HOST: "RAM",
+    Tier.NVME: "Disk (nvme)",
 }
 _UNITS = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), (1, "s"),
           (1e-3, "ms"), (1e-6, "µs"))  # fmt: skip
@@ -46,7 +46,7 @@ class Piece:
 class Bar:
     """The peak of one place, by class."""
 
-    tier: TierName
+    tier: Tier
     title: str
     peak_nbytes: int
     capacity_nbytes: int
@@ -94,7 +94,7 @@ class Tick:
 
 def bars(memory: MemoryEstimate) -> tuple[Bar, ...]:
     """One bar per place, fastest first."""
-    return tuple(_bar(tier, memory.places[tier]) for tier in TierName if tier in memory.places)
+    return tuple(_bar(tier, memory.places[tier]) for tier in Tier if tier in memory.places)
 
 
 def lanes(step: StepEstimate) -> tuple[Lane, ...]:
@@ -143,7 +143,7 @@ def _rounded(value: float, *, by_sixty: bool) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value * 0.75)
 
 
-def _bar(tier: TierName, place: PlaceEstimate) -> Bar:
+def _bar(tier: Tier, place: PlaceEstimate) -> Bar:
     held = [(index, name, place.by_class.get(name, 0)) for index, name in enumerate(MemoryClass)]
     present = [each for each in held if each[2] > 0]
     edges = [0.0, *accumulate(_widths([nbytes for *_, nbytes in present]))]

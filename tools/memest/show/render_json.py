@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.planning.plan.estimate import Estimate, PlaceEstimate, StepEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 
 SCHEMA = "memest/1"
 
@@ -58,7 +58,7 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def places(held: Mapping[TierName, PlaceEstimate]) -> dict[str, Any]:
+def places(held: Mapping[Tier, PlaceEstimate]) -> dict[str, Any]:
     return {
         str(tier): {
             "capacity_nbytes": place.capacity_nbytes,
@@ -83,7 +83,7 @@ def _step(step: StepEstimate) -> dict[str, Any]:
 def _plan(plan: Plan) -> dict[str, Any]:
     return {
         "budgets": {str(tier): nbytes for tier, nbytes in plan.budgets.items()},
-        "needed_nbytes": {str(tier): needed_nbytes(plan, tier) for tier in TierName},
+        "needed_nbytes": {str(tier): needed_nbytes(plan, tier) for tier in Tier},
         "placements": {
             str(state_class): {str(tier): share for tier, share in placement.shares if share}
             for state_class, placement in plan.placements.items()

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.planning.plan.estimate import Estimate, MemoryClass, StepEstimate
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import summary, wording
 from offload.tools.memest.show.picture import Bar, bars
@@ -73,7 +73,7 @@ def _memory(estimate: Estimate) -> Table:
     if not all(bar.fits for bar in shown):
         table.add_row("short", *(_short(bar) for bar in shown))
     if estimate.system_nbytes:
-        kept = {TierName.HOST: format_bytes(estimate.system_nbytes)}
+        kept = {Tier.HOST: format_bytes(estimate.system_nbytes)}
         table.add_row("for the system", *(kept.get(bar.tier, "-") for bar in shown))
     table.add_row("budget", *(format_bytes(estimate.plan.budgets[bar.tier]) for bar in shown))
     table.add_row("", *(_gauge(bar) for bar in shown))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from offload.planning.plan.estimate import Estimate, StepEstimate
 from offload.planning.plan.plan import Plan
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import wording
 from offload.tools.memest.show.picture import PLACE_TITLES, Bar
@@ -28,7 +28,7 @@ def verdict(estimate: Estimate) -> str:
 
 def missing_text(estimate: Estimate) -> str:
     """`RAM is 1.2 GiB short; ...` for every place that is."""
-    missing: dict[TierName, int] = {}
+    missing: dict[Tier, int] = {}
     for each in estimate.shortfalls:
         short = max(0, each.needed_nbytes - each.capacity_nbytes)
         missing[each.tier] = max(short, missing.get(each.tier, 0))

@@ -11,7 +11,7 @@ from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import needed_nbytes
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import summary, wording
 from offload.tools.memest.show.picture import bars
@@ -95,7 +95,7 @@ def _budget(estimate: Estimate) -> Iterator[str]:
     yield ""
     yield "# most bytes each tier may hold; interpreter, libraries and activations come on top"
     yield "budget:"
-    for tier in TierName:
+    for tier in Tier:
         budget, needed = plan.budgets[tier], needed_nbytes(plan, tier)
         if not budget and not needed:
             continue

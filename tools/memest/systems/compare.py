@@ -9,7 +9,7 @@ from offload.planning.activations.facts import ActivationFacts
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate
 from offload.planning.plan.sizes import ITEMSIZE
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
 from offload.tools.memest.systems.memory import (
@@ -31,8 +31,8 @@ class Row:
     """One system. `places`: of one GPU, of one node's RAM, of one node's disks."""
 
     system: System
-    places: Mapping[TierName, PlaceEstimate]
-    full: tuple[TierName, ...]  # places that cannot hold their part
+    places: Mapping[Tier, PlaceEstimate]
+    full: tuple[Tier, ...]  # places that cannot hold their part
     step_s: float | None  # None: not known
     notes: tuple[str, ...] = ()
 
@@ -76,14 +76,14 @@ def _framework(ours: Estimate) -> Framework:
         tier: place.by_class.get(MemoryClass.FRAMEWORK, 0)
         for tier, place in ours.memory.places.items()
     }
-    return Framework(taken.get(TierName.DEVICE, 0), taken.get(TierName.HOST, 0))
+    return Framework(taken.get(Tier.DEVICE, 0), taken.get(Tier.HOST, 0))
 
 
 def _our_row(ours: Estimate, ranks: Ranks, room: Room) -> Row:
     """RAM and disks of all ranks of a node together."""
     places = {}
     for tier, place in ours.memory.places.items():
-        times = 1 if tier is TierName.DEVICE else ranks.per_node
+        times = 1 if tier is Tier.DEVICE else ranks.per_node
         by_class = {each: nbytes * times for each, nbytes in place.by_class.items()}
         places[tier] = PlaceEstimate(room.capacity(tier), by_class)
     full = tuple(dict.fromkeys(shortfall.tier for shortfall in ours.shortfalls))

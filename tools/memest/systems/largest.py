@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from offload.planning.plan.estimate import PlaceEstimate
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
 from offload.tools.memest.systems.ladders import (
@@ -36,8 +36,8 @@ _LEAST_EXPERTS = 8
 class Trial:
     """A system with one model on some hardware."""
 
-    places: Mapping[TierName, PlaceEstimate]
-    full: tuple[TierName, ...]  # places that cannot hold their part
+    places: Mapping[Tier, PlaceEstimate]
+    full: tuple[Tier, ...]  # places that cannot hold their part
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Largest:
 
     system: System
     shape: Shape | None  # None: not even the smallest of the family fits
-    places: Mapping[TierName, PlaceEstimate]  # with that model; without one, with the smallest
-    bound: tuple[TierName, ...]  # what the next larger model does not fit into
+    places: Mapping[Tier, PlaceEstimate]  # with that model; without one, with the smallest
+    bound: tuple[Tier, ...]  # what the next larger model does not fit into
     note: str = ""
 
     @property

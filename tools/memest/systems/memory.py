@@ -27,10 +27,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from offload.planning.plan.estimate import MemoryClass as M
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tools.memest.systems.subject import Ranks, Subject
 
-DEVICE, HOST, NVME = TierName.DEVICE, TierName.HOST, TierName.NVME
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 # Settings of DeepSpeed that its documentation gives as defaults, in elements.
 BUCKET_NUMEL = 500_000_000  # reduce_bucket_size
@@ -117,8 +117,8 @@ class Framework:
 
 
 FRAMEWORK = Framework()
-Bytes = Mapping[TierName, Mapping[M, int]]
-Held = dict[TierName, dict[M, int]]
+Bytes = Mapping[Tier, Mapping[M, int]]
+Held = dict[Tier, dict[M, int]]
 
 
 def memory_of(
@@ -130,7 +130,7 @@ def memory_of(
     `subject.activation_nbytes` stay on the GPU, except where a system moves the inputs of
     recomputed blocks to RAM. Not for `System.OURS`, which the planner counts.
     """
-    held: Held = {tier: defaultdict(int) for tier in TierName}
+    held: Held = {tier: defaultdict(int) for tier in Tier}
     sizes = Sizes(subject, ranks)
     _states(held, system, sizes, numbers)
     _HOMES[system].buffers(held, sizes, numbers)
@@ -209,9 +209,9 @@ def _two_layers(held: Held, sizes: Sizes, numbers: Numbers) -> None:
 class _Homes:
     """Where a system keeps its states; of what is `shared`, each GPU has a shard."""
 
-    parameters: TierName
-    gradients: TierName | None  # None: they leave as they are made
-    states: TierName
+    parameters: Tier
+    gradients: Tier | None  # None: they leave as they are made
+    states: Tier
     shared: str  # of parameters, gradients and states: their first letters
     buffers: Callable[[Held, Sizes, Numbers], None]
 

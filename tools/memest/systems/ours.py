@@ -16,8 +16,8 @@ from offload.planning.plan.estimate import MemoryClass as M
 from offload.planning.plan.estimate import Shortfall
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.shortfalls import shortfalls
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.room import Room
 from offload.tools.memest.systems.memory import (
     FRAGMENTATION,
@@ -51,7 +51,7 @@ class OurPlan:
     short: tuple[Shortfall, ...]
 
     @property
-    def short_tiers(self) -> tuple[TierName, ...]:
+    def short_tiers(self) -> tuple[Tier, ...]:
         return tuple(dict.fromkeys(each.tier for each in self.short))
 
 
@@ -98,7 +98,7 @@ def _with_budgets(config: OffloadConfig, hardware: Hardware, aside_nbytes: int) 
 
 def _held(plan: Plan, subject: Subject, ranks: Ranks) -> Bytes:
     """The plan's tiers by class, of a GPU and of a whole node."""
-    held: Held = {tier: defaultdict(int) for tier in TierName}
+    held: Held = {tier: defaultdict(int) for tier in Tier}
     for tier, by_class in plan.expected.items():
         place = held[tier]
         for state_class, nbytes in by_class.items():
@@ -109,11 +109,11 @@ def _held(plan: Plan, subject: Subject, ranks: Ranks) -> Bytes:
             else:
                 place[_CLASS.get(state_class, M.STAGING)] += nbytes
         place[M.STAGING] += max(0, needed_nbytes(plan, tier) - plan.total(tier))
-    held[TierName.DEVICE][M.ACTIVATIONS] += subject.activation_nbytes
+    held[Tier.DEVICE][M.ACTIVATIONS] += subject.activation_nbytes
     return with_libraries(held, ranks)
 
 
-def _master_share(plan: Plan, tier: TierName) -> float:
+def _master_share(plan: Plan, tier: Tier) -> float:
     """Of a record, the part that is no state of the optimizer."""
     kept = plan.record_formats[tier]
     numel = 1 << 20
