@@ -13,7 +13,7 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 .PHONY: help venv demo test test-long lint typecheck bench gpu-check clean
 
 help:
-	@echo "make demo       train a small language model spread over device, host and nvme"
+	@echo "make demo       train a small language model over device, host and nvme, and in plain PyTorch"
 	@echo "make test       all tests"
 	@echo "make test-long  with all cases where a sample is the rule"
 	@echo "make bench      limits, ours and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"

@@ -21,7 +21,7 @@ from offload.bench.adam import passing
 from offload.bench.contenders import INSTALL_BENCH
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed
-from offload.planning.adam_speed import (
+from offload.planning.machine.optimizer_variants import (
     GRAD16,
     GRAD32,
     PLAIN,
@@ -30,7 +30,7 @@ from offload.planning.adam_speed import (
     WEIGHT32,
     filled,
 )
-from offload.planning.speed_arrays import Arrays, Stream, tensor_of
+from offload.planning.machine.speed_arrays import Arrays, Stream, tensor_of
 
 TORCH, TORCH_WHOLE = "torch fused, fp32", "torch fused, whole path"
 DEEPSPEED, DEEPSPEED_WHOLE = "DeepSpeedCPUAdam, fp32", "DeepSpeedCPUAdam, whole path"

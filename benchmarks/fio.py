@@ -1,4 +1,4 @@
-"""fio, where it is installed: somebody else's raw loop, as a check on ours."""
+"""fio, where it is installed: an independent raw loop, as a check on ours."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ from benchmarks.gpu_page import render
 from benchmarks.gpu_parts import Outcome, Status, run_part
 from benchmarks.gpu_sizes import DEEPSPEED, SHAPES, STEPS, Case, Peer, choose
 from benchmarks.gpu_step import row_of
-from offload.bench.child import repository
 from offload.bench.contenders import INSTALL_BENCH
 from offload.bench.record import Kind, Record, this_machine
+from offload.child import repository
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, PathError
 from offload.tiers.units import parse_bytes

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.gpu_machine import timed_on_device
 from benchmarks.gpu_parts import say
-from offload.bench.child import Parent
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Timed, measure
+from offload.child import Parent
 from offload.kernels import triton_convert, triton_gradients, triton_optimizer
 from offload.kernels.gradients import norm_blocks
 from offload.kernels.int8 import BLOCK

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from offload import machine
-from offload.bench.child import Parent
 from offload.bench.limits import BusLimit
 from offload.bench.record import this_machine
-from offload.planning.calibration import measure_speeds
-from offload.planning.speeds import Speeds
+from offload.child import Parent
+from offload.planning.machine.calibration import measure_speeds
+from offload.planning.machine.speeds import Speeds
 from offload.swap.swap_file import free_space
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory
@@ -38,7 +38,7 @@ class GpuMachine:
     device_nbytes: int
     host_nbytes: int
     disk_nbytes: int
-    touch_bytes_per_s: float  # memory that nobody had before: a virtual machine may have to get it
+    touch_bytes_per_s: float  # first use of memory: a virtual machine may have to get it
     bus_bytes_per_s: float  # of the optimizer's traffic on all cores, without arithmetic
     speeds: Speeds  # as the planner measures them
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.bench.child import Child, ChildFailed, ChildTimedOut, Parent
+from offload.child import Child, ChildFailed, ChildTimedOut, Parent
 
 COPY_NBYTES = 512 << 20
 _PAGE_NBYTES = 4096

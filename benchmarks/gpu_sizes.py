@@ -15,15 +15,15 @@ from typing import Any
 from benchmarks.gpu_machine import GpuMachine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import trace_activations
-from offload.planning.baseline import known_baseline
-from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.solver import Candidate, Known, solve
-from offload.planning.work_time import update_traffic
-from offload.planning.workload import Workload
-from offload.tiers.extent import TierName
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.solver import Candidate, RunFacts, solve
+from offload.planning.machine.baseline import known_baseline
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.workload import Workload
+from offload.planning.step.work_time import update_traffic
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
@@ -141,10 +141,10 @@ def _case(shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer
         best, spilled = _planned(shape, batch, machine)
         if not best.fits:
             reason = best.shortfalls[0].message.split(";")[0]
-            if best.shortfalls[0].tier is not TierName.DEVICE:
+            if best.shortfalls[0].tier is not Tier.DEVICE:
                 return reason  # whatever the batch
             continue
-        if best.plan.budgets[TierName.DEVICE] < _device_budget(machine):
+        if best.plan.budgets[Tier.DEVICE] < _device_budget(machine):
             reason = f"one sequence of {SEQUENCE} tokens leaves too little of the device"
             continue
         case = _laid_out(shape, batch, best, spilled, machine)
@@ -162,7 +162,7 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, 
     """With as much of the optimizer's records on nvme as has to be, in per cent."""
     model, facts = _shape_of(shape), _facts_of(shape, batch)
     base = known_baseline(_PRECISION, gpu=True)
-    known = Known(
+    known = RunFacts(
         Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base.ram_nbytes,
         base.gpu_nbytes,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, 
     while True:
         config = OffloadConfig.load(_settings(shape, {}, spilled))
         best = solve(config, model, hardware, known).best
-        short = [s for s in best.shortfalls if s.tier is TierName.HOST]
+        short = [s for s in best.shortfalls if s.tier is Tier.HOST]
         if not short or spilled == 100:
             return best, spilled
         over = max(each.needed_nbytes - each.capacity_nbytes for each in short)
@@ -183,18 +183,18 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, 
 def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: GpuMachine) -> Case:
     """With budgets that hold what is needed, and a window."""
     plan, numel, facts = best.plan, _shape_of(shape).numel, _facts_of(shape, batch)
-    budgets = {TierName.DEVICE: _device_budget(machine)}
-    for tier in (TierName.HOST, TierName.NVME):
+    budgets = {Tier.DEVICE: _device_budget(machine)}
+    for tier in (Tier.HOST, Tier.NVME):
         needed = needed_nbytes(plan, tier)
         budgets[tier] = needed + _WINDOW_NBYTES if needed else 0
-    traffic = update_traffic(plan.record_formats[TierName.HOST], _ITEMSIZE, _ITEMSIZE)
+    traffic = update_traffic(plan.record_formats[Tier.HOST], _ITEMSIZE, _ITEMSIZE)
     train = {"model": shape.model(), "batch": batch, "sequence": SEQUENCE}
     why = f"{spilled}% of the optimizer's records on nvme: RAM holds no more"
     return Case(
         shape=shape, batch=batch, numel=numel,
         config={**_settings(shape, budgets, spilled), "train": train},
-        device_budget_nbytes=budgets[TierName.DEVICE],
-        record_nbytes_on_nvme=plan.expected[TierName.NVME].get(StateClass.OPTIMIZER, 0),
+        device_budget_nbytes=budgets[Tier.DEVICE],
+        record_nbytes_on_nvme=plan.expected[Tier.NVME].get(StateClass.OPTIMIZER, 0),
         adam_nbytes=int(traffic * numel), flops=facts.forward.flops + facts.backward.flops,
         model_flops=3 * facts.forward.flops, why=(why,) if spilled else (),
         estimated_s=_estimate_s(best, budgets, numel, machine),
@@ -202,16 +202,16 @@ def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: 
 
 
 def _estimate_s(
-    best: Candidate, budgets: Mapping[TierName, int], numel: int, machine: GpuMachine
+    best: Candidate, budgets: Mapping[Tier, int], numel: int, machine: GpuMachine
 ) -> float:
     """From the start of the process to its end, roughly, and rather too long."""
-    build = budgets[TierName.HOST] / machine.touch_bytes_per_s
+    build = budgets[Tier.HOST] / machine.touch_bytes_per_s
     build += 4 * numel * _LOAD_PASSES / _LOAD_BYTES_PER_S
-    build += best.plan.total(TierName.NVME) / machine.speeds.nvme_write_bytes_per_s
+    build += best.plan.total(Tier.NVME) / machine.speeds.nvme_write_bytes_per_s
     return _STARTED_S + build + STEPS * best.seconds
 
 
-def _settings(shape: Shape, budgets: Mapping[TierName, int], spilled: int) -> dict[str, Any]:
+def _settings(shape: Shape, budgets: Mapping[Tier, int], spilled: int) -> dict[str, Any]:
     records = {"host": f"{100 - spilled}%", "nvme": f"{spilled}%"} if spilled else "host"
     return {
         "device": "cuda",

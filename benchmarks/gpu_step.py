@@ -36,10 +36,10 @@ from torch import nn
 
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_sizes import Case
-from offload.bench.child import Parent
 from offload.bench.limits import roofline
 from offload.bench.record import Kind, Row
 from offload.bench.systems import Ours, batch_of, between, made
+from offload.child import Parent
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.machine import peak_rss_nbytes

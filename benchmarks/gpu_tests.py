@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from offload import machine
-from offload.bench.child import Parent, child_environment, repository
+from offload.child import Parent, child_environment, repository
 from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 

@@ -15,11 +15,13 @@ import shlex
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload.bench.child import Child, Parent
+from offload.bench.contenders import OURS
+from offload.bench.rounds import interleaved
+from offload.child import Child
 
 REPOSITORY = Path(__file__).parents[1]
 BY_HAND: dict[str, dict[str, Any]] = {
@@ -44,19 +46,22 @@ BY_HAND: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SETTLING_STEPS = 2
+TRAIN = "benchmarks.gpu_step:train"
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     cases, chosen = _cases(arguments)
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(arguments.rounds):
-        names = list(cases)[:: 1 if number % 2 == 0 else -1]
-        for name in names:
-            seconds[name] += _measured(arguments, cases[name])
-            print(f"round {number + 1}  {name}: {seconds[name]}", flush=True)
-            time.sleep(arguments.pause)
-    _print(arguments, seconds, chosen)
+
+    def turn(name: str) -> list[float]:
+        time.sleep(arguments.pause)
+        seconds = _measured(arguments, cases[name])
+        print(f"{name}: {seconds}", flush=True)
+        return seconds
+
+    turns = {name: partial(turn, name) for name in cases}
+    found = interleaved(turns, arguments.rounds, lambda text: print(text, flush=True), warmup=0)
+    _print(arguments, {name: [s for each in found[name] for s in each] for name in cases}, chosen)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,20 +81,21 @@ def _cases(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """What is run by name, and what the planner chose in words."""
     from offload.config import OffloadConfig
     from offload.gpt import build_meta_model
-    from offload.planning.solver import solve
-    from offload.runs.forecast import chosen_config, forecast, workload_of
+    from offload.planning.choice.planner import chosen_config
+    from offload.planning.choice.solver import solve
+    from offload.runs.forecast import forecast, workload_of
 
     config = OffloadConfig.load(arguments.file, arguments.option).owning_the_loop()
     classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "auto")
     config = _with_placement(config, classes)
     found = forecast(config, build_meta_model(config), workload_of(config))
     assert found is not None, "the built-in model can be gone through"
-    cases: dict[str, Any] = {"auto": chosen_config(found.solution.best).to_dict()}
+    cases: dict[str, Any] = {"auto": found.config.to_dict()}
     for name, placement in BY_HAND.items():
         named = _with_placement(config, placement)
         best = solve(named, found.model, found.hardware, found.known).best
         if best.fits:
-            cases[name] = chosen_config(best).to_dict()
+            cases[name] = chosen_config(best.config, best.plan).to_dict()
             print(f"{name}: predicted {best.seconds:.2f} s")
         else:
             print(f"{name}: does not fit ({best.shortfalls[0].message.split(';')[0]})")
@@ -109,43 +115,19 @@ def _with_placement(config: Any, placement: dict[str, Any]) -> Any:
 
 def _measured(arguments: argparse.Namespace, values: Any) -> list[float]:
     """Seconds of the settled steps of one process."""
-    values = {**values, "train": {**values["train"], "steps": arguments.steps}}
-    under = shlex.split(arguments.under)
     with tempfile.TemporaryDirectory() as folder:
-        child = Child(
-            "a placement", "benchmarks.placement_choice:train", values, Path(folder), under=under
-        )
+        options = {
+            "program": OURS, "settings": {}, "config": values, "steps": arguments.steps,
+            "folder": folder,
+        }  # fmt: skip
+        under = shlex.split(arguments.under)
+        child = Child("a placement", TRAIN, options, Path(folder), under=under)
         try:
             steps: list[float] = child.answer()["seconds"]
             child.close()
         finally:
             child.kill()
-    return steps[SETTLING_STEPS:]
-
-
-def train(values: Mapping[str, Any], parent: Parent) -> None:
-    """A child's program: seconds of every step."""
-    import torch
-
-    import offload
-    from offload.config import OffloadConfig
-    from offload.gpt import build_meta_model
-
-    config = OffloadConfig.load(values)
-    train = config.train
-    model = build_meta_model(config)
-    generator = torch.Generator().manual_seed(0)
-    shape = (train.batch, train.sequence + 1)
-    seconds = []
-    with offload.initialize(model, config) as engine:
-        for _ in range(train.steps):
-            tokens = torch.randint(0, 256, shape, generator=generator)
-            began = time.perf_counter()
-            engine.backward(model(tokens[:, :-1], tokens[:, 1:]).loss)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            seconds.append(time.perf_counter() - began)
-    parent.answer({"seconds": seconds})
+    return steps[SETTLING_STEPS - 1 :]  # they are counted from the second step on
 
 
 def _print(arguments: argparse.Namespace, seconds: dict[str, list[float]], chosen: str) -> None:

@@ -20,21 +20,22 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from offload.bench.contenders import LLAMA_151M, OURS, Contender, SystemSpec, Turn
+from offload.bench.contenders import LLAMA_151M, OURS, Contender, SystemSpec, Turn, all_on
 from offload.bench.record import Kind, Record, Row
+from offload.bench.rounds import in_turn
 from offload.bench.table import Column, number, print_record, span
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.homes import compute_device, this_machine
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import trace_activations
-from offload.planning.calibration import measure_speeds
-from offload.planning.estimate import StepEstimate
-from offload.planning.plan import Plan
-from offload.planning.planner import make_plan, resolved_config
-from offload.planning.speeds import Speeds
-from offload.planning.step_time import estimate_step
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.machine.calibration import measure_speeds
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import StepEstimate
+from offload.planning.plan.plan import Plan
+from offload.planning.plan.workload import Workload
+from offload.planning.step.step_time import estimate_step
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 
@@ -52,11 +53,6 @@ class Case:
     in_one_piece: bool = False
 
 
-def _all_on(tier: str, **others: str) -> tuple[str, ...]:
-    homes = {"parameters": tier, "gradients": tier, "optimizer": tier, **others}
-    return tuple(f"placement.{name}={home}" for name, home in homes.items())
-
-
 def _model(layers: int, hidden: int, mlp: int, heads: int, vocab: int = 8192) -> tuple[str, ...]:
     sizes = {"layers": layers, "hidden": hidden, "mlp": mlp, "heads": heads, "vocab": vocab}
     return tuple(f"train.model.{name}={value}" for name, value in sizes.items())
@@ -66,7 +62,7 @@ def _batch(batch: int, sequence: int) -> tuple[str, ...]:
     return (f"train.batch={batch}", f"train.sequence={sequence}")
 
 
-_HOST, _NVME = (*_all_on("host"), "budget.host=auto"), _all_on("nvme")
+_HOST, _NVME = (*all_on("host"), "budget.host=auto"), all_on("nvme")
 _BF16 = ("precision=bf16",)
 _KEEP = ("placement.activations.checkpoint=false",)
 _30M = _model(8, 512, 1536, 8)
@@ -78,7 +74,7 @@ CASES = (
     Case("151 M fp32, nvme, 4 micro-batches", (*_NVME, "micro_batches=4"), 4, True),
     Case("151 M bf16, host", (*_HOST, *_BF16)),
     Case("151 M bf16, nvme", (*_NVME, *_BF16)),
-    Case("151 M fp32, optimizer on nvme", (*_all_on("host", optimizer="nvme"), "budget.host=2GiB")),
+    Case("151 M fp32, optimizer on nvme", (*all_on("host", optimizer="nvme"), "budget.host=2GiB")),
     Case("151 M fp32, nvme, 1 x 32 tokens", (*_NVME, *_batch(1, 32))),
     Case("30 M fp32, host, 4 x 256", (*_HOST, *_30M, *_batch(4, 256))),
     Case("30 M fp32, host, 4 x 256, kept", (*_HOST, *_30M, *_batch(4, 256), *_KEEP)),
@@ -164,10 +160,9 @@ def measure(
         for case in cases:
             print(f"starting {case.name}", flush=True)
             runs.append(start(case, folder, stack))
-        for number in range(-1, rounds):
+        for number, order in in_turn(runs, rounds):
             speeds.append(measure_speeds([folder]))
-            shift = number % len(runs)
-            for run in runs[shift:] + runs[:shift]:
+            for run in order:
                 run.turn(speeds[-1])
                 print(
                     f"round {number + 1}: {run.case.name}: {run.predicted[-1]:.3f} s predicted, "

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from offload.bench.systems import LossOnly, Plain
+from offload.bench.systems import Plain
+from offload.train.plain import LossOnly
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -27,17 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.bench.child import Parent
-from offload.bench.systems import (
-    Batch,
-    LossOnly,
-    StepTimes,
-    adamw_arguments,
-    build_model,
-    moved_by_the_kernel,
-)
+from offload.bench.systems import moved_by_the_kernel
+from offload.child import Parent
 from offload.gpt import LanguageModel
 from offload.tiers.units import round_up
+from offload.train.batches import Batch
+from offload.train.plain import LossOnly, StepTimes, adamw_arguments, build_model
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from offload.kernels import triton_launch
-from offload.planning.plan import Plan
+from offload.planning.plan.plan import Plan
 from offload.swap.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device_state import Links, MirroredState
 from offload.swap.fences import Fences, OpenReads

@@ -27,9 +27,9 @@ from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
 from offload.model_state import StateDictHooks
 from offload.model_structure import ModelStructure
 from offload.optimizer import OffloadOptimizer
-from offload.planning.plan import Plan, spare_host_nbytes
-from offload.planning.planner import make_plan, resolved_config
-from offload.planning.preflight import preflight
+from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.machine.preflight import preflight
+from offload.planning.plan.plan import Plan, spare_host_nbytes
 from offload.report import Report, tier_reports
 from offload.swap.shield import uninterrupted
 from offload.swap.worker import ParallelRunner

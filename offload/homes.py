@@ -19,7 +19,7 @@ import torch
 from offload import machine
 from offload.device_homes import DeviceHomes
 from offload.kernels import triton_launch
-from offload.planning.plan import Plan, needed_nbytes, read_hardware
+from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware
 from offload.swap.activation_window import ActivationWindow
 from offload.swap.activations import ActivationTier
 from offload.swap.backends import open_backend
@@ -48,7 +48,7 @@ from offload.zero.store import NextUse
 
 if TYPE_CHECKING:
     from offload.config import NvmeConfig, OffloadConfig
-    from offload.planning.plan import Hardware
+    from offload.planning.plan.plan import Hardware
 
 _log = logging.getLogger("offload")
 

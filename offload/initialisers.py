@@ -133,7 +133,7 @@ class Initialisers:
 
     @contextmanager
     def twins_installed(self) -> Iterator[None]:
-        """Inside, the model has no tensor but twins: whoever writes to it changes nothing."""
+        """Inside, the model has no tensor but twins: writing to it changes nothing."""
         try:
             for entry in self.entries:
                 entry.install(entry.twin)
@@ -407,7 +407,7 @@ def _find_transformers(
     module: nn.Module, inside: nn.Module | None, nearest: dict[int, nn.Module], outermost: set[int]
 ) -> None:
     """`nearest`: the innermost Hugging Face model around each module, where there is one."""
-    library = sys.modules.get("transformers.modeling_utils")  # whoever has such a model imported it
+    library = sys.modules.get("transformers.modeling_utils")  # imported, if there is such a model
     if library is not None and isinstance(module, library.PreTrainedModel):
         if inside is None:
             outermost.add(id(module))

@@ -181,7 +181,7 @@ def _replace_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor)
 
 def make_real(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Turn every meta parameter into one on `device` without memory of its own. It stays the same
-    object: whoever holds it has it still. The values follow when the groups are loaded."""
+    object: references to it stay valid. The values follow when the groups are loaded."""
     for name, param in model.named_parameters():
         if not param.is_meta:
             continue

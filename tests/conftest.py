@@ -12,6 +12,8 @@ import pytest
 # ten times as long on a machine that is busy otherwise. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+pytest.register_assert_rewrite("tests.swap.state_conformance")  # a module of tests, though no test_
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="all cases where a sample is the rule")

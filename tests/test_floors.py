@@ -1,4 +1,4 @@
-"""Floors within `offload/`: imports run down, and nowhere in a circle.
+"""Floors within `offload/` and `tools/memest/`: imports run down, and nowhere in a circle.
 
 Imports within functions count, those for type checkers do not: at run time nothing comes of them.
 """
@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MEMEST = "offload.tools.memest"
 # From the ground up: a floor may use those before it. Names of folders, and of modules beside them.
 FLOORS: list[set[str]] = [
-    {"errors", "machine"},
+    {"child", "errors", "machine"},
     {"config"},
     {"gpt"},
     {"checkpoint"},
@@ -32,6 +33,15 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]  # fmt: skip
+# The same of `tools/memest/`: its rooms, and modules beside them.
+MEMEST_ROOMS: list[set[str]] = [
+    {"source", "hardware"}, {"estimate"}, {"systems"}, {"show"}, {"commands"}, {"cli"},
+    {"__main__"},
+]  # fmt: skip
+# The same of `planning/`; the package itself is below its rooms.
+PLANNING_ROOMS: list[set[str]] = [
+    {"plan"}, {"activations"}, {"step"}, {"machine"}, {"choice"},
+]  # fmt: skip
 LAYERS = {"tiers", "swap", "kernels", "zero", "tools"}  # linked: `test_house` knows them
 
 
@@ -47,7 +57,7 @@ def modules(folder: Path, package: str) -> Iterator[tuple[str, Path]]:
 def graph() -> dict[str, set[str]]:
     """Of every module those that it imports; the facade `offload` names its own by strings."""
     found = dict(modules(ROOT / "offload", "offload"))
-    found |= dict(modules(ROOT / "tools/memest", "offload.tools.memest"))
+    found |= dict(modules(ROOT / "tools/memest", MEMEST))
     del found["offload"]
     return {
         name: {other for other in imported(path, found) if other in found and other != name}
@@ -99,7 +109,26 @@ def test_no_import_runs_up() -> None:
     assert up == []
 
 
-@pytest.mark.parametrize("package", ["offload", "offload.tools.memest"])
+@pytest.mark.parametrize(
+    ("package", "rooms"), [("offload.planning", PLANNING_ROOMS), (MEMEST, MEMEST_ROOMS)]
+)
+def test_no_import_among_rooms_runs_up(package: str, rooms: list[set[str]]) -> None:
+    def room_of(module: str) -> int:
+        name = module.removeprefix(f"{package}.").split(".")[0]
+        (room,) = [number for number, names in enumerate(rooms) if name in names]
+        return room
+
+    inside = {name for name in graph() if name.startswith(f"{package}.")}
+    up = [
+        f"{name} imports {other}"
+        for name in sorted(inside)
+        for other in sorted(graph()[name] & inside)
+        if room_of(other) > room_of(name)
+    ]
+    assert up == []
+
+
+@pytest.mark.parametrize("package", ["offload", MEMEST])
 def test_no_import_runs_in_a_circle(package: str) -> None:
     left = {
         name: {other for other in others if other.startswith(package)}

@@ -29,7 +29,7 @@ DEVICE_MODULES = re.compile(
     r"torch\.(cuda|xpu|npu|mtia|mps|accelerator|get_device_module|Stream|Event)\b"
 )
 # The choice of attention kernels in a trace is CUDA's own.
-NAMES_CUDA = {"offload/planning/activation_trace.py"}
+NAMES_CUDA = {"offload/planning/activations/trace.py"}
 
 
 def sources(layer: str) -> Iterator[Path]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from offload.tiers.tier import Tier
 
-TierName = Tier  # its name in planning, tools and tests until they follow
 PAGE_NBYTES = 4096  # alignment of every extent: O_DIRECT and huge pages are content with it
 
 

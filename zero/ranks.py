@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
@@ -168,10 +168,18 @@ class Ranks:
             what += f", after {len(self.notes)} changes, the last one: {self.notes[-1]}"
         texts = zip(self.in_world, self._texts(what), strict=True)
         asked = "; ".join(f"rank {rank} wants {each}" for rank, each in texts)
-        raise self.watch.parted(
+        raise self.parted(
             f"the ranks went different ways: {asked}. Steps, and what is done with param.grad, are "
             "for all ranks alike: take them out of what only one rank runs"
         )
+
+    def parted(self, why: str) -> RankError:
+        """The error of all ranks, each of which comes here for the same reason. A rank that leaves
+        closes its connections, and what a slower one has received but not yet looked at would be
+        an error there: so no rank leaves before all have come."""
+        with suppress(RuntimeError):  # a rank has left already: then all had come
+            self._gather(torch.zeros(1, dtype=torch.int32))
+        return self.watch.parted(why)
 
     def _texts(self, mine: str) -> list[str]:
         """What every rank says in words."""

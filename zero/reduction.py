@@ -314,14 +314,14 @@ class Reductions:
             self.finish()  # another pass has begun
         self._begin_round()
         group.arrived[index] = True
+        self._arrivals.pop(group.index, None)  # also of what comes too late for its place
+        self._arrivals[group.index] = None
         if group.issued or group.summed_over_blocks or group.index not in self._places:
             group.keep(index, gradient)
             return False
         spec = group.specs[index]
         self._bucket(group)[spec.offset : spec.stop].copy_(flat_gradient(gradient))
         group.passes[index] = 1
-        self._arrivals.pop(group.index, None)
-        self._arrivals[group.index] = None
         if group.is_complete:
             self._issue_ready()
         return True
@@ -394,7 +394,7 @@ class Reductions:
         for index in np.flatnonzero(cleared.any(axis=0) & kept.any(axis=0)):
             ranks = np.array(self._ranks.in_world)
             on, off = (ranks[each[:, index]].tolist() for each in (cleared, kept))
-            raise self._ranks.watch.parted(
+            raise self._ranks.parted(
                 f"{group.specs[index].name}.grad is cleared on ranks {on} and kept on ranks {off}; "
                 "a gradient is all ranks' together: let all of them clear it"
             )

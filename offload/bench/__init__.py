@@ -4,10 +4,10 @@
     rounds      who is measured when
     table       a record on a terminal, or as Markdown
     stream      the memory bus: a loop with given traffic and no arithmetic
-    adam        optimizer steps on flat arrays           adam_ours, arrays
+    adam        optimizer steps on flat arrays
     io          files                                    io_raw, io_store
     copy        host and device memory
-    step        whole training steps, of one rank        contenders, systems, child, limits
+    step        whole training steps, of one rank        contenders, systems, limits
     ranks       ... and of several
 
 Others are measured in the same run by `benchmarks/` of a checkout, over the same harness.

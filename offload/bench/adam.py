@@ -14,8 +14,15 @@ from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed, measure, sharing, timed
 from offload.bench.stream import GROUP, BusLoop
 from offload.bench.table import Column, number
-from offload.planning.adam_speed import SPLIT, SPLIT_BF16, SPLIT_INT8, VARIANTS, filled, stepper
-from offload.planning.speed_arrays import Arrays, Stream
+from offload.planning.machine.optimizer_variants import (
+    SPLIT,
+    SPLIT_BF16,
+    SPLIT_INT8,
+    VARIANTS,
+    filled,
+    stepper,
+)
+from offload.planning.machine.speed_arrays import Arrays, Stream
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import BudgetError
 from offload.tiers.units import format_bytes, round_up

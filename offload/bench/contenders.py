@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from offload import machine
-from offload.bench.child import Child, ChildFailed
 from offload.bench.record import Kind, Row
 from offload.bench.rounds import Say
-from offload.bench.systems import DTYPES
+from offload.child import Child, ChildFailed
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
+from offload.train.plain import DTYPES
 
 INSTALL_BENCH = "not installed: pip install 'offload[bench]'"
 LLAMA_151M: Mapping[str, Any] = {  # examples/llama-151m.yaml, wherever the package is installed
@@ -60,9 +60,10 @@ PLAIN = SystemSpec(
 )
 
 
-def all_on(tier: str) -> tuple[str, ...]:
-    """Overrides that put all states there."""
-    return tuple(f"placement.{name}={tier}" for name in ("parameters", "gradients", "optimizer"))
+def all_on(tier: str, **others: str) -> tuple[str, ...]:
+    """Overrides that put all states there, but for `others`."""
+    homes = {"parameters": tier, "gradients": tier, "optimizer": tier, **others}
+    return tuple(f"placement.{name}={home}" for name, home in homes.items())
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
         )
     if base.precision not in DTYPES:
         raise ConfigError(
-            f"precision: {base.precision} is not measured here, where nobody scales the loss; "
+            f"precision: {base.precision} is not measured here: the loss is not scaled; "
             f"set precision: {' or '.join(DTYPES)}"
         )
     return base

@@ -18,7 +18,7 @@ from offload import machine
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Say, Timed, measure, sharing, timed
 from offload.bench.table import Column, number
-from offload.planning.speed_arrays import STAGGER_NBYTES
+from offload.planning.machine.speed_arrays import STAGGER_NBYTES
 from offload.swap.streams import CopyMark, CopyStream
 from offload.swap.worker import ParallelRunner
 from offload.tiers import accelerator

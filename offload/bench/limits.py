@@ -20,8 +20,8 @@ from offload.bench.io import best, fill, noise
 from offload.bench.io_raw import GRID, Loop, ThreadsLoop, open_loop, try_grid
 from offload.bench.rounds import Say, seconds_of
 from offload.bench.stream import BusLoop
-from offload.planning.adam_speed import PLAIN, SPLIT, filled
-from offload.planning.speed_arrays import Arrays
+from offload.planning.machine.optimizer_variants import PLAIN, SPLIT, filled
+from offload.planning.machine.speed_arrays import Arrays
 from offload.swap.swap_file import SwapFile
 from offload.swap.worker import ParallelRunner
 

@@ -25,7 +25,7 @@ LEAST_ROUNDS = 7  # fewer are a look, not a measurement
 
 
 class Kind(enum.StrEnum):
-    """Whose row it is."""
+    """What a row is about."""
 
     LIMIT = "limit"  # what the hardware does without us
     OURS = "ours"

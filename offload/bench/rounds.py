@@ -42,20 +42,25 @@ def measure(record: Record, systems: Sequence[Timed], rounds: int, say: Say) -> 
     record.rows += [system.row(passes[system.name]) for system in systems]
 
 
-def interleaved(
-    systems: Mapping[str, Callable[[], T]], rounds: int, say: Say, *, warmup: int = 1
-) -> dict[str, list[T]]:
-    """What each system returned in each round, the first `warmup` rounds left out.
+def in_turn(systems: Sequence[T], rounds: int, warmup: int = 1) -> Iterator[tuple[int, list[T]]]:
+    """Each round's number, below 0 while warming up, and its order.
 
         round 0   a b c        round 1   b c a        round 2   c a b        ...
 
-    Nobody always runs after the same neighbour, whose heat, caches and dirty pages it inherits.
+    So no system always runs after the same one, whose heat, caches and dirty pages it inherits.
     """
-    names = list(systems)
-    results: dict[str, list[T]] = {name: [] for name in names}
     for number in range(-warmup, rounds):
-        shift = number % len(names) if names else 0
-        for name in names[shift:] + names[:shift]:
+        shift = number % len(systems) if systems else 0
+        yield number, [*systems[shift:], *systems[:shift]]
+
+
+def interleaved(
+    systems: Mapping[str, Callable[[], T]], rounds: int, say: Say, *, warmup: int = 1
+) -> dict[str, list[T]]:
+    """What each system returned in each round, the first `warmup` rounds left out."""
+    results: dict[str, list[T]] = {name: [] for name in systems}
+    for number, names in in_turn(list(systems), rounds, warmup):
+        for name in names:
             say(f"{'warming up' if number < 0 else f'round {number + 1} of {rounds}'}: {name}")
             value = systems[name]()
             if number >= 0:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offload.planning.speed_arrays import Array, Stream
+from offload.planning.machine.speed_arrays import Array, Stream
 from offload.swap.worker import ParallelRunner
 
 GROUP = 64  # parameters per turn of the loop: whole cache lines of every array, 1-byte ones too

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,28 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from offload.bench.child import Parent, named
-from offload.gpt import LanguageModel, build_meta_model
+from offload.child import Parent, named
+from offload.gpt import build_meta_model
 from offload.machine import peak_rss_nbytes
-from offload.materialise import MetaInitialiser
+from offload.train import plain
+from offload.train.batches import Batch
+from offload.train.plain import StepTimes
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, both BS
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """One optimizer step. `forward_backward_s` is a part of `seconds`; `known_at`, on
-    `time.perf_counter`, is when the loss was known."""
-
-    loss: float
-    seconds: float
-    forward_backward_s: float
-    known_at: float
 
 
 class System(Protocol):
@@ -57,19 +43,6 @@ class System(Protocol):
     def close(self) -> None: ...
 
 
-class LossOnly(nn.Module):
-    """The hooks of others find tensors in tensors, tuples and dicts, not in a dataclass."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor | None = self.model(inputs, targets).loss
-        assert loss is not None, "targets were given"
-        return loss
-
-
 def batch_of(config: OffloadConfig, number: int, device: torch.device | None = None) -> Batch:
     """Random tokens, the same for every system and machine."""
     generator = torch.Generator().manual_seed(number)
@@ -78,81 +51,20 @@ def batch_of(config: OffloadConfig, number: int, device: torch.device | None = N
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def build_model(config: OffloadConfig) -> LanguageModel:
-    """The whole model in memory, with the very weights that ours begins with."""
-    meta = build_meta_model(config)
-    values = MetaInitialiser(meta, config.seed).values(dict(meta.named_parameters()))
-    checkpoint = config.placement.activations.checkpoint is not False
-    model = LanguageModel(config.train.model, checkpoint_activations=checkpoint)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(values.pop(name))
-    return model.to(DTYPES[config.precision])
-
-
-def adamw_arguments(config: OffloadConfig) -> dict[str, Any]:
-    """What torch and DeepSpeed call the numbers of an AdamW."""
-    adam = config.optimizer
-    assert adam.betas is not None, "an adamw configuration has them filled in"
-    return {
-        "lr": adam.lr, "betas": tuple(adam.betas), "eps": adam.eps,
-        "weight_decay": adam.weight_decay,
-    }  # fmt: skip
-
-
 def moved_by_the_kernel() -> dict[str, int]:
-    """As /proc counts bytes between memory and disk for this process, whoever asked for them."""
+    """All bytes between memory and disk that /proc counts for this process."""
     lines = Path("/proc/self/io").read_text().splitlines()
     counts = dict(line.split(": ") for line in lines)
     return {"nvme read": int(counts["read_bytes"]), "nvme write": int(counts["write_bytes"])}
 
 
-class Plain:
-    """PyTorch as one writes it without offload: fused AdamW; with bf16 weights, fp32 masters."""
+class Plain(plain.Plain):
+    """PyTorch as one writes it without offload."""
 
     defers = False
-    keeps_masters = True
 
     def __init__(self, config: OffloadConfig, folder: Path) -> None:
-        self.model = self.wrapped(LossOnly(build_model(config)))
-        self._clip = config.clip_grad_norm
-        params = list(self.model.parameters())
-        self._params = self._masters = params
-        self._mixed = self.keeps_masters and config.precision != "fp32"
-        if self._mixed:
-            self._masters = [p.detach().float().requires_grad_() for p in params]  # type: ignore[misc]
-        arguments = adamw_arguments(config)
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **arguments)
-
-    def wrapped(self, model: LossOnly) -> nn.Module:
-        """As it is trained."""
-        return model
-
-    def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
-        started = time.perf_counter()
-        losses = []
-        for inputs, targets in micro_batches:
-            loss = self.model(inputs, targets) / len(micro_batches)
-            loss.backward()
-            losses.append(loss.item())
-        computed = time.perf_counter()
-        if self._clip is not None:
-            nn.utils.clip_grad_norm_(self._params, self._clip)
-        self._update()
-        ended = time.perf_counter()
-        return StepTimes(sum(losses), ended - started, computed - started, computed)
-
-    def _update(self) -> None:
-        if self._mixed:
-            for master, param in zip(self._masters, self._params, strict=True):
-                assert param.grad is not None, "every parameter takes part"
-                master.grad, param.grad = param.grad.float(), None
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._mixed:
-            with torch.no_grad():
-                for master, param in zip(self._masters, self._params, strict=True):
-                    param.copy_(master)
+        super().__init__(config)
 
     def settle(self) -> None:
         """Nothing is ever left to do."""
@@ -207,10 +119,10 @@ class Ours:
 class Turns:
     """Trains a turn: one timed step, found as a long run would find it.
 
-    A system that defers work leaves some of each step to the next. Stepping in turn with others, it
-    would do that while nobody looks at the clock, and in the others' time. So such a system makes a
-    step that is not timed first, then the timed one, which has the former's work to do, and then
-    settles before it is somebody else's turn:
+    A system that defers work leaves some of each step to the next. Stepping in turn with others,
+    that work would be untimed, and would slow the others down. So such a system first takes a step
+    that is not timed, then the timed one, which does the deferred work of the first, and then
+    settles before the next system's turn:
 
         not timed          timed                    not timed
         step k       |     step k + 1         |     settle

@@ -26,7 +26,6 @@ from offload.checkpoint.safetensors_file import (
     SafetensorsWriter,
     StoredTensor,
     TensorInfo,
-    field_info,
     file_nbytes,
 )
 from offload.kernels.convert import decode, encode, join_master
@@ -130,32 +129,28 @@ class _Weights:
         return [self._buffer(record) for record in self._manifest.buffers]
 
     def _buffer(self, record: BufferRecord) -> _Tensor:
-        info = TensorInfo(record.name, record.dtype, tuple(record.shape))
-        file = self._manifest.buffers_file
-        stored = self._reader.tensor(file, info)
-        return _Tensor(info, lambda: self._raw(file, stored))
+        stored = self._reader.buffer(record)
+        return _Tensor(stored.info, lambda: self._raw(stored))
 
     def _parameter(self, record: ParameterRecord) -> Iterator[_Tensor]:
         """The parameter under each of its names."""
-        file = self._manifest.groups[record.group].parameters
-        info = TensorInfo(record.names[0], record.dtype, tuple(record.shape))
-        stored = self._reader.tensor(file, info)
+        stored = self._reader.parameter(record)
         target = self._dtype or record.dtype
 
         def pieces() -> Iterator[memoryview]:
             if target == record.dtype:
-                return self._raw(file, stored)
+                return self._raw(stored)
             return self._converted(record, stored, _FLOATS[target])
 
         for name in record.names:
-            yield _Tensor(replace(info, name=name, dtype=target), pieces)
+            yield _Tensor(replace(stored.info, name=name, dtype=target), pieces)
 
     # ---------------------------------------------------------------- pieces
-    def _raw(self, file: str, stored: StoredTensor) -> Iterator[memoryview]:
+    def _raw(self, stored: StoredTensor) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(min(4 * _PIECE_NUMEL, stored.info.nbytes)))
         for start in range(0, stored.info.nbytes, max(1, len(buffer))):
             piece = buffer[: min(len(buffer), stored.info.nbytes - start)]
-            self._reader.read_into(file, stored, start, piece)
+            self._reader.read_into(stored, start, piece)
             yield piece
 
     def _converted(
@@ -176,28 +171,18 @@ class _Weights:
         own = _FLOATS[record.dtype]
         fields = self._manifest.optimizer.fields if record.trainable else {}
         if "master" in fields:
-            return self._field(record, "master", np.dtype(np.float32), span)
-        file = self._manifest.groups[record.group].parameters
-        weights = self._read(file, stored, own.storage, span)
+            return self._read(self._reader.field(record, "master"), np.dtype(np.float32), span)
+        weights = self._read(stored, own.storage, span)
         full = np.empty(weights.size, dtype=np.float32)
         if "low" in fields:
-            join_master(weights, self._field(record, "low", np.dtype(np.int16), span), full)
+            low = self._read(self._reader.field(record, "low"), np.dtype(np.int16), span)
+            join_master(weights, low, full)
         else:
             decode(weights, full, own)
         return full
 
-    def _field(
-        self, record: ParameterRecord, field: str, dtype: np.dtype[np.generic], span: slice
-    ) -> Array:
-        file = self._manifest.groups[record.group].optimizer or ""
-        name = self._manifest.optimizer.fields[field]
-        info = field_info(record, field, name)
-        return self._read(file, self._reader.tensor(file, info), dtype, span)
-
-    def _read(
-        self, file: str, stored: StoredTensor, dtype: np.dtype[np.generic], span: slice
-    ) -> Array:
+    def _read(self, stored: StoredTensor, dtype: np.dtype[np.generic], span: slice) -> Array:
         array: Array = np.empty(span.stop - span.start, dtype=dtype)
         view = array.view(np.uint8).data
-        self._reader.read_into(file, stored, span.start * dtype.itemsize, view)
+        self._reader.read_into(stored, span.start * dtype.itemsize, view)
         return array

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,23 +20,18 @@ _WEIGHTS = (
 )
 
 
-@dataclass(frozen=True)
-class Match:
-    """A checkpoint's record for each of the engine's parameters, by the engine's first name."""
+def match(engine: Engine, manifest: Manifest, path: Path) -> dict[str, ParameterRecord]:
+    """A checkpoint's record for each of the engine's parameters, by the engine's first name.
 
-    path: Path
-    parameters: dict[str, ParameterRecord]
-
-
-def match(engine: Engine, manifest: Manifest, path: Path) -> Match:
-    """CheckpointError, saying what differs, unless the engine can take the checkpoint over."""
+    CheckpointError, saying what differs, unless the engine can take the checkpoint over.
+    """
     _check_numbers_format(engine, manifest, path)
     parameters = _match_parameters(model.parameter_records(engine), manifest.parameters, path)
     _check_buffers(engine, manifest, path)
     aliases = {record.names[0]: name for name, record in parameters.items()}
     _check_param_groups(model.optimizer_record(engine), manifest.optimizer, aliases, path)
     _check_numbers(engine, manifest, path)
-    return Match(path, parameters)
+    return parameters
 
 
 def _check_numbers_format(engine: Engine, manifest: Manifest, path: Path) -> None:

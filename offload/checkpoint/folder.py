@@ -6,7 +6,7 @@ exist, but NAME.old-* and NAME.tmp-* are both complete. What a killed process le
 `recover`: its lock is gone. Complete folders whose NAME is missing are adopted, everything else
 that is ours is removed. Nothing ever waits for a pointer file to agree. Any number of processes may
 save in one folder or under one name, and read there: renames are made alone, and nothing is removed
-that somebody has locked.
+that is locked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PendingFolder:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             recover(parent)
-            with alone_in(parent):  # between mkdir and lock nobody may take it for a leftover
+            with alone_in(parent):  # between mkdir and lock it must not be taken for a leftover
                 check_replaceable(self.target)
                 self.path.mkdir()
                 self._lock = lock_folder(self.path)
@@ -71,7 +71,7 @@ class PendingFolder:
                 for folder in (*(p for p in self.path.iterdir() if p.is_dir()), self.path):
                     sync_folder(folder)
                 with alone_in(parent):
-                    check_replaceable(self.target)  # somebody may have put something there
+                    check_replaceable(self.target)  # another process may have put something there
                     replaced = _publish(self.path, self.target)
                     self._unlock()  # it can be read
                     doomed = None if replaced is None else _condemn(replaced, self.target, locks)
@@ -98,12 +98,12 @@ class PendingFolder:
 
 
 def recover(parent: Path) -> None:
-    """Adopt or remove what killed writers left in `parent`. Leaves alone what somebody writes,
-    reads or removes."""
+    """Adopt or remove what killed writers left in `parent`. Leaves alone what another
+    process writes, reads or removes."""
     with ExitStack() as locks:
         with alone_in(parent):
             doomed = [each.path for each in leftovers(parent) if _is_doomed(each, locks)]
-        for path in doomed:  # takes long; nobody else touches what we have locked
+        for path in doomed:  # takes long; other processes leave alone what we have locked
             remove(path)
 
 
@@ -112,7 +112,7 @@ def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
     try:
         lock = lock_folder(leftover.path)
     except OSError:
-        return False  # somebody has it in hand, or has just removed it
+        return False  # another process uses it, or has just removed it
     if lock is None:
         return False  # nothing says that its writer is dead
     locks.callback(unlock, lock)
@@ -144,7 +144,7 @@ def discard(path: Path) -> bool:
 
 
 def _condemn(folder: Path, target: Path, locks: ExitStack) -> Path | None:
-    """Give it a name that nobody adopts, and lock it; None if somebody still reads it: the next
+    """Give it a name that is never adopted, and lock it; None if it is still being read: the next
     `recover` then finds it."""
     doomed = marked(target, "del")
     os.rename(folder, doomed)

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from offload.checkpoint import model
-from offload.checkpoint.fit import Match, match
+from offload.checkpoint.fit import match
 from offload.checkpoint.folder import recover
 from offload.checkpoint.manifest import ParameterRecord
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo, field_info
 from offload.checkpoint.shards import own_ranges, shifted, whole_state
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError
@@ -93,41 +92,25 @@ def _adopt(path: Path) -> None:
 class _Loader:
     """Overwrites an engine's state. Every tensor has been found before `apply` changes any."""
 
-    def __init__(self, engine: Engine, reader: CheckpointReader, matched: Match) -> None:
+    def __init__(
+        self, engine: Engine, reader: CheckpointReader, records: dict[str, ParameterRecord]
+    ) -> None:
         self._engine = engine
         self._runtime = engine.runtime
         self._reader = reader
         self._manifest = reader.manifest
-        self._records = matched.parameters
+        self._records = records  # by the engine's first name
         self._saved_format = model.saved_format(engine)
-        self._weights = {name: self._find(r) for name, r in self._records.items()}
-        fields = self._manifest.optimizer.fields
+        self._weights = {name: reader.parameter(r) for name, r in self._records.items()}
         self._states = {
-            (name, field): self._find_field(record, field, dtype)
+            (name, field): reader.field(record, field)
             for name, record in self._records.items() if record.trainable
-            for field, dtype in fields.items() if 0 not in record.shape
+            for field in self._manifest.optimizer.fields if 0 not in record.shape
         }  # fmt: skip
-        self._others = {
-            r.name: reader.tensor(
-                self._manifest.buffers_file, TensorInfo(r.name, r.dtype, tuple(r.shape))
-            )
-            for r in self._manifest.buffers
-        }
+        self._others = {record.name: reader.buffer(record) for record in self._manifest.buffers}
         states = [group.state for group in self._runtime.groups]
-        records = [r for state in self._runtime.optimizer_states for r in state.records]
-        self._access = PieceAccess([*states, *records])
-
-    def _find(self, record: ParameterRecord) -> tuple[str, StoredTensor]:
-        file = self._manifest.groups[record.group].parameters
-        info = TensorInfo(record.names[0], record.dtype, tuple(record.shape))
-        return file, self._reader.tensor(file, info)
-
-    def _find_field(
-        self, record: ParameterRecord, field: str, dtype: str
-    ) -> tuple[str, StoredTensor]:
-        file = self._manifest.groups[record.group].optimizer or ""
-        info = field_info(record, field, dtype)
-        return file, self._reader.tensor(file, info)
+        updated = [r for state in self._runtime.optimizer_states for r in state.records]
+        self._access = PieceAccess([*states, *updated])
 
     # ---------------------------------------------------------------- applying
     def apply(self) -> None:
@@ -165,8 +148,7 @@ class _Loader:
         for spec, here, there in overlaps(group.layout.params, elements):
             start, stop = here.start + first, here.stop + first
             view = raw[start * itemsize : stop * itemsize].numpy().data
-            file, tensor = self._weights[spec.name]
-            self._reader.read_into(file, tensor, there.start * itemsize, view)
+            self._reader.read_into(self._weights[spec.name], there.start * itemsize, view)
             del view
 
     def _read_optimizer(self, state: OptimizerState) -> None:
@@ -196,10 +178,9 @@ class _Loader:
         for spec, here, there in overlaps(specs, elements):
             theirs, mine = saved.field_spans(there), saved.field_spans(here)
             for field, array in arrays.items():
-                file, tensor = self._states[spec.name, field]
                 view = array[mine[field]].view(np.uint8).data
                 start = theirs[field].start * array.itemsize
-                self._reader.read_into(file, tensor, start, view)
+                self._reader.read_into(self._states[spec.name, field], start, view)
 
     def _read_steps(self, group: ParamGroup) -> None:
         for index, spec in enumerate(group.layout.params):
@@ -210,11 +191,10 @@ class _Loader:
 
     def _read_others(self) -> None:
         for name, tensor in model.other_tensors(self._engine).items():
-            stored = self._others[name]
             value = torch.empty(tensor.shape, dtype=tensor.dtype)
             if value.numel():
                 view = value.reshape(-1).view(torch.uint8).numpy().data
-                self._reader.read_into(self._manifest.buffers_file, stored, 0, view)
+                self._reader.read_into(self._others[name], 0, view)
             tensor.copy_(value)
 
     def _read_numbers(self) -> None:

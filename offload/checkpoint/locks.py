@@ -1,6 +1,6 @@
 """Locks on folders (flock), which end with the process, whatever ends it.
 
-    parent of checkpoints    exclusive, for a few renames: nobody else renames or recovers there
+    parent of checkpoints    exclusive, for a few renames: other processes wait to rename there
     NAME.tmp-*               exclusive, while it is written
     any folder               shared, while it is read; exclusive, while it is removed
 
@@ -24,7 +24,7 @@ POLL_S = 0.005
 
 class OpenFolder:
     """An open folder, and the lock on it. Both end with the object at the latest: a Ctrl-C may come
-    before anybody has stored it."""
+    before the caller has stored it."""
 
     def __init__(self, path: Path) -> None:
         self.fd = -1
@@ -32,7 +32,7 @@ class OpenFolder:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def lock(self) -> bool:
-        """For nobody else; False where the file system has no locks. BlockingIOError if somebody
+        """Exclusively; False where the file system has no locks. BlockingIOError if another holder
         has it."""
         return _flock(self.fd, fcntl.LOCK_EX)
 
@@ -59,7 +59,7 @@ class OpenFolder:
 def lock_folder(path: Path) -> OpenFolder | None:
     """With its exclusive lock; None where the file system has no locks.
 
-    BlockingIOError if somebody has it.
+    BlockingIOError if another holder has it.
     """
     folder = OpenFolder(path)
     return folder if folder.lock() else None
@@ -83,9 +83,9 @@ def unlock(folder: OpenFolder | None) -> None:
 
 @contextmanager
 def alone_in(parent: Path) -> Iterator[None]:
-    """Nobody else renames or recovers in `parent` meanwhile.
+    """No other process renames or recovers in `parent` inside the block.
 
-    CheckpointError if somebody (a stopped process) never lets go.
+    CheckpointError if another process (a stopped one) keeps the lock.
     """
     lock = _wait_for(parent)
     try:

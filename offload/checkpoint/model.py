@@ -38,7 +38,7 @@ _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U
 
 
 def check_at_rest(engine: Engine, doing: str) -> None:
-    """StateError where parameters are in somebody's hands, who might be changing them."""
+    """StateError while parameters are in use and might be changed."""
     for group in engine.runtime.groups:
         if group.is_entered:
             raise StateError(

@@ -4,7 +4,7 @@ A checkpoint is known by its manifest, which ends in a hash of itself, and all i
 files that the manifest names. A folder that is no checkpoint yet, or no more, is known by its name,
 which ends in a hash of itself:
 
-    NAME.tmp-RANDOM HASH     being written, by whoever holds its lock; complete once its manifest is
+    NAME.tmp-RANDOM HASH     being written, by the holder of its lock; complete once its manifest is
                              in. Or replaced just now
     NAME.old-RANDOM HASH     replaced, where two names cannot be exchanged in one step
     NAME.del-RANDOM HASH     about to be removed
@@ -65,7 +65,7 @@ def leftovers(parent: Path) -> list[Leftover]:
         match = _MARKED.fullmatch(entry.name) or _UNMARKED.fullmatch(entry.name)
         if match is None or not entry.is_dir(follow_symlinks=False):
             continue
-        with suppress(FileNotFoundError):  # just removed by whoever replaced it
+        with suppress(FileNotFoundError):  # just removed by the process that replaced it
             mtime_ns = entry.stat(follow_symlinks=False).st_mtime_ns
             path, target = parent / entry.name, parent / match["name"]
             ours = is_marked(entry.name)
@@ -100,7 +100,7 @@ def _sorted_out(folder: Path, is_ours: Callable[[str], bool]) -> tuple[list[str]
 def check_replaceable(target: Path) -> None:
     """PathError, saying what is there, unless `target` is a checkpoint, an empty folder or nothing.
 
-    Nobody may replace or remove it meanwhile (`alone_in` its parent).
+    To be called inside `alone_in` of its parent, so that no other process replaces or removes it.
     """
     if is_marked(target.name):
         raise PathError(f"{target} is a name for what is not complete yet; name another path")
@@ -149,6 +149,6 @@ def remove(folder: Path) -> None:
                 (os.rmdir if name in (PARAMETERS, OPTIMIZER) else os.unlink)(folder / name)
         os.rmdir(folder)
     except FileNotFoundError:
-        return  # somebody else has removed it
+        return  # another process has removed it
     except OSError as error:
         _log.warning("%s stays, removing it failed: %s", folder, error.strerror)

@@ -14,8 +14,20 @@ import xxhash
 
 from offload.checkpoint.disk import read_ahead, read_all, storage_errors
 from offload.checkpoint.locks import POLL_S, OpenFolder
-from offload.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo, parse_header
+from offload.checkpoint.manifest import (
+    MANIFEST,
+    BufferRecord,
+    FileRecord,
+    Manifest,
+    ParameterRecord,
+)
+from offload.checkpoint.safetensors_file import (
+    StoredTensor,
+    TensorInfo,
+    field_info,
+    info_of,
+    parse_header,
+)
 from offload.tiers.errors import CheckpointError, StorageError
 from offload.tiers.units import format_bytes
 
@@ -30,13 +42,13 @@ _REMEDY = "load another checkpoint, or restore this one from a copy"
 class CheckpointReader:
     """Reads one checkpoint folder. A context manager.
 
-    Keeps looking at the same folder when another one takes its name, and nobody removes it until
-    then: a load that runs while saves replace the checkpoint reads the old one, whole.
+    Keeps reading the same folder when another one takes its name, and holds a lock against its
+    removal: a load that runs while saves replace the checkpoint reads the old one, whole.
     """
 
     def __init__(self, path: Path, *, shared: bool = True) -> None:
         """CheckpointError if there is no checkpoint or its manifest cannot be used. Not `shared`:
-        for whoever sees to it that nobody removes it."""
+        without a lock of its own, for a caller that keeps the folder from being removed."""
         self.path = path
         self._folder = _open_shared(path) if shared else _open_folder(path)
         self._headers: dict[str, dict[str, StoredTensor]] = {}
@@ -81,8 +93,21 @@ class CheckpointReader:
             os.close(fd)
 
     # ---------------------------------------------------------------- tensors
-    def tensor(self, file: str, expected: TensorInfo) -> StoredTensor:
-        """Where a tensor lies. CheckpointError unless the file has it with that dtype and shape."""
+    def parameter(self, record: ParameterRecord) -> StoredTensor:
+        """Where a parameter lies. CheckpointError, as of the next two, unless its file has it with
+        that dtype and shape."""
+        return self._tensor(self.manifest.groups[record.group].parameters, info_of(record))
+
+    def field(self, record: ParameterRecord, field: str) -> StoredTensor:
+        """Where an optimizer's array of a parameter lies."""
+        file = self.manifest.groups[record.group].optimizer or ""
+        return self._tensor(file, field_info(record, field, self.manifest.optimizer.fields[field]))
+
+    def buffer(self, record: BufferRecord) -> StoredTensor:
+        """Where a buffer lies."""
+        return self._tensor(self.manifest.buffers_file, info_of(record))
+
+    def _tensor(self, file: str, expected: TensorInfo) -> StoredTensor:
         found = self._header(file).get(expected.name)
         if found is None or found.info != expected:
             has = "no such tensor" if found is None else f"{found.info.dtype} {found.info.shape}"
@@ -102,15 +127,13 @@ class CheckpointReader:
                     read_all(fd, memoryview(buffer), offset, path)
                     return bytes(buffer)
 
-                self._headers[file] = parse_header(read, os.fstat(fd).st_size, str(path))
+                self._headers[file] = parse_header(read, os.fstat(fd).st_size, file, str(path))
         return self._headers[file]
 
-    def read_into(
-        self, file: str, tensor: StoredTensor, start_bytes: int, buffer: memoryview
-    ) -> None:
+    def read_into(self, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from `start_bytes` on."""
-        path = self.path / file
-        with storage_errors("reading", path), self._open(file) as fd:
+        path = self.path / tensor.file
+        with storage_errors("reading", path), self._open(tensor.file) as fd:
             read_all(fd, buffer, tensor.offset_bytes + start_bytes, path)
 
     # ---------------------------------------------------------------- checks
@@ -199,7 +222,7 @@ def _open_shared(path: Path) -> OpenFolder:
             return folder
         folder.close()
         time.sleep(POLL_S)
-    return _open_folder(path)  # somebody holds a lock on it for another reason
+    return _open_folder(path)  # it is locked for another reason
 
 
 def _is_at(fd: int, path: Path) -> bool:

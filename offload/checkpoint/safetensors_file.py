@@ -26,7 +26,13 @@ from typing import Any
 import xxhash
 
 from offload.checkpoint.disk import start_writeback, storage_errors, write_all
-from offload.checkpoint.manifest import ITEMSIZE, FileRecord, ParameterRecord, SectionRecord
+from offload.checkpoint.manifest import (
+    ITEMSIZE,
+    BufferRecord,
+    FileRecord,
+    ParameterRecord,
+    SectionRecord,
+)
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
@@ -48,6 +54,12 @@ class TensorInfo:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
+def info_of(record: ParameterRecord | BufferRecord) -> TensorInfo:
+    """What a parameter or a buffer is in a checkpoint."""
+    name = record.name if isinstance(record, BufferRecord) else record.names[0]
+    return TensorInfo(name, record.dtype, tuple(record.shape))
+
+
 def field_info(parameter: ParameterRecord, field: str, dtype: str) -> TensorInfo:
     """What an optimizer's array of a parameter is in a checkpoint."""
     shape = tuple(parameter.shape)
@@ -58,9 +70,10 @@ def field_info(parameter: ParameterRecord, field: str, dtype: str) -> TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and where it begins in its file."""
+    """A tensor, its file, and where it begins there."""
 
     info: TensorInfo
+    file: str
     offset_bytes: int
 
 
@@ -160,11 +173,11 @@ class SafetensorsWriter:
 
 
 def parse_header(
-    read: Callable[[int, int], bytes], nbytes: int, what: str
+    read: Callable[[int, int], bytes], nbytes: int, file: str, what: str
 ) -> dict[str, StoredTensor]:
     """The tensors of a file of `nbytes`; `read(offset, nbytes)` gives its bytes.
 
-    CheckpointError, naming the file as `what`, unless every tensor lies within the file.
+    CheckpointError, naming it as `what`, unless every tensor lies within the file.
     """
     length = int.from_bytes(read(0, 8), "little") if nbytes >= 8 else nbytes
     if length > min(nbytes - 8, _HEADER_LIMIT_NBYTES):
@@ -172,14 +185,16 @@ def parse_header(
     try:
         entries = json.loads(read(8, length))
         entries.pop("__metadata__", None)
-        return {name: _stored(name, entry, 8 + length, nbytes) for name, entry in entries.items()}
+        return {
+            name: _stored(name, entry, file, 8 + length, nbytes) for name, entry in entries.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{what} has a damaged header ({error!s:.200}); load another checkpoint"
         ) from None
 
 
-def _stored(name: str, entry: Any, data_start: int, nbytes: int) -> StoredTensor:
+def _stored(name: str, entry: Any, file: str, data_start: int, nbytes: int) -> StoredTensor:
     info = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
     start, stop = entry["data_offsets"]
     if any(type(number) is not int for number in (*info.shape, start, stop)):
@@ -187,4 +202,4 @@ def _stored(name: str, entry: Any, data_start: int, nbytes: int) -> StoredTensor
     negative = start < 0 or min(info.shape, default=0) < 0
     if negative or stop - start != info.nbytes or data_start + stop > nbytes:
         raise ValueError(f"{name} lies at {start}..{stop}")
-    return StoredTensor(info, data_start + start)
+    return StoredTensor(info, file, data_start + start)

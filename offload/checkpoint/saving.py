@@ -32,6 +32,7 @@ from offload.checkpoint.safetensors_file import (
     TensorInfo,
     field_info,
     file_nbytes,
+    info_of,
 )
 from offload.checkpoint.shards import Records, ShardReader, Weights
 from offload.tiers.errors import CheckpointError
@@ -60,8 +61,8 @@ def save_engine(engine: Engine, path: Path) -> None:
 
 
 def _save_together(engine: Engine, path: Path, ranks: Ranks) -> None:
-    """The first rank writes. What fails there is raised on every rank, and the others' parts are
-    taken all the same: nobody waits for ever."""
+    """The first rank writes. An error there is raised on every rank, and the other ranks still send
+    their parts, so that no rank waits for ever."""
     error: BaseException | None = None
     saver = _Saver(engine)
     saver.refresh()
@@ -194,19 +195,13 @@ class _Saver:
         return [record for record in self._parameters if record.group == group.index]
 
     def _parameter_sections(self, group: ParamGroup) -> Sections:
-        return {
-            "tensors": [
-                TensorInfo(record.names[0], record.dtype, tuple(record.shape))
-                for record in self._of(group)
-            ]
-        }
+        return {"tensors": [info_of(record) for record in self._of(group)]}
 
     def _optimizer_sections(self, group: ParamGroup) -> Sections:
         return optimizer_sections(self._of(group), self._optimizer.fields)
 
     def _other_sections(self) -> Sections:
-        records = self._manifest.buffers
-        return {"tensors": [TensorInfo(r.name, r.dtype, tuple(r.shape)) for r in records]}
+        return {"tensors": [info_of(record) for record in self._manifest.buffers]}
 
     def _metadata(self, group: ParamGroup) -> dict[str, str]:
         tied = {alias: r.names[0] for r in self._of(group) for alias in r.names[1:]}

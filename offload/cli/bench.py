@@ -210,9 +210,9 @@ def _run(
     context: typer.Context, options: object, columns: Sequence[Column], json: Path | None
 ) -> None:
     """Measure, print, and write where that was asked for."""
-    from offload.bench.child import named
     from offload.bench.record import check_json
     from offload.bench.table import print_record
+    from offload.child import named
 
     check_json(json)
     group: Any = context.parent and context.parent.command

@@ -48,7 +48,7 @@ def guarded(run: Callable[[], Any], *, debug: bool, failed: int = EXIT_FAILED) -
 
 @contextmanager
 def failing_io(*, debug: bool, failed: int = EXIT_FAILED) -> Iterator[None]:
-    """An OSError that nobody expected ends in one line: the machine's fault, not the program's.
+    """An OSError that no code expects ends in one line: the machine's fault, not the program's.
 
     Mostly that of standard output (a full disk, /dev/full). Around all of the program, since help
     and version are output, too.

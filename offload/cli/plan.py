@@ -14,7 +14,7 @@ from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload.cli.planned_model import PlannedModel
-    from offload.planning.plan_text import Planned
+    from offload.planning.choice.plan_text import Planned
 
 
 _MOST = 1 << 16  # ranks on a machine, or machines
@@ -30,7 +30,7 @@ def print_plan(
             raise ConfigError(f"{option} {number}: write 1 to {_MOST}")
     config = OffloadConfig.load(file, overrides)
     from offload.cli.planned_model import built_in, named
-    from offload.planning.plan_text import describe
+    from offload.planning.choice.plan_text import describe
 
     with located(file, overrides):
         other = model is not None or config.written_for is not None
@@ -42,10 +42,10 @@ def print_plan(
 def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     """As the loop plans. Raises what it would raise before anything is allocated."""
     from offload.homes import compute_device, nvme_paths, this_machine
-    from offload.planning.plan_text import Planned
-    from offload.planning.planner import check_plan
-    from offload.planning.preflight import preflight
-    from offload.planning.solver import solve
+    from offload.planning.choice.plan_text import Planned
+    from offload.planning.choice.planner import check_plan
+    from offload.planning.choice.solver import solve
+    from offload.planning.machine.preflight import preflight
     from offload.runs.forecast import forecast_of
     from offload.zero.sharding import Sharding
 

@@ -9,15 +9,15 @@ from typing import Any
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.homes import compute_device
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.plan.workload import Workload
 from offload.runs.forecast import Facts, FactsOf, workload_of
 from offload.tiers.errors import ConfigError
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 
-# Nothing below imports the tools: whoever has them finds them by name.
-_READER = "offload.tools.memest.model_source"
+# Nothing below the tools may import them, so this module is found by its name.
+_READER = "offload.tools.memest.source.read_model"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ build an object), one document per file, bounded in size and depth.
 
 from __future__ import annotations
 
+import math
 import re
 import stat
 from dataclasses import dataclass, field
@@ -104,9 +105,13 @@ def parse_document(text: str, source: str) -> Document:
     return Document(source, value, lines)
 
 
-def dump_yaml(value: Any) -> str:
-    """YAML text of plain values, keys in their order."""
-    return yaml.dump(value, Dumper=CoreDumper, sort_keys=False, default_flow_style=False)
+def dump_yaml(value: Any, *, inline: bool = False) -> str:
+    """YAML text of plain values, keys in their order. `inline`: on one line, without its end."""
+    text = yaml.dump(
+        value, Dumper=CoreDumper, sort_keys=False, default_flow_style=inline,
+        width=math.inf if inline else None,
+    )  # fmt: skip
+    return text.removesuffix("...\n").rstrip("\n") if inline else text
 
 
 def _read_text(path: Path) -> str:

@@ -408,7 +408,7 @@ class OffloadConfig(Section):
 
     def settled(self) -> OffloadConfig:
         """Without `auto` for what depends on the batch: nothing recomputed, one piece. For whoever
-        does not know the batch; who does asks `offload.planning.solver` first."""
+        does not know the batch; who does asks `offload.planning.choice.solver` first."""
         activations = self.placement.activations
         config = self
         if activations.checkpoint == "auto":

@@ -161,6 +161,11 @@ class TrainConfig(_Section):
         4, ge=0, description="Batches per validation loss; 0 evaluates nothing."
     )
     checkpoint_every: int = Field(0, ge=0, description="Steps between checkpoints; 0: none.")
+    compare_plain: bool = Field(
+        False,
+        description="Train the same in plain PyTorch afterwards, in a process of its own, and show "
+        "both (one rank, optimizer.type: adamw, fp32 or bf16).",
+    )
     sample: SampleConfig = Field(
         default_factory=SampleConfig, description="The text to generate, to see what was learnt."
     )

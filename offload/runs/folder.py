@@ -2,9 +2,10 @@
 
 config.resolved.yaml     what ran, every default filled in
 metrics.jsonl            one line per step
+plain.jsonl              the same of plain PyTorch, where train.compare_plain asks for it
 prediction.json          what memory and a step were expected to take
 measured.json            what they took, when the run has ended
-loss_and_tiers.png
+loss_and_tiers.png       both losses, and memory against its budgets
 checkpoints/step-00000100        the engine's
 checkpoints/step-00000100.json   the loop's; written last, so its presence says: complete
 """
@@ -12,9 +13,7 @@ checkpoints/step-00000100.json   the loop's; written last, so its presence says:
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -23,14 +22,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
-from offload.planning.run_check import MEASURED, PREDICTION, Measured, Prediction
-from offload.runs.metrics import StepMetrics
-from offload.swap.line_file import LineFile
+from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
+from offload.runs.loggers import Logger, loggers_of
+from offload.runs.metrics import MetricsFile, write_whole
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
-
-_log = logging.getLogger("offload")
 
 KEPT_CHECKPOINTS = 2
 
@@ -68,10 +66,10 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = MetricsFile(path / "metrics.jsonl")
+        self.plain_metrics = MetricsFile(path / "plain.jsonl")
         self.plot = path / "loss_and_tiers.png"
-        self._lines: LineFile | None = None  # of the metrics, once there is one
-        self._lock: int | None = None  # the folder, opened; the lock ends with the process
+        self._lock: OpenFolder | None = None
 
     @classmethod
     def new(cls, path: Path) -> RunFolder:
@@ -80,7 +78,7 @@ class RunFolder:
         ConfigError when `path` already holds a run, PathError when it cannot be made.
         """
         folder = cls(path)
-        if folder.metrics.exists():
+        if folder.metrics.path.exists():
             raise ConfigError(
                 f"--run-dir: {path} already holds a run; add --resume to go on with it, "
                 "or name another folder"
@@ -92,7 +90,7 @@ class RunFolder:
     def reopen(cls, path: Path) -> RunFolder:
         """A run to go on with. ConfigError when there is none."""
         folder = cls(path)
-        if not folder.metrics.exists():
+        if not folder.metrics.path.exists():
             raise ConfigError(f"--resume: {path} holds no run; start one without --resume")
         return folder
 
@@ -101,65 +99,41 @@ class RunFolder:
         another one is under way."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_folder(self.path)
         except BlockingIOError:
             raise ConfigError(
                 f"--run-dir: another run is writing to {self.path}; wait for its end, or name "
                 "another folder"
             ) from None
-        except OSError as error:  # a file system without locks
-            _log.debug("%s cannot be locked: %s", self.path, error)
+        except OSError as error:
+            raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
         """Write what is still to be written, and let other runs in."""
-        lines, self._lines = self._lines, None
         try:
-            if lines is not None:
-                lines.close()
+            self.metrics.close()
+            self.plain_metrics.close()
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            unlock(self._lock)
+            self._lock = None
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""
-        _write_whole(self.path / "config.resolved.yaml", config.resolved().to_yaml())
+        write_whole(self.path / "config.resolved.yaml", config.resolved().to_yaml())
 
     def write_prediction(self, prediction: Prediction) -> None:
         """Write prediction.json; what was measured before the run went on is not of it."""
         (self.path / MEASURED).unlink(missing_ok=True)
-        _write_whole(self.path / PREDICTION, prediction.to_json())
+        write_whole(self.path / PREDICTION, prediction.to_json())
 
     def write_measured(self, measured: Measured) -> None:
         """Write measured.json."""
-        _write_whole(self.path / MEASURED, measured.to_json())
+        write_whole(self.path / MEASURED, measured.to_json())
 
-    def append(self, metrics: StepMetrics) -> None:
-        """Add a line to metrics.jsonl, beside the steps that follow."""
-        if self._lines is None:
-            self._lines = LineFile(self.metrics)
-        self._lines.append(metrics.to_json())
-
-    def read_metrics(self) -> list[StepMetrics]:
-        """Every step so far; a line cut short by a crash is left out."""
-        self._flush()
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_text().splitlines()
-        return [StepMetrics.from_json(line) for line in lines if line.endswith("}")]
-
-    def start_metrics(self, steps_done: int) -> None:
-        """Begin metrics.jsonl, keeping the first `steps_done` steps of an earlier run."""
-        kept = [metrics for metrics in self.read_metrics() if metrics.step <= steps_done]
-        _write_whole(self.metrics, "".join(metrics.to_json() + "\n" for metrics in kept))
-
-    def _flush(self) -> None:
-        if self._lines is not None:
-            self._lines.flush()
+    def loggers(self, steps_done: int) -> list[Logger]:
+        """Who is told of the steps that follow; metrics.jsonl keeps the first `steps_done`."""
+        self.metrics.begin(steps_done)
+        return loggers_of(self)
 
     def checkpoint_path(self, step: int) -> Path:
         """Of the engine's checkpoint of `step`."""
@@ -175,9 +149,9 @@ class RunFolder:
 
     def commit_checkpoint(self, state: LoopState) -> None:
         """Make the checkpoint of `state.step` count, and drop the oldest ones."""
-        self._flush()  # who goes on from there finds all steps before it
+        self.metrics.flush()  # a run that goes on from there finds all steps before it
         path = self.checkpoint_path(state.step)
-        _write_whole(path.with_suffix(".json"), state.to_json())
+        write_whole(path.with_suffix(".json"), state.to_json())
         for old in self._committed()[:-KEPT_CHECKPOINTS]:
             old.with_suffix(".json").unlink()
             _remove(old)
@@ -277,16 +251,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise PathError(f"cannot write {path}: {error.strerror}") from None

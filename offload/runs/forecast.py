@@ -14,23 +14,24 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.homes import compute_device, nvme_paths, this_machine
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import trace_activations
-from offload.planning.advice import Situation, advise, corrected
-from offload.planning.baseline import known_baseline
-from offload.planning.calibration import known_speeds, machine_speeds
-from offload.planning.estimate import Change, MemoryEstimate
-from offload.planning.memory import estimate_memory
-from offload.planning.plan import Hardware
-from offload.planning.plan_sizes import ITEMSIZE
-from offload.planning.run_check import LinkPrediction, Prediction
-from offload.planning.solver import Candidate, Known, Solution, solve
-from offload.planning.speeds import NOMINAL, Speeds
-from offload.planning.tuning import WORTH_MEASURING_NBYTES
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.advice import Situation, advise, corrected
+from offload.planning.choice.planner import chosen_config
+from offload.planning.choice.run_check import LinkPrediction, Prediction
+from offload.planning.choice.solver import RunFacts, Solution, solve
+from offload.planning.machine.baseline import known_baseline
+from offload.planning.machine.calibration import known_speeds, machine_speeds
+from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.estimate import Change, MemoryEstimate
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.plan.tuning import WORTH_MEASURING_NBYTES
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 from offload.zero.sharding import ALONE, Sharding
@@ -47,18 +48,19 @@ class Forecast:
     given: OffloadConfig
     model: ModelShape
     hardware: Hardware
-    known: Known
+    known: RunFacts
     speeds: Speeds | None
     solution: Solution
 
     @property
     def config(self) -> OffloadConfig:
         """The configuration with everything that the solver chose written into it."""
-        return chosen_config(self.solution.best)
+        best = self.solution.best
+        return chosen_config(best.config, best.plan)
 
     @property
     def timed(self) -> bool:
-        """Whether times can be told: nobody measures the network between ranks."""
+        """Whether times can be predicted: the network between ranks is not measured."""
         return self.speeds is not None and self.hardware.sharding.world_size == 1
 
     def prediction(self) -> Prediction:
@@ -66,7 +68,7 @@ class Forecast:
         best = self.solution.best
         memory = self.memory()
         tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
-        rss = memory.places[TierName.HOST].peak_nbytes
+        rss = memory.places[Tier.HOST].peak_nbytes
         bounds = tuple(sorted(map(str, memory.bounds)))
         step = best.step if self.timed else None
         if step is None:
@@ -78,7 +80,8 @@ class Forecast:
         best = self.solution.best
         baseline = known_baseline(best.config.precision, gpu=best.plan.gpu)
         facts, workload = self.known.facts_of(best.config), self.known.workload
-        return estimate_memory(best.plan, best.config, self.model, facts, workload, baseline)
+        planned = PlannedMemory(best.plan, best.config, self.model, facts, workload, baseline)
+        return planned.estimate()
 
     def advice(self, measured_s: float) -> list[Change]:
         """What would make a step faster, judged with speeds corrected by a measured step; nothing
@@ -99,10 +102,10 @@ def forecast(
     here: int | None = None,
 ) -> Forecast | None:  # fmt: skip
     """The plan of a run that knows its workload. `config` is as it was given, with
-    `optimizer.in_backward` as the loop will have it; `model` is one on meta that nobody trains: its
-    passes are gone through again when advice is asked for.
+    `optimizer.in_backward` as the loop will have it; `model` is on the meta
+    device and is not trained: its passes are traced again when advice is asked for.
 
-    None, and said once, where the model's passes cannot be gone through beforehand. Where speeds
+    None, with one warning, where the model's passes cannot be traced. Where speeds
     have never been measured here, that is done if the model is large enough to be worth it. `here`:
     ranks on this machine, by default those that are.
     """
@@ -122,7 +125,7 @@ def forecast_of(
     gpu = accelerator.is_accelerator(device)
     baseline = known_baseline(config.precision, gpu=gpu)
     try:
-        known = Known(
+        known = RunFacts(
             workload, speeds or replace(NOMINAL, gpu=gpu),
             facts, baseline.ram_nbytes, baseline.gpu_nbytes,
             baseline.more_nbytes,
@@ -138,22 +141,6 @@ def workload_of(config: OffloadConfig) -> Workload:
     """What one step of `offload train` is given."""
     train = config.train
     return Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
-
-
-def chosen_config(best: Candidate) -> OffloadConfig:
-    """The candidate's configuration with its placement, chunk and prefetch as explicit values, and
-    the budgets that it was chosen for: what is free may be less in a moment."""
-    plan, config = best.plan, best.config
-    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
-    optimizer = config.optimizer.model_copy(update={"chunk": plan.chunk_numel})
-    budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
-    update = {
-        "budget": config.budget.model_copy(update=budgets),
-        "placement": config.placement.model_copy(update=splits),
-        "prefetch": plan.prefetch,
-        "optimizer": optimizer,
-    }
-    return config.model_copy(update=update)
 
 
 class Facts:

@@ -1,11 +1,17 @@
-"""What one step is worth remembering for, as one line of JSON."""
+"""What one step is worth remembering for, and the file that has a line of JSON for each."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from offload.swap.line_file import LineFile
+from offload.tiers.errors import PathError
 
 
 @dataclass(frozen=True)
@@ -24,17 +30,74 @@ class StepMetrics:
     moved: dict[str, int]
     validation_loss: float | None = None
 
-    def to_json(self) -> str:
-        """One line; what is not finite becomes null, since JSON has no NaN."""
-        return json.dumps({name: _finite(value) for name, value in asdict(self).items()})
+    def values(self) -> dict[str, Any]:
+        """What a logger is given beside the step."""
+        values = asdict(self)
+        del values["step"]
+        return values
 
     @classmethod
     def from_json(cls, line: str) -> StepMetrics:
-        """What `to_json` wrote."""
+        """A line of a `MetricsFile`."""
         values = json.loads(line)
         if values["loss"] is None:
             values["loss"] = math.nan
         return cls(**values)
+
+
+class MetricsFile:
+    """A logger that writes a line of JSON per step, beside the steps that follow."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is written before `log` or `begin`."""
+        self.path = path
+        self._lines: LineFile | None = None
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """What is not finite becomes null, since JSON has no NaN."""
+        if self._lines is None:
+            self._lines = LineFile(self.path)
+        finite = {name: _finite(value) for name, value in values.items()}
+        self._lines.append(json.dumps({"step": step, **finite}))
+
+    def begin(self, steps_done: int) -> None:
+        """Keep the first `steps_done` steps of an earlier run, and no others."""
+        lines = [line for line in self._whole_lines() if json.loads(line)["step"] <= steps_done]
+        write_whole(self.path, "".join(f"{line}\n" for line in lines))
+
+    def read(self) -> list[StepMetrics]:
+        """Every step so far; a line cut short by a crash is left out."""
+        return [StepMetrics.from_json(line) for line in self._whole_lines()]
+
+    def _whole_lines(self) -> list[str]:
+        self.flush()
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return [line for line in lines if line.endswith("}")]
+
+    def flush(self) -> None:
+        """Wait until all steps are in the file."""
+        if self._lines is not None:
+            self._lines.flush()
+
+    def close(self) -> None:
+        """As `flush`, and end the thread that writes."""
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.close()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file by `text`, durably: a reader finds the old text or the new. PathError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PathError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _finite(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The run folder of somebody's own loop: what `memest check` needs, kept by the engine.
+"""The run folder of a user's own loop: what `memest check` needs, kept by the engine.
 
 `offload.initialize(model, config, run_folder="runs/mine")` predicts the run before anything is
 allocated; from then on every optimizer step adds a line to metrics.jsonl, and closing the engine
@@ -19,13 +19,13 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.homes import compute_device, this_machine
 from offload.machine import peak_rss_nbytes, rss_nbytes
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.activation_trace import trace_activations
-from offload.planning.baseline import Baseline
-from offload.planning.memory import estimate_memory
-from offload.planning.planner import make_plan, resolved_config
-from offload.planning.run_check import Measured, Prediction, usual_step_s
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.choice.run_check import Measured, Prediction, usual_step_s
+from offload.planning.machine.baseline import Baseline
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder
 from offload.runs.forecast import forecast_of
 from offload.runs.metrics import StepMetrics
@@ -46,7 +46,7 @@ class OwnRun:
     def __init__(self, path: Path, model: nn.Module, config: OffloadConfig) -> None:
         """ConfigError where the folder holds a run already."""
         self._folder = FollowersFolder(path) if rank_here() else RunFolder(path)
-        if self._folder.metrics.exists():
+        if self._folder.metrics.path.exists():
             raise ConfigError(
                 f"run_folder: {path} already holds a run; name another folder, or remove it"
             )
@@ -60,7 +60,7 @@ class OwnRun:
         self._folder.make()
         self._folder.write_config(engine.config)
         self._folder.write_prediction(self._prediction)
-        self._folder.start_metrics(0)
+        self._loggers = self._folder.loggers(0)
         self._last = time.perf_counter()
         engine.optimizer.register_step_post_hook(self._saw)
         engine.before_close(self._end)
@@ -70,15 +70,15 @@ class OwnRun:
         self._seconds.append(now - self._last)
         self._last = now
         report = self._engine.report()
-        self._folder.append(
-            StepMetrics(
-                step=len(self._seconds), loss=math.nan, lr=math.nan, seconds=self._seconds[-1],
-                tokens_per_second=math.nan, gradient_norm=report.gradient_norm,
-                skipped_steps=report.skipped_steps, rss_nbytes=rss_nbytes(),
-                tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
-                moved=dict(report.bytes_moved),
-            )
+        metrics = StepMetrics(
+            step=len(self._seconds), loss=math.nan, lr=math.nan, seconds=self._seconds[-1],
+            tokens_per_second=math.nan, gradient_norm=report.gradient_norm,
+            skipped_steps=report.skipped_steps, rss_nbytes=rss_nbytes(),
+            tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
+            moved=dict(report.bytes_moved),
         )  # fmt: skip
+        for logger in self._loggers:
+            logger.log(metrics.values(), metrics.step)
 
     def _end(self) -> None:
         try:
@@ -115,7 +115,7 @@ def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
                 prediction = found.prediction()
                 return prediction if found.timed else replace(prediction, missing=(_NO_SPEED,))
     work = Workload(1, 1, config.gradient_accumulation_steps)
-    memory = estimate_memory(plan, config, shape, _NO_FACTS, work, Baseline(0))
+    memory = PlannedMemory(plan, config, shape, _NO_FACTS, work, Baseline(0)).estimate()
     tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
     if plan.activations is not None:
         why += "; nor what tiers hold of activations"

@@ -16,8 +16,8 @@ from offload.runs.folder import LoopState, RunFolder
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.run_check import Measured, Prediction
-    from offload.runs.metrics import StepMetrics
+    from offload.planning.choice.run_check import Measured, Prediction
+    from offload.runs.loggers import Logger
     from offload.zero.sharding import Sharding
 
 
@@ -103,11 +103,9 @@ class FollowersFolder(RunFolder):
     def write_measured(self, measured: Measured) -> None:
         """The first rank does."""
 
-    def append(self, metrics: StepMetrics) -> None:
-        """The first rank does."""
-
-    def start_metrics(self, steps_done: int) -> None:
-        """The first rank does."""
+    def loggers(self, steps_done: int) -> list[Logger]:
+        """The first rank has them."""
+        return []
 
     def prepare_checkpoint(self, step: int) -> Path:
         return self.checkpoint_path(step)

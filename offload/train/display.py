@@ -1,31 +1,30 @@
-"""What a run shows while it trains: a bar on a terminal, plain lines elsewhere."""
+"""What a run shows while it trains: a bar on a terminal, plain lines elsewhere. Loggers all."""
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Protocol, Self
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from offload.runs.metrics import StepMetrics
+from offload.runs.loggers import Logger
 from offload.tiers.units import format_bytes
 
 _REFRESH_S = 0.2
 _PLAIN_LINES = 20
 
 
-class Display(Protocol):
-    """Shown once per step; a context manager around the loop."""
+class Display(Logger, Protocol):
+    """Shows the state after each step; a context manager around the loop."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> None: ...
-
-    def show(self, metrics: StepMetrics) -> None:
-        """Show the state after a step."""
 
 
 def make_display(console: Console, start: int, steps: int) -> Display:
@@ -59,16 +58,14 @@ class BarDisplay:
     def __exit__(self, *error: object) -> None:
         self._live.stop()
 
-    def show(self, metrics: StepMetrics) -> None:
+    def log(self, values: Mapping[str, Any], step: int) -> None:
         """Draw, unless the last drawing is too recent."""
         now = time.monotonic()
-        if now - self._shown_at < _REFRESH_S and metrics.step < self._steps:
+        if now - self._shown_at < _REFRESH_S and step < self._steps:
             return
         self._shown_at = now
-        self._progress.update(
-            self._task, completed=metrics.step, description=_speed(metrics), refresh=False
-        )
-        below = Text(f"{_tiers(metrics)} | {_moved(metrics)}", style="dim")
+        self._progress.update(self._task, completed=step, description=_speed(values), refresh=False)
+        below = Text(" | ".join(_bytes(values)), style="dim")
         self._live.update(Group(self._progress.get_renderable(), below), refresh=True)
 
 
@@ -87,23 +84,41 @@ class LineDisplay:
     def __exit__(self, *error: object) -> None:
         return
 
-    def show(self, metrics: StepMetrics) -> None:
+    def log(self, values: Mapping[str, Any], step: int) -> None:
         """Print a line at the first, the last and every so many steps."""
-        if metrics.step % self._every and metrics.step not in (self._first, self._steps):
+        if step % self._every and step not in (self._first, self._steps):
             return
-        parts = [
-            f"step {metrics.step}/{self._steps}", _speed(metrics), _tiers(metrics), _moved(metrics)
-        ]  # fmt: skip
+        parts = [f"step {step}/{self._steps}", _speed(values), *_bytes(values)]
         self._console.print(" | ".join(parts), highlight=False, markup=False, soft_wrap=True)
 
 
-def _speed(metrics: StepMetrics) -> str:
-    return f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
+class LossWarning:
+    """Says once that the loss is not finite."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said = False
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Warn at the first such loss."""
+        if math.isfinite(values["loss"]) or self._said:
+            return
+        self._said = True
+        self._console.print(
+            f"warning: the loss of step {step} is {values['loss']}; lower optimizer.lr, or "
+            "set clip_grad_norm (said once)",
+            style="yellow",
+        )
 
 
-def _tiers(metrics: StepMetrics) -> str:
-    return "  ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in metrics.tiers.items())
+def _speed(values: Mapping[str, Any]) -> str:
+    return f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s"
 
 
-def _moved(metrics: StepMetrics) -> str:
-    return f"moved {format_bytes(sum(metrics.moved.values()))}"
+def _bytes(values: Mapping[str, Any]) -> list[str]:
+    """What tiers hold and links have moved, where there are any; else the process's memory."""
+    tiers, moved = values["tiers"], values["moved"]
+    if not tiers:
+        return [f"memory of the process {format_bytes(values['rss_nbytes'])}"]
+    held = "  ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in tiers.items())
+    return [held, f"moved {format_bytes(sum(moved.values()))}"]

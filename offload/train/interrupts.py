@@ -1,7 +1,7 @@
 """Ctrl-C that cannot get lost.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be. In a finaliser or a callback
-from C it is printed or dropped, and a run would go on as if nobody had asked it to stop.
+from C it is printed or dropped, and the run would go on in spite of the Ctrl-C.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,14 @@ import torch
 import yaml
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 
+from offload.child import ChildFailed
 from offload.config import OffloadConfig
 from offload.gpt import LanguageModel, build_meta_model, generate, parameter_count
 from offload.homes import compute_device
 from offload.machine import peak_rss_nbytes, rss_nbytes
-from offload.planning.preflight import activations_beyond
+from offload.planning.machine.preflight import activations_beyond
 from offload.runs.folder import (
     LoopState,
     RunFolder,
@@ -33,22 +34,35 @@ from offload.runs.metrics import StepMetrics
 from offload.runs.world import FollowersFolder, World
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.train.display import make_display
+from offload.train.batches import Batches
+from offload.train.comparison import (
+    Process,
+    agreement,
+    cannot_compare,
+    comparison_table,
+    run_plain,
+)
+from offload.train.display import LossWarning, make_display
 from offload.train.interrupts import Interrupts, noted_interrupts
 from offload.train.plot import plot_available, write_plot
 from offload.train.prediction_watch import PredictionWatch
 from offload.train.schedule import lr_factor
-from offload.train.summary import MemoryUse, moved_line, plain_state_nbytes, summary_table
-from offload.train.text import Batcher, load_corpus
+from offload.train.summary import (
+    MemoryUse,
+    in_ram_nbytes,
+    moved_line,
+    plain_state_nbytes,
+    summary_table,
+)
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
 _log = logging.getLogger("offload")
 
-Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
+_NOISE_LENGTH = 40  # bytes of the sample before training
 
-_VALIDATION_STREAM = 1 << 40  # step numbers no training step reaches
+Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
 
 
 @dataclass(frozen=True)
@@ -60,8 +74,6 @@ class RunResult:
     last_loss: float
     validation_loss: float | None
     steps: int
-    sample_before: bytes
-    sample_after: bytes
     memory: MemoryUse
 
 
@@ -97,7 +109,7 @@ def _run(
     config: OffloadConfig, folder: RunFolder, world: World, console: Console,
     initialize: Initialize | None, *, resume: bool,
 ) -> RunResult:  # fmt: skip
-    batches = _Batches.of(config, world)
+    batches = Batches.of(config, world.rank, world.size)
     checkpoint = folder.latest_checkpoint() if resume else None
     if checkpoint is not None:
         check_same_run(checkpoint[1].config, config)
@@ -116,11 +128,12 @@ def _run(
     ):
         folder.make()
         folder.write_config(engine.config)
-        watch = PredictionWatch(folder, console, found)
+        watch = PredictionWatch(folder, console, found, engine, config.train.steps)
         console.print(f"run folder: {folder.path}", soft_wrap=True)
         trainer = Trainer(
-            config, folder, console, model, engine, batches, baseline, parameters, interrupts, watch
-        )
+            config, folder, console, model, engine, batches, world, baseline, parameters,
+            interrupts, watch,
+        )  # fmt: skip
         if checkpoint is not None:
             trainer.restore(*checkpoint)
         return trainer.train()
@@ -144,43 +157,12 @@ def _choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecas
     return OffloadConfig.load(yaml.safe_load(said)), found
 
 
-@dataclass(frozen=True)
-class _Batches:
-    """The two streams of batches; `validation` is None when the text is too short for it."""
-
-    training: Batcher
-    validation: Batcher | None
-    device: torch.device
-    world: World
-
-    @classmethod
-    def of(cls, config: OffloadConfig, world: World) -> _Batches:
-        train = config.train
-        corpus = load_corpus(train.text, train.validation, train.sequence)
-        training = Batcher(corpus.training, train.batch, train.sequence, config.seed)
-        validation = None
-        if len(corpus.validation) > train.sequence and train.evaluate_batches:
-            validation = Batcher(corpus.validation, train.batch, train.sequence, config.seed)
-        return cls(training, validation, compute_device(config), world)
-
-    def train_at(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        # N ranks see in one pass what one rank sees in N
-        number = micro_step * self.world.size + self.world.rank
-        tokens, targets = self.training.at(step, number)
-        return tokens.to(self.device), targets.to(self.device)
-
-    def validation_at(self, index: int) -> tuple[Tensor, Tensor]:
-        assert self.validation is not None
-        tokens, targets = self.validation.at(_VALIDATION_STREAM, index)
-        return tokens.to(self.device), targets.to(self.device)
-
-
 class Trainer:
     """One run in progress."""
 
     def __init__(
         self, config: OffloadConfig, folder: RunFolder, console: Console, model: LanguageModel,
-        engine: Engine, batches: _Batches, baseline_nbytes: int, parameters: int,
+        engine: Engine, batches: Batches, world: World, baseline_nbytes: int, parameters: int,
         interrupts: Interrupts, watch: PredictionWatch,
     ) -> None:  # fmt: skip
         self._config = config
@@ -191,43 +173,45 @@ class Trainer:
         self._parameters = parameters
         self._engine = engine
         self._batches = batches
+        self._world = world
         self._baseline_nbytes = baseline_nbytes
         self._steps_done = 0
         self._rows: list[StepMetrics] = []  # of this run, without what was resumed
-        self._warned_nonfinite = False
         self._interrupts = interrupts
         self._watch = watch
+        self._resumed = False
 
     def restore(self, path: Path, state: LoopState) -> None:
         """Go on from a checkpoint: weights, states, step and generator."""
         self._engine.load_checkpoint(path)
         torch.set_rng_state(torch.frombuffer(bytearray(state.rng_state), dtype=torch.uint8))
         self._steps_done = state.step
+        self._resumed = True
         self._console.print(f"resumed after step {state.step} from {path}", soft_wrap=True)
 
     def train(self) -> RunResult:
         """All remaining steps, with the samples, files and tables around them."""
         start, steps = self._steps_done, self._train.steps
-        self._folder.start_metrics(start)
+        loggers = self._folder.loggers(start)
         if start < steps:
             self._watch.begin()
         else:
             self._console.print(
                 f"nothing to do: {start} of {steps} steps are done; raise train.steps to go on"
             )
-        before = self._sample("before") if start == 0 else b""
+        if start == 0:
+            self._sample("before")
         with make_display(self._console, start, steps) as display:
+            loggers += [display, LossWarning(self._console), self._watch]
             for step in range(start, steps):
                 self._interrupts.check()
                 metrics = self._step(step)
                 self._rows.append(metrics)
-                self._folder.append(metrics)
-                display.show(metrics)
-                self._warn_nonfinite(metrics)
-                self._watch.saw(metrics.seconds, self._engine, last=step + 1 == steps)
+                for logger in loggers:
+                    logger.log(metrics.values(), metrics.step)
                 self._checkpoint_if_due()
-        after = self._sample("after")
-        return self._finish(before, after)
+        self._sample("after")
+        return self._finish()
 
     def _step(self, step: int) -> StepMetrics:
         began = time.perf_counter()
@@ -253,7 +237,7 @@ class Trainer:
         return total
 
     def _measure(self, loss: float, lr: float, seconds: float) -> StepMetrics:
-        report, world = self._engine.report(), self._batches.world
+        report, world = self._engine.report(), self._world
         tokens = self._train.batch * self._train.sequence * world.size
         tokens *= self._config.gradient_accumulation_steps
         loss, seconds = world.mean(loss), world.greatest(seconds)
@@ -284,16 +268,6 @@ class Trainer:
             ]
         return sum(losses) / len(losses)
 
-    def _warn_nonfinite(self, metrics: StepMetrics) -> None:
-        if math.isfinite(metrics.loss) or self._warned_nonfinite:
-            return
-        self._warned_nonfinite = True
-        self._console.print(
-            f"warning: the loss of step {metrics.step} is {metrics.loss}; lower optimizer.lr, or "
-            "set clip_grad_norm (said once)",
-            style="yellow",
-        )
-
     def _checkpoint_if_due(self) -> None:
         every = self._train.checkpoint_every
         if not every or self._steps_done % every:
@@ -303,45 +277,68 @@ class Trainer:
         rng = torch.get_rng_state().numpy().tobytes()
         self._folder.commit_checkpoint(LoopState(self._steps_done, rng, self._config.to_dict()))
 
-    def _sample(self, when: str) -> bytes:
+    def _sample(self, when: str) -> None:
         sample = self._train.sample
         if sample.length == 0:
-            return b""
+            return
         prompt = sample.prompt.encode()
+        # what an untrained model writes is soon seen, and each byte reads all parameters
+        length = min(sample.length, _NOISE_LENGTH) if when == "before" else sample.length
         text = generate(
-            self._model, prompt, sample.length, temperature=sample.temperature,
+            self._model, prompt, length, temperature=sample.temperature,
             seed=self._config.seed, device=self._batches.device,
         )  # fmt: skip
         self._console.print(f"\ntext {when} training:", style="bold")
-        self._console.print(Text(readable(text)), soft_wrap=True)
-        self._console.print()
-        return text
+        self._console.print(Text(readable(text).rstrip("\n") + "\n"), soft_wrap=True)
 
-    def _finish(self, before: bytes, after: bytes) -> RunResult:
+    def _finish(self) -> RunResult:
         report = self._engine.report()
         memory = MemoryUse(self._baseline_nbytes, peak_rss_nbytes())
-        rows = self._folder.read_metrics() if self._batches.world.is_first else self._rows
+        rows = self._folder.metrics.read() if self._world.is_first else self._rows
         if not rows:  # a rank that is not the first, with nothing left to do
-            return RunResult(
-                self._folder.path, math.nan, math.nan, None, self._steps_done, before, after, memory
-            )
+            return RunResult(self._folder.path, math.nan, math.nan, None, self._steps_done, memory)
         self._watch.ended(report)
-        if self._batches.world.is_first:
-            self._plot(rows)
-        self._console.print(summary_table(self._engine.config, report, self._parameters, memory))
+        plain = self._plain()
+        config, parameters = self._engine.config, None if plain else self._parameters
+        self._console.print(summary_table(config, report, memory, parameters))
         self._console.print(moved_line(report.bytes_moved), soft_wrap=True)
         if report.skipped_steps:
             self._console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
         self._console.print(_loss_line(rows))
+        if plain is not None:
+            held = in_ram_nbytes(config, report), report.tiers["nvme"].peak_nbytes
+            self._console.print()
+            self._console.print(comparison_table(Process(rows, memory, *held), plain))
+            self._console.print(agreement(rows, plain.rows))
+        if self._world.is_first:
+            self._plot(rows, plain.rows if plain else [])
         self._console.print(f"run folder: {self._folder.path}", soft_wrap=True)
         return RunResult(
             self._folder.path, rows[0].loss, rows[-1].loss, rows[-1].validation_loss,
-            self._steps_done, before, after, memory,
+            self._steps_done, memory,
         )  # fmt: skip
 
-    def _plot(self, rows: list[StepMetrics]) -> None:
+    def _plain(self) -> Process | None:
+        """The same run in plain PyTorch, where that is asked for and can be had."""
+        if not self._train.compare_plain or not self._world.is_first:
+            return None
+        why_not = cannot_compare(self._config, self._world.size, resumed=self._resumed)
+        if why_not:
+            self._console.print(f"train.compare_plain: {why_not}", soft_wrap=True)
+            return None
+        self._console.print("the same in plain PyTorch, in a process of its own:", style="bold")
+        try:
+            return run_plain(self._config, self._folder.plain_metrics, self._console)
+        except ChildFailed as error:  # it may need more memory than there is: ours has trained
+            self._console.print(f"plain PyTorch {error.brief}", style="yellow", soft_wrap=True)
+            return None
+
+    def _plot(self, rows: list[StepMetrics], plain: Sequence[StepMetrics]) -> None:
         if plot_available():
-            write_plot(self._folder.plot, rows)
+            tiers = self._engine.report().tiers
+            budgets = {name: tier.budget_nbytes for name, tier in tiers.items()}
+            write_plot(self._folder.plot, rows, budgets, plain)
+            self._console.print(f"picture: {self._folder.plot}", soft_wrap=True)
         else:
             self._console.print("no loss_and_tiers.png: pip install 'offload[report]' draws it")
 
@@ -358,7 +355,7 @@ def _loss_line(rows: list[StepMetrics]) -> str:
 
 
 def _announce(
-    console: Console, config: OffloadConfig, parameters: int, batches: _Batches, world: World
+    console: Console, config: OffloadConfig, parameters: int, batches: Batches, world: World
 ) -> None:
     states = format_bytes(plain_state_nbytes(config, parameters))
     console.print(

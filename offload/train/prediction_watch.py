@@ -7,12 +7,12 @@ before the first step and measured.json after the last.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from offload.machine import peak_rss_nbytes
-from offload.planning.run_check import (
+from offload.planning.choice.run_check import (
     SETTLING_STEPS,
     Measured,
     Prediction,
@@ -30,12 +30,18 @@ _STEPS = SETTLING_STEPS + 3  # after which the line is printed
 
 
 class PredictionWatch:
-    """Of one run. Without a forecast it only writes what was measured."""
+    """A logger of one run. Without a forecast it only writes what was measured."""
 
-    def __init__(self, folder: RunFolder, console: Console, found: Forecast | None) -> None:
+    def __init__(
+        self, folder: RunFolder, console: Console, found: Forecast | None, engine: Engine,
+        steps: int,
+    ) -> None:  # fmt: skip
+        """`steps`: of the run, those done before it was resumed included."""
         self._folder = folder
         self._console = console
         self._forecast = found
+        self._engine = engine
+        self._steps = steps
         self._prediction: Prediction | None = None
         self._seconds: list[float] = []
         if found is not None:
@@ -46,11 +52,12 @@ class PredictionWatch:
         if self._prediction is not None:
             self._folder.write_prediction(self._prediction)
 
-    def saw(self, seconds: float, engine: Engine, *, last: bool) -> None:
-        """A step has been taken."""
-        self._seconds.append(seconds)
-        if len(self._seconds) == _STEPS or (last and len(self._seconds) < _STEPS):
-            self._say(engine.report())
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Print the line once enough steps have been taken, or at the last one."""
+        self._seconds.append(values["seconds"])
+        few = len(self._seconds) < _STEPS
+        if len(self._seconds) == _STEPS or (step == self._steps and few):
+            self._say(self._engine.report())
 
     def ended(self, report: Report) -> None:
         """No step comes any more: write measured.json, unless none was taken."""

@@ -32,10 +32,17 @@ def plain_state_nbytes(config: OffloadConfig, parameters: int) -> int:
     return parameters * (8 + 4 * len(config.optimizer.state_names))
 
 
+def in_ram_nbytes(config: OffloadConfig, report: Report) -> int:
+    """Most that the tiers in RAM have held: without a GPU, `device` is RAM, too."""
+    names = ("host", "device") if config.device == "cpu" else ("host",)
+    return sum(report.tiers[name].peak_nbytes for name in names)
+
+
 def summary_table(
-    config: OffloadConfig, report: Report, parameters: int, memory: MemoryUse
+    config: OffloadConfig, report: Report, memory: MemoryUse, parameters: int | None
 ) -> Table:
-    """Peak bytes per tier against its budget, peak RSS, and plain PyTorch's need."""
+    """Peak bytes per tier against its budget, and peak RSS; what the states of so many
+    `parameters` would take under plain PyTorch, where that was not measured."""
     table = Table(title="memory", title_justify="left", box=None, header_style="bold")
     table.add_column("tier")
     for name in ("peak", "budget", "used"):
@@ -49,19 +56,19 @@ def summary_table(
             name, format_bytes(tier.peak_nbytes), budget, share, _classes(tier.by_class)
         )  # fmt: skip
     table.add_section()
-    in_ram = report.tiers["host"].peak_nbytes
-    if config.device == "cpu":
-        in_ram += report.tiers["device"].peak_nbytes
+    in_ram = in_ram_nbytes(config, report)
     rest = format_bytes(max(0, memory.peak_nbytes - in_ram))
     table.add_row(
         "peak RSS", format_bytes(memory.peak_nbytes), "", "",
         f"{format_bytes(in_ram)} in the tiers above; {rest} are Python, PyTorch "
         f"({format_bytes(memory.baseline_nbytes)} before the model), kernels and activations",
     )  # fmt: skip
+    if parameters is None:
+        return table
     plain = plain_state_nbytes(config, parameters)
     table.add_row(
         "plain PyTorch", format_bytes(plain), "", "",
-        f"{plain // parameters} bytes x {parameters:,} parameters of states; "
+        f"states alone: {plain // parameters} bytes x {parameters:,} parameters; "
         "libraries and activations come on top as above",
     )  # fmt: skip
     return table

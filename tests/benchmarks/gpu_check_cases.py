@@ -6,12 +6,12 @@ import dataclasses
 
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_sizes import GIB, Case, Peer, choose
-from offload.planning.speeds import Speeds
+from offload.planning.machine.speeds import Speeds
 
 
 def speeds(matmul: float, bus: float, disk: tuple[float, float], link: float) -> Speeds:
     return Speeds(
-        "not here", gpu=True, matmul_flops_per_s={"bf16": matmul}, compute_bytes_per_s=4e12,
+        name="not here", gpu=True, matmul_flops_per_s={"bf16": matmul}, compute_bytes_per_s=4e12,
         operation_s=5e-6, host_bytes_per_s=bus, nvme_read_bytes_per_s=disk[0],
         nvme_write_bytes_per_s=disk[1], host_to_device_bytes_per_s=link,
         device_to_host_bytes_per_s=0.8 * link,

@@ -15,8 +15,8 @@ from offload.bench.record import Kind
 from offload.config import OffloadConfig
 from offload.errors import IntegrityError
 from offload.gpt import build_meta_model, parameter_count
-from offload.planning.plan import Hardware
-from offload.planning.planner import make_plan
+from offload.planning.choice.planner import make_plan
+from offload.planning.plan.plan import Hardware
 from offload.zero.discovery import discover
 from tests.benchmarks.gpu_check_cases import H200, MACHINES, chosen
 

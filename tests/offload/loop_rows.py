@@ -1383,7 +1383,7 @@ def unfrozen(t: Trial) -> Numbers:
     return [*logged, *t.train(2)]
 
 
-@row(OPTIMIZERS, "`torch.optim.AdamW(model.parameters())`, `SGD`, and others of somebody else's")
+@row(OPTIMIZERS, "`torch.optim.AdamW(model.parameters())`, `SGD`, or any other optimizer")
 def foreign(t: Trial) -> Numbers:
     t.optimizer = torch.optim.SGD(t.model.parameters(), lr=0.1)
     return t.train()

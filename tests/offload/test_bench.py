@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.bench import child, contenders, io, io_raw, limits
-from offload.bench.child import Child, ChildFailed
+from offload import child
+from offload.bench import contenders, io, io_raw, limits
 from offload.bench.contenders import LLAMA_151M, Contender, SystemSpec, start, wanted
 from offload.bench.io_raw import GRID, LibaioLoop, ThreadsLoop, cut, open_loop
 from offload.bench.ranks import SYSTEMS as RANKS
@@ -27,11 +27,12 @@ from offload.bench.record import Kind, Record, Row, Target, check_json
 from offload.bench.rounds import interleaved
 from offload.bench.step import EXTRA_SYSTEMS, SYSTEMS, _check_losses, _difference
 from offload.bench.stream import GROUP, BusLoop
+from offload.child import Child, ChildFailed
 from offload.cli.app import main
 from offload.config import OffloadConfig
 from offload.errors import IntegrityError, PathError, StorageError, UnsupportedError
-from offload.planning.adam_speed import VARIANTS, Variant, filled, stepper
-from offload.planning.speed_arrays import STAGGER_NBYTES, Arrays, Stream
+from offload.planning.machine.optimizer_variants import VARIANTS, Variant, filled, stepper
+from offload.planning.machine.speed_arrays import STAGGER_NBYTES, Arrays, Stream
 from offload.swap.swap_file import SwapFile
 from offload.swap.worker import ParallelRunner
 
@@ -683,4 +684,4 @@ def test_the_built_in_model_is_that_of_the_example() -> None:
 
 def test_the_child_runs_this_very_package() -> None:
     paths = child.child_environment()["PYTHONPATH"].split(":")
-    assert (Path(paths[0]) / "offload" / "bench" / "child.py").is_file()
+    assert (Path(paths[0]) / "offload" / "child.py").is_file()

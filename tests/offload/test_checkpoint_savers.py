@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def test_savers_in_one_folder_succeed_and_touch_nothing_of_anybody_else(
     assert not any("." in path.name for path in tmp_path.glob("step-*"))
 
 
+def seconds_of(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("exchange", [True, False])
 def test_interrupted_at_any_moment_a_save_leaves_a_whole_checkpoint_and_no_lock(
@@ -64,10 +71,7 @@ def test_interrupted_at_any_moment_a_save_leaves_a_whole_checkpoint_and_no_lock(
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     path, draw, interrupted = tmp_path / "run" / "saved", random.Random(0), 0
     with offload.initialize(torch.nn.Linear(8, 8), config(tmp_path, HOST)) as engine:
-        engine.save_checkpoint(path)
-        start = time.perf_counter()
-        engine.save_checkpoint(path)
-        took_s = time.perf_counter() - start
+        took_s = min(seconds_of(lambda: engine.save_checkpoint(path)) for _ in range(4))
         for _ in range(1500 if long else 40):
             try:
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, took_s))

@@ -11,7 +11,9 @@ from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of,
 STEPS = 4
 
 
-def trained(folder: Path, **keys: Any) -> tuple[offload.engine.Report, offload.planning.plan.Plan]:
+def trained(
+    folder: Path, **keys: Any
+) -> tuple[offload.engine.Report, offload.planning.plan.plan.Plan]:
     keys = {"optimizer": {"chunk": 2048}, **keys}
     model = seeded(lambda: TinyLM(blocks=12))
     with offload.initialize(model, config(folder, NVME, **keys)) as engine:

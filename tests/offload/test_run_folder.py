@@ -14,7 +14,7 @@ import offload
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.gpt import LanguageModel, build_meta_model
-from offload.planning.run_check import check_run
+from offload.planning.choice.run_check import check_run
 from offload.tools.memest.cli import main as memest
 
 TRAIN = {"model": {"layers": 2, "hidden": 64, "heads": 2, "max_sequence": 32}, "sequence": 32}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, PathError
 from offload.runs.folder import LoopState, RunFolder, check_same_run, default_path
+from offload.runs.loggers import loggers_of
 from offload.train.loop import RunResult, readable, run
 from offload.train.schedule import lr_factor
 from offload.train.summary import plain_state_nbytes
@@ -199,6 +200,24 @@ def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
+def test_every_logger_is_told_of_every_step(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, float]] = []
+
+    class Recorder:
+        def log(self, values: Mapping[str, Any], step: int) -> None:
+            told.append((step, values["loss"]))
+
+    def with_another(folder: RunFolder) -> list[Any]:
+        return [*loggers_of(folder), Recorder()]
+
+    monkeypatch.setattr("offload.runs.folder.loggers_of", with_another)
+    run_quietly(make_config(), tmp_path / "run")
+    assert told == list(enumerate(losses(tmp_path / "run"), start=1))
+    assert len(told) == 6
+
+
 def test_accumulated_micro_steps_average_the_loss(make_config: Any, tmp_path: Path) -> None:
     config = make_config({"steps": 1}, gradient_accumulation_steps=4)
     result, _ = run_quietly(config, tmp_path / "run")
@@ -310,7 +329,7 @@ def test_a_line_cut_by_a_crash_is_left_out(make_config: Any, tmp_path: Path) -> 
     run_quietly(make_config({"steps": 2}), tmp_path / "run")
     with (tmp_path / "run/metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
-    assert [row.step for row in RunFolder.reopen(tmp_path / "run").read_metrics()] == [1, 2]
+    assert [row.step for row in RunFolder.reopen(tmp_path / "run").metrics.read()] == [1, 2]
 
 
 def test_default_run_folders_do_not_collide(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.planning.plan import Hardware
-from offload.planning.planner import make_plan
-from offload.planning.tuning import UNMEASURED, Streamed, choose
+from offload.planning.choice.planner import make_plan
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.tuning import UNMEASURED, Streamed, choose
 from offload.swap.measure import Bandwidth
 from offload.zero.discovery import discover
 

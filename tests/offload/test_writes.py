@@ -64,9 +64,11 @@ WRITES: dict[str, Write] = {
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_what_is_written_between_steps_is_what_the_next_step_begins_with(
-    placement: Any, precision: str, tmp_path: Path
+    placement: Any, precision: str, tmp_path: Path, long: bool
 ) -> None:
     """As inside `gathered`: a master becomes the value that was written."""
+    if not long and precision == "fp16":
+        pytest.skip("masters are kept as those of bf16: in make test-long")
     for name, write in WRITES.items():
         found = []
         for gathered in (True, False):

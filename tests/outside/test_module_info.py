@@ -25,10 +25,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_modules import ModuleInfo, module_db
 
-MOST_CASES = 20  # per module, spread over all there are; 857 of 2.13's are of one loss
+MOST_CASES = 8  # per module, spread over all there are; 857 of 2.13's are of one loss
 # Of PyTorch 2.13's 3618 cases 3560 are equal, of the 1784 taken 1726; an older one has fewer. The
 # others are lazy modules and what PyTorch itself cannot run.
-LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 1200, 450, 0.95
+LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 900, 280, 0.95
 
 outcomes: Counter[str] = Counter()
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.activation_trace import trace_activations
-from offload.planning.baseline import Baseline
-from offload.planning.estimate import MemoryEstimate
-from offload.planning.memory import PlannedMemory
-from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.planner import lay_out_plan
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.machine.baseline import Baseline
+from offload.planning.plan.estimate import MemoryEstimate
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 
@@ -132,14 +132,14 @@ def _budgets(case: Case, host: str, *, tight_nvme: bool) -> dict[str, int]:
     plan = lay_out_plan(case.loaded(), case.shape(), _PLENTY)
     # what activations get is all that is left: not a need
     window = plan.activations.window_nbytes - (8 << 20) if plan.activations is not None else 0
-    needed = {tier: needed_nbytes(plan, tier) for tier in TierName}
-    needed[TierName.HOST] -= window
-    copies = plan.total(TierName.NVME)
+    needed = {tier: needed_nbytes(plan, tier) for tier in Tier}
+    needed[Tier.HOST] -= window
+    copies = plan.total(Tier.NVME)
     factor = {"least": 0.0, "tight": 0.3, "ample": 1.2}[host]
     budgets = {
-        TierName.DEVICE: int(needed[TierName.DEVICE] * 1.1) + (1 << 20),
-        TierName.HOST: int(needed[TierName.HOST] * 1.01 + copies * factor) + (1 << 20),
-        TierName.NVME: int(needed[TierName.NVME] * (1.02 if tight_nvme else 4)) + (64 << 20),
+        Tier.DEVICE: int(needed[Tier.DEVICE] * 1.1) + (1 << 20),
+        Tier.HOST: int(needed[Tier.HOST] * 1.01 + copies * factor) + (1 << 20),
+        Tier.NVME: int(needed[Tier.NVME] * (1.02 if tight_nvme else 4)) + (64 << 20),
     }
     return {str(tier): nbytes for tier, nbytes in budgets.items()}
 

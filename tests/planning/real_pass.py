@@ -11,13 +11,13 @@ import torch._dynamo  # else the first checkpoint imports it, and leaves cycles 
 from torch import Tensor, nn
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts
-from offload.planning.activation_trace import as_the_engine, facts_of
-from offload.planning.pass_watch import PassWatch
-from offload.planning.sample_run import Run, default_run
-from offload.planning.saved_elsewhere import SavedElsewhere
-from offload.planning.traced_blocks import watched_blocks
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.pass_watch import PassWatch
+from offload.planning.activations.sample_run import Run, default_run
+from offload.planning.activations.saved_elsewhere import SavedElsewhere
+from offload.planning.activations.trace import as_the_engine, facts_of
+from offload.planning.activations.traced_blocks import watched_blocks
+from offload.planning.plan.workload import Workload
 from offload.zero.discovery import discover
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

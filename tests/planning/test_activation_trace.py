@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from offload.gpt import Block, LanguageModel, build_meta_model
-from offload.planning.activation_trace import trace_activations
-from offload.planning.workload import Workload
+from offload.planning.activations.trace import trace_activations
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import UnsupportedError
 from tests.planning.real_pass import DTYPES, config_of, packed_nbytes, real_facts
 
@@ -39,8 +39,9 @@ PASSES = ((False, 1), (False, 2), (True, 1), (True, 2), ("selective", 2))
     ("shape", "precision"),
     [("llama", "fp32"), ("grouped heads", "bf16"), ("gpt", "bf16")],
 )
-def test_a_trace_equals_a_real_pass(shape: str, precision: str) -> None:
-    for checkpoint, micro_batches in PASSES:
+def test_a_trace_equals_a_real_pass(shape: str, precision: str, long: bool) -> None:
+    passes = PASSES if long or shape == "llama" else (PASSES[0], PASSES[3])
+    for checkpoint, micro_batches in passes:
         config = _config(
             shape, precision=precision, checkpoint=checkpoint, micro_batches=micro_batches
         )
@@ -48,7 +49,7 @@ def test_a_trace_equals_a_real_pass(shape: str, precision: str) -> None:
         real = real_facts(LanguageModel(config.train.model), config, WORKLOAD)
         assert traced == real, (checkpoint, micro_batches)
         assert traced.peak_elsewhere_nbytes < traced.peak_nbytes or checkpoint
-    print(f"{shape}, {precision}: {len(PASSES)} traces, largest difference 0 bytes, 0 operations")
+    print(f"{shape}, {precision}: {len(passes)} traces, largest difference 0 bytes, 0 operations")
 
 
 def test_fp16_is_counted_as_it_runs() -> None:
@@ -279,8 +280,8 @@ def test_a_trace_imports_no_compiler() -> None:
     program = """
 import sys
 from offload.config import OffloadConfig
-from offload.planning.activation_trace import trace_activations
-from offload.planning.workload import Workload
+from offload.planning.activations.trace import trace_activations
+from offload.planning.plan.workload import Workload
 from offload.gpt import build_meta_model
 for checkpoint, micro_batches in ((False, 1), ("selective", 2)):
     config = OffloadConfig.load({

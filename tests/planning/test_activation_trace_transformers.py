@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload.planning.activation_trace import trace_activations
-from offload.planning.workload import Workload
+from offload.planning.activations.trace import trace_activations
+from offload.planning.plan.workload import Workload
 from tests.planning.real_pass import config_of, real_facts
 
 transformers = pytest.importorskip("transformers")

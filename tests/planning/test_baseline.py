@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from offload.planning import baseline
-from offload.planning.baseline import known_baseline, machine_baseline, measure_baseline
+from offload.planning.machine import baseline
+from offload.planning.machine.baseline import (
+    Baseline,
+    known_baseline,
+    machine_baseline,
+    measure_baseline,
+)
 from offload.tiers.errors import OffloadError
 
 
@@ -24,9 +29,10 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Precisions that were measured; each measurement gives other figures."""
     asked: list[str] = []
 
-    def measure(precision: str) -> tuple[int, int, int]:
+    def measure(precision: str) -> Baseline:
         asked.append(precision)
-        return 1000 * len(asked), 10 * len(asked), 20 * len(asked)
+        n = len(asked)
+        return Baseline(1000 * n, 0, True, 10 * n, 20 * n)
 
     monkeypatch.setattr(baseline, "measure_baseline", measure)
     return asked

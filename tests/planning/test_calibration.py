@@ -6,15 +6,14 @@ import json
 import logging
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload.planning import calibration
-from offload.planning.calibration import known_speeds, machine_speeds
-from offload.planning.speeds import Speeds
+from offload.planning.machine import calibration
+from offload.planning.machine.calibration import known_speeds, machine_speeds
+from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
 from offload.tiers.errors import PathError
 
 COMPUTE: dict[str, Any] = {
@@ -45,13 +44,13 @@ class Counted:
     def __init__(self) -> None:
         self.compute = self.disk = 0
 
-    def measure_compute(self) -> dict[str, Any]:
+    def measure_compute(self) -> ComputeSpeeds:
         self.compute += 1
-        return {**COMPUTE, "operation_s": 1e-5 * self.compute}
+        return ComputeSpeeds(**{**COMPUTE, "operation_s": 1e-5 * self.compute})
 
-    def measure_disk(self, folders: object, gpu: bool) -> dict[str, Any]:
+    def measure_disk(self, folders: object, gpu: bool) -> DiskSpeeds:
         self.disk += 1
-        return dict(DISK)
+        return DiskSpeeds(**DISK)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
     found = Counted()
     monkeypatch.setattr(calibration, "_measure_compute", found.measure_compute)
     monkeypatch.setattr(calibration, "_measure_disk", found.measure_disk)
-    # whoever else uses this machine while the tests run
+    # other programs may run beside the tests
     monkeypatch.setattr(calibration, "_busy_share", lambda: 0.0)
     return found
 
@@ -179,7 +178,7 @@ def test_a_machine_that_others_use_is_measured_with_a_warning(
     caplog.clear()
     assert known_speeds([tmp_path]) is not None
     monkeypatch.setattr(calibration, "_busy_share", lambda: 0.05)
-    assert known_speeds([tmp_path]) is None  # who asks first is told to measure again
+    assert known_speeds([tmp_path]) is None  # it is time to measure again
     machine_speeds([tmp_path])
     assert known_speeds([tmp_path]) is not None
     assert counted.compute == 2
@@ -201,16 +200,20 @@ def test_a_folder_on_a_drive_that_is_not_there_is_refused(counted: Counted, tmp_
     assert counted.disk == 0
 
 
-def test_what_is_kept_is_all_that_speeds_can_say(counted: Counted, tmp_path: Path) -> None:
-    elsewhere = {"name", "endurance_nbytes", "network"}  # of machines that are described
-    assert {*COMPUTE, *DISK} == {f.name for f in fields(Speeds)} - elsewhere
+def test_a_file_without_a_number_is_not_believed(counted: Counted, tmp_path: Path) -> None:
+    machine_speeds([tmp_path])
+    for file in kept(tmp_path):
+        content = json.loads(file.read_text())
+        content["speeds"].popitem()
+        file.write_text(json.dumps(content))
+    assert known_speeds([tmp_path]) is None
 
 
 def test_what_was_measured_is_read_without_torch(counted: Counted, tmp_path: Path) -> None:
     machine_speeds([tmp_path])
     program = (
         "import sys\n"
-        "from offload.planning.calibration import known_speeds\n"
+        "from offload.planning.machine.calibration import known_speeds\n"
         f"assert known_speeds([{str(tmp_path)!r}]).nvme_read_bytes_per_s == 1e9\n"
         "heavy = {'torch', 'numba'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -220,7 +223,7 @@ def test_what_was_measured_is_read_without_torch(counted: Counted, tmp_path: Pat
 
 # ---------------------------------------------------------------- the measurements themselves
 def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
-    from offload.planning.speed_tests import measure_disk
+    from offload.planning.machine.speed_tests import measure_disk
 
     before = set(tmp_path.iterdir())
     found = measure_disk([tmp_path], beside_compute=False, file_nbytes=32 << 20)
@@ -230,11 +233,11 @@ def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == before
 
 
-def test_measuring_takes_no_random_numbers_from_anybody() -> None:
+def test_measuring_leaves_the_global_random_numbers_alone() -> None:
     import torch
 
-    from offload.planning.sample_models import measure_models
-    from offload.planning.speed_tests import matmul_rate
+    from offload.planning.machine.sample_models import measure_models
+    from offload.planning.machine.speed_tests import matmul_rate
 
     cpu = torch.device("cpu")
     before = torch.get_rng_state()
@@ -248,7 +251,7 @@ def test_measuring_takes_no_random_numbers_from_anybody() -> None:
 
 
 def test_a_format_without_a_fast_kernel_is_not_tried_at_length() -> None:
-    from offload.planning.speed_tests import is_slow
+    from offload.planning.machine.speed_tests import is_slow
 
     assert is_slow(1e9, (512, 1024, 4096))
     assert not is_slow(1e11, (512, 1024, 4096))

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.collective_sequence import Among, Call, collective_sequence
-from offload.planning.network import Network
-from offload.planning.step_program import Verb
+from offload.planning.machine.network import Network
+from offload.planning.step.collective_sequence import Among, Call, collective_sequence
+from offload.planning.step.program import Verb
 from offload.zero.discovery import discover
 from offload.zero.sharding import Sharding
 from tests.offload.engine_cases import TinyLM
@@ -109,7 +109,7 @@ def test_twice_the_parameters_travel_and_three_times_under_stage_3(ranks: int) -
     assert 2.6 * trainable < moved <= 3 * trainable + frozen
 
 
-def test_nobody_to_talk_to_is_no_call() -> None:
+def test_a_rank_alone_calls_nothing() -> None:
     found = collective_sequence(PLAIN, SHAPE, Sharding.of(3, None, 1, 0), 2)
     assert found.nbytes == 0
     assert not found.gathers
@@ -133,7 +133,7 @@ FAST = Network(8, 400e9, 320e9, 0.0, 0.0, 0.0, 0.0)
 
 
 def seconds(network: Network, call: Call, among: Among, sharding: Sharding, nbytes: int) -> float:
-    from offload.planning.collective_sequence import Exchange
+    from offload.planning.step.collective_sequence import Exchange
 
     return network.seconds(Exchange(call, among, nbytes), sharding)
 

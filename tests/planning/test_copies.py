@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning import traffic
-from offload.planning.copies import Copies, find_copies
-from offload.planning.plan import Hardware, Plan
-from offload.planning.planner import lay_out_plan
-from offload.tiers.extent import TierName
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.plan.plan import Hardware, Plan
+from offload.planning.step import traffic
+from offload.planning.step.traffic import PeakCopies, find_copies
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
@@ -44,14 +44,14 @@ def plan(shape: ModelShape, **keys: Any) -> Plan:
 
 def copies(
     laid_out: Plan, shape: ModelShape, room_nbytes: int, passes: int = 1, **keys: Any
-) -> Copies:
+) -> PeakCopies:
     return find_copies(laid_out, configuration(**keys), shape, passes, room_nbytes)
 
 
 def test_with_room_everything_on_nvme_has_a_copy() -> None:
     laid_out = plan(model())
     found = copies(laid_out, model(), 1 << 30)
-    assert found.nbytes == laid_out.total(TierName.NVME)
+    assert found.nbytes == laid_out.total(Tier.NVME)
     assert found.touched_nbytes == found.nbytes
     assert not found.staged
 
@@ -59,7 +59,7 @@ def test_with_room_everything_on_nvme_has_a_copy() -> None:
 def test_copies_never_exceed_the_room_and_come_close_to_it() -> None:
     laid_out = plan(model())
     for share in (0.4, 0.6, 0.8):
-        room = int(laid_out.total(TierName.NVME) * share)
+        room = int(laid_out.total(Tier.NVME) * share)
         found = copies(laid_out, model(), room)
         largest = max(max(g.parameters, *g.records) for g in laid_out.groups)
         assert room - largest <= found.nbytes <= found.touched_nbytes <= room
@@ -86,9 +86,9 @@ def test_nothing_on_nvme_needs_no_copies() -> None:
 def test_more_than_a_million_pieces_fill_the_room_there_is(share: float) -> None:
     large = model(80, 16384)
     laid_out = plan(large)
-    room = int(laid_out.total(TierName.NVME) * share)
+    room = int(laid_out.total(Tier.NVME) * share)
     found = copies(laid_out, large, room)
-    most = min(room, laid_out.total(TierName.NVME))
+    most = min(room, laid_out.total(Tier.NVME))
     assert 0.998 * most <= found.nbytes <= found.touched_nbytes <= most
 
 
@@ -97,7 +97,7 @@ def test_many_passes_hold_what_going_through_all_of_them_gives(
 ) -> None:
     keys = {"precision": "fp32", "gradient_accumulation_steps": 12, "optimizer": IN_BACKWARD}
     laid_out = plan(model(), **keys)
-    rooms = [int(laid_out.total(TierName.NVME) * share) for share in (0.2, 0.4, 0.6, 0.8, 2.0)]
+    rooms = [int(laid_out.total(Tier.NVME) * share) for share in (0.2, 0.4, 0.6, 0.8, 2.0)]
     quick = [copies(laid_out, model(), room, 12, **keys) for room in rooms]
     monkeypatch.setattr(traffic, "_MOST_PASSES", 12)
     assert quick == [copies(laid_out, model(), room, 12, **keys) for room in rooms]
@@ -106,7 +106,7 @@ def test_many_passes_hold_what_going_through_all_of_them_gives(
 def test_memory_is_predicted_without_torch() -> None:
     heavy = "{'torch', 'numba', 'transformers', 'matplotlib'}"
     code = (
-        "import sys, offload.planning.memory, offload.planning.baseline, "
-        f"offload.planning.checkpoint_size; sys.exit(bool({heavy} & set(sys.modules)))"
+        "import sys, offload.planning.step.memory, offload.planning.machine.baseline, "
+        f"offload.planning.plan.checkpoint_size; sys.exit(bool({heavy} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,9 +17,9 @@ import pytest
 
 import offload
 from offload.gpt import build_meta_model
-from offload.planning.baseline import Baseline, machine_baseline
-from offload.planning.checkpoint_size import checkpoint_nbytes
-from offload.tiers.extent import TierName
+from offload.planning.machine.baseline import Baseline, machine_baseline
+from offload.planning.plan.checkpoint_size import checkpoint_nbytes
+from offload.tiers.tier import Tier
 from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 
 LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
@@ -125,12 +125,12 @@ def _row(case: Case, predicted: Predicted, measured: dict[str, Any], *, ram: boo
         else math.inf
         if peaks[tier]
         else 0.0
-        for tier in TierName
+        for tier in Tier
     }
     if predicted.host_slack_nbytes and tiers["host"]:
         slack = predicted.host_slack_nbytes / tiers["host"]
         errors["host"] = math.copysign(max(0.0, abs(errors["host"]) - slack), errors["host"])
-    place = predicted.memory.places[TierName.HOST]
+    place = predicted.memory.places[Tier.HOST]
     rss = place.peak_nbytes / measured["rss"] - 1 if ram else None
     return Row(case, errors, rss, predicted.nvme_is_bound, measured)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from offload.config import OffloadConfig
-from offload.planning.nvme_most import nvme_most
-from offload.planning.plan import Hardware, Plan
-from offload.planning.planner import lay_out_plan
-from offload.tiers.extent import TierName
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.plan.nvme_most import nvme_most
+from offload.planning.plan.plan import Hardware, Plan
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.zero.sharding import Sharding
 from tests.planning.test_copies import model
 
@@ -31,14 +31,14 @@ def test_no_more_is_on_its_way_than_host_memory_is_left_to_come_from() -> None:
     most = nvme_most(plan("4MiB"), 0)
     assert most[StateClass.STAGING] == 4 * MIB
     with_homes = plan("5MiB", gradients="host")
-    homes = with_homes.expected[TierName.HOST][StateClass.GRADIENTS]
+    homes = with_homes.expected[Tier.HOST][StateClass.GRADIENTS]
     assert nvme_most(with_homes, 0)[StateClass.STAGING] == 5 * MIB - homes
 
 
 def test_every_piece_has_one_new_version_on_its_way_and_gradients_none() -> None:
     ample = plan("1GiB")
     most = nvme_most(ample, 0)
-    nvme = ample.expected[TierName.NVME]
+    nvme = ample.expected[Tier.NVME]
     twice = nvme[StateClass.PARAMETERS] + nvme[StateClass.OPTIMIZER]
     assert most[StateClass.STAGING] == twice
     gradients_alone = nvme_most(plan("1GiB", parameters="host", optimizer="host"), 0)
@@ -47,7 +47,7 @@ def test_every_piece_has_one_new_version_on_its_way_and_gradients_none() -> None
 
 def test_what_finds_no_room_in_the_budget_waits() -> None:
     ample = plan("1GiB")
-    homes = ample.total(TierName.NVME)
+    homes = ample.total(Tier.NVME)
     short = plan("1GiB", nvme=str(homes + 3 * MIB))
     most = nvme_most(short, 8 * MIB)
     assert sum(most.values()) == homes + 3 * MIB
@@ -59,6 +59,6 @@ def test_memory_that_other_ranks_want_at_times_is_at_other_times_there_for_write
     assert laid_out.shared is not None
     assert laid_out.shared.gather_nbytes > 0
     most = nvme_most(laid_out, 0)[StateClass.STAGING]
-    nvme = laid_out.expected[TierName.NVME]
+    nvme = laid_out.expected[Tier.NVME]
     moved = nvme[StateClass.PARAMETERS] + nvme[StateClass.OPTIMIZER]
     assert most == min(moved, 4 * MIB - laid_out.shared.workspace_nbytes)

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import LinkTime, StepEstimate
-from offload.planning.plan_text import Planned, _time, describe
-from offload.planning.preflight import Preflight
-from offload.planning.solver import solve
-from offload.planning.workload import Workload
+from offload.planning.choice.plan_text import Planned, _time, describe
+from offload.planning.choice.solver import solve
+from offload.planning.machine.preflight import Preflight
+from offload.planning.plan.estimate import LinkTime, StepEstimate
+from offload.planning.plan.workload import Workload
 from tests.planning.test_solver import hardware, known, model
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import offload
-import offload.planning.preflight as module
+import offload.planning.machine.preflight as module
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, PathError, UnsupportedError
-from offload.planning.plan import Hardware, Plan
-from offload.planning.planner import lay_out_plan
-from offload.planning.preflight import Preflight, activations_beyond, preflight
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.machine.preflight import Preflight, activations_beyond, preflight
+from offload.planning.plan.plan import Hardware, Plan
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 from tests.offload.engine_cases import HOST, NVME, TinyLM, config, seeded

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
-from offload.planning.advice import MATTERS, Situation, advise, corrected
-from offload.planning.run_check import (
+from offload.planning.choice.advice import MATTERS, Situation, advise, corrected
+from offload.planning.choice.run_check import (
     LinkPrediction,
     Measured,
     Prediction,
@@ -26,7 +26,7 @@ from offload.planning.run_check import (
     compare,
     usual_step_s,
 )
-from offload.planning.solver import solve
+from offload.planning.choice.solver import solve
 from offload.runs.folder import RunFolder, other_numbers, with_choices_of
 from offload.swap.threads_backend import ThreadsBackend
 from offload.train.loop import run
@@ -59,7 +59,7 @@ def test_what_is_written_is_read_back():
     assert Measured.from_json(MEASURED.to_json()) == MEASURED
 
 
-def test_a_time_that_nobody_predicted_is_left_out():
+def test_a_time_that_was_not_predicted_is_left_out():
     untimed = replace(PREDICTION, seconds=None)
     assert "step" not in compare(untimed, MEASURED).line
     assert "step" not in compare(PREDICTION, replace(MEASURED, seconds=None)).line
@@ -126,7 +126,7 @@ def test_the_first_steps_do_not_count():
 
 
 def test_checking_needs_no_torch():
-    program = "import sys, offload.planning.run_check\nassert 'torch' not in sys.modules"
+    program = "import sys, offload.planning.choice.run_check\nassert 'torch' not in sys.modules"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
 
@@ -322,6 +322,19 @@ def test_corrected_speeds_predict_what_was_measured():
     assert speeds is not None
     again = solve(config, model(), hardware(), replace(about, speeds=speeds)).best
     assert again.seconds == pytest.approx(best.seconds * 1.5, rel=0.05)
+
+
+def test_a_machine_twice_as_fast_takes_half_the_time_for_everything():
+    own = replace(
+        SPEEDS, compute_bytes_per_s_in={"bf16": 3e10}, operation_s=1e-5, io_lost_s_per_byte=1e-11,
+        request_s=1e-4, optimizer_lost_share=0.9,
+    )  # fmt: skip
+    twice = own.times(2)
+    assert twice.times(0.5) == own
+    assert twice.compute_bytes_per_s_in == {"bf16": 6e10}
+    assert twice.matmul_flops_per_s["fp32"] == 2 * own.matmul_flops_per_s["fp32"]
+    assert (twice.operation_s, twice.request_s) == (5e-6, 5e-5)
+    assert twice.optimizer_lost_share == 0.9  # a share is no speed
 
 
 def test_a_new_prediction_is_not_held_against_what_was_measured_before(tmp_path: Path):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.plan import Hardware
-from offload.planning.planner import lay_out_plan
-from offload.planning.shortfalls import shortfalls
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.shortfalls import shortfalls
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 from offload.zero.sharding import ALONE, Sharding

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.plan import Hardware, needed_nbytes
-from offload.planning.planner import make_plan, resolved_config, shortfalls
-from offload.planning.solver import Known, Solution, solve
-from offload.planning.speeds import NOMINAL, Speeds
-from offload.planning.splits import shares_of
-from offload.planning.workload import Workload
-from offload.tiers.extent import TierName
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.planner import chosen_config, make_plan, resolved_config, shortfalls
+from offload.planning.choice.solver import RunFacts, Solution, solve
+from offload.planning.choice.splits import share_of
+from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.workload import Workload
+from offload.tiers.tier import Tier
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
@@ -51,15 +51,15 @@ def facts(saved: int = 16 * MIB, seconds: float = 0.1) -> ActivationFacts:
     return ActivationFacts(saved, 2 * saved, saved // 2, "backward of head", work, work)
 
 
-def known(found: ActivationFacts | None = None, **keys: Any) -> Known:
-    return Known(Workload(2, 256), SPEEDS, lambda config: found or facts(), **keys)
+def known(found: ActivationFacts | None = None, **keys: Any) -> RunFacts:
+    return RunFacts(Workload(2, 256), SPEEDS, lambda config: found or facts(), **keys)
 
 
 def hardware(gpu: int = 0, host: int = 64 * GIB) -> Hardware:
     return Hardware(gpu, host, host, 64 * GIB)
 
 
-def solved(keys: dict[str, Any], about: Known | None = None, **machine: int) -> Solution:
+def solved(keys: dict[str, Any], about: RunFacts | None = None, **machine: int) -> Solution:
     return solve(OffloadConfig.load(keys), model(), hardware(**machine), about)
 
 
@@ -74,15 +74,15 @@ def test_everything_is_on_host_where_it_fits():
 
 
 @pytest.mark.parametrize("about", [None, known()], ids=["unknown work", "known work"])
-def test_every_choice_fits_its_budgets_to_the_byte(about: Known | None):
+def test_every_choice_fits_its_budgets_to_the_byte(about: RunFacts | None):
     everything_on_nvme = {"placement": dict.fromkeys(CLASSES, "nvme"), "budget": {"nvme": "2GiB"}}
-    least = needed_nbytes(solved(everything_on_nvme).best.plan, TierName.HOST) // MIB + 1
+    least = needed_nbytes(solved(everything_on_nvme).best.plan, Tier.HOST) // MIB + 1
     for host in (least, least + 5, least + 20, 150, 200, 300, 390):
         solution = solved({"budget": {"host": f"{host}MiB", "nvme": "2GiB"}}, about)
         plan = solution.best.plan
         assert solution.best.fits, host
         assert shortfalls(plan, hardware()) == ()
-        assert needed_nbytes(plan, TierName.HOST) <= host * MIB
+        assert needed_nbytes(plan, Tier.HOST) <= host * MIB
 
 
 def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
@@ -91,7 +91,7 @@ def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
     for states in ("fp32", "int8", {"host": "fp32", "nvme": "int8"}):
         keys = {"optimizer": {"chunk": 4096, "states": states}}
         on_host = OffloadConfig.load({**keys, "placement": dict.fromkeys(CLASSES, "host")})
-        needed = needed_nbytes(solve(on_host, small, hardware()).best.plan, TierName.HOST)
+        needed = needed_nbytes(solve(on_host, small, hardware()).best.plan, Tier.HOST)
         for short in (4096, 64 << 10, 256 << 10, 512 << 10):
             budget = {"host": needed - short, "nvme": "1GiB"}
             assert solve(
@@ -100,12 +100,11 @@ def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
 
 
 def test_what_was_chosen_still_fits_when_less_memory_is_free_a_moment_later():
-    from offload.planning.planner import make_plan
-    from offload.runs.forecast import chosen_config
+    from offload.planning.choice.planner import make_plan
 
     before, later = (Hardware(0, 64 * GIB, n * MIB, 64 * GIB) for n in (300, 250))
     best = solve(OffloadConfig(), model(), before, known()).best
-    plan = make_plan(chosen_config(best), model(), later)
+    plan = make_plan(chosen_config(best.config, best.plan), model(), later)
     assert (plan.budgets, plan.placements) == (best.plan.budgets, best.plan.placements)
 
 
@@ -231,9 +230,9 @@ def test_choices_are_printed_back():
 
 
 # ---------------------------------------------------------------- GPU
-def gpu_known(saved: int = 16 * MIB) -> Known:
+def gpu_known(saved: int = 16 * MIB) -> RunFacts:
     speeds: Speeds = replace(SPEEDS, gpu=True, compute_bytes_per_s=1e12)
-    return Known(Workload(2, 256), speeds, lambda config: facts(saved))
+    return RunFacts(Workload(2, 256), speeds, lambda config: facts(saved))
 
 
 def test_everything_lives_on_a_gpu_that_has_room_for_activations_too():
@@ -248,20 +247,20 @@ def test_an_open_host_budget_is_what_is_free_without_the_reserve():
     """Not a share of it: what RAM would hold is not spilt to a disk."""
     for about in (None, gpu_known()):
         budgets = solved({}, about, gpu=4 * GIB, host=64 * GIB).best.plan.budgets
-        assert budgets[TierName.HOST] == pytest.approx(0.95 * 64 * GIB, rel=1e-6)
+        assert budgets[Tier.HOST] == pytest.approx(0.95 * 64 * GIB, rel=1e-6)
     little = solved({}, gpu_known(), gpu=4 * GIB, host=2 * GIB).best.plan.budgets
-    assert little[TierName.HOST] == pytest.approx(0.7 * 2 * GIB, rel=1e-5)
+    assert little[Tier.HOST] == pytest.approx(0.7 * 2 * GIB, rel=1e-5)
     libraries = replace(gpu_known(), elsewhere_nbytes=4 * GIB)
     beside = solved({}, libraries, gpu=4 * GIB, host=64 * GIB).best.plan.budgets
-    assert beside[TierName.HOST] == pytest.approx(0.95 * 60 * GIB, rel=1e-6)
+    assert beside[Tier.HOST] == pytest.approx(0.95 * 60 * GIB, rel=1e-6)
 
 
-def test_on_a_cpu_activations_that_nobody_knows_have_a_share_of_ram():
+def test_on_a_cpu_unknown_activations_have_a_share_of_ram():
     known_ones = solved({}, known(facts(saved=3 * GIB)), host=64 * GIB).best.plan.budgets
-    assert known_ones[TierName.HOST] < 0.95 * 58 * GIB
-    assert known_ones[TierName.HOST] > 0.9 * 57 * GIB
+    assert known_ones[Tier.HOST] < 0.95 * 58 * GIB
+    assert known_ones[Tier.HOST] > 0.9 * 57 * GIB
     unknown = solved({}, host=64 * GIB).best.plan.budgets
-    assert unknown[TierName.HOST] == int(0.7 * 64 * GIB)
+    assert unknown[Tier.HOST] == int(0.7 * 64 * GIB)
 
 
 def test_without_knowing_the_batch_only_parameters_take_device_memory():
@@ -280,8 +279,8 @@ def test_states_stay_off_a_gpu_whose_kernels_are_missing():
 # ---------------------------------------------------------------- being quick
 def test_planning_needs_no_torch():
     program = (
-        "import sys, offload.planning.planner\n"
-        "import offload.planning.run_check, offload.planning.advice\n"
+        "import sys, offload.planning.choice.planner\n"
+        "import offload.planning.choice.run_check, offload.planning.choice.advice\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -345,9 +344,5 @@ def test_the_next_best_plan_is_another_plan():
     found = solved({"budget": {"host": "300MiB", "nvme": "4GiB"}}, known(facts(seconds=0.02)))
     assert found.next_best is not None
     best, other = found.best.plan.placements, found.next_best.plan.placements
-    apart = [
-        abs(a - b)
-        for c in best
-        for a, b in zip(shares_of(best[c]), shares_of(other[c]), strict=True)
-    ]
+    apart = [abs(share_of(best[c], tier) - share_of(other[c], tier)) for c in best for tier in Tier]
     assert max(apart) >= 0.05

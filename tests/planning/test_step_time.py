@@ -17,17 +17,17 @@ import offload.homes
 from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.gpt import build_meta_model
-from offload.planning import step_time, traffic
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.estimate import StepEstimate
-from offload.planning.moves import Bytes
-from offload.planning.plan import Hardware
-from offload.planning.planner import make_plan, resolved_config
-from offload.planning.speeds import Speeds
-from offload.planning.step_program import Verb, write_program
-from offload.planning.step_time import estimate_step
-from offload.planning.traffic import step_traffic
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import StepEstimate
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.workload import Workload
+from offload.planning.step import step_time, traffic
+from offload.planning.step.moves import Bytes
+from offload.planning.step.program import Verb, write_program
+from offload.planning.step.step_time import estimate_step
+from offload.planning.step.traffic import step_traffic
 from offload.swap.io_request import IORequest
 from offload.swap.threads_backend import ThreadsBackend
 from offload.tiers.errors import ConfigError
@@ -358,7 +358,7 @@ def test_parts_of_the_traffic_add_up() -> None:
 
 def test_a_prediction_needs_no_torch() -> None:
     program = (
-        "import sys\nimport offload.planning.step_time, offload.planning.calibration\n"
+        "import sys\nimport offload.planning.step.step_time, offload.planning.machine.calibration\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

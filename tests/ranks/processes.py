@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 TIMEOUT_S = 60.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["offload", "offload.engine", "tests.offload.engine_cases"])
+_context.set_forkserver_preload(
+    ["offload", "offload.engine", "tests.offload.engine_cases", "tests.ranks.warm"]
+)
 
 
 class RanksFailed(AssertionError):

@@ -16,12 +16,12 @@ import pytest
 
 import offload
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.baseline import Baseline
-from offload.planning.collective_sequence import collective_sequence
-from offload.planning.memory import PlannedMemory
-from offload.planning.plan_sizes import STAGING_BUFFERS, pages
-from offload.planning.workload import Workload
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.machine.baseline import Baseline
+from offload.planning.plan.sizes import STAGING_BUFFERS, pages
+from offload.planning.plan.workload import Workload
+from offload.planning.step.collective_sequence import collective_sequence
+from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import round_up
 from offload.zero.collectives import Collectives

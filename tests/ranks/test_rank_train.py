@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from offload.cli.app import app
+from tests.ranks.processes import run_ranks
+
 CONFIG = """
 device: cpu
 seed: 3
@@ -50,6 +53,11 @@ def train(file: Path, folder: Path, ranks: int, *more: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
+def train_here(file: Path, folder: Path, *more: str) -> None:
+    """The same command in this process, which a launcher has made a rank of."""
+    app(["train", str(file), "--run-dir", str(folder), *more], standalone_mode=False)
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -57,10 +65,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def test_two_ranks_train_and_resume_like_one_with_twice_the_passes(
     file: Path, tmp_path: Path
 ) -> None:
-    alone = train(file, tmp_path / "one", 1, "-o", "gradient_accumulation_steps=2")
-    assert alone.returncode == 0, alone.stderr
-    half = train(file, tmp_path / "two", 2, "-o", "train.steps=2")
-    assert half.returncode == 0, half.stderr
+    run_ranks(
+        1, tmp_path, train_here, file, tmp_path / "one", "-o", "gradient_accumulation_steps=2"
+    )
+    run_ranks(2, tmp_path, train_here, file, tmp_path / "two", "-o", "train.steps=2")
     both = train(file, tmp_path / "two", 2, "--resume")
     assert both.returncode == 0, both.stderr
     for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import ConfigError
-from offload.planning.plan import needed_nbytes
-from offload.tiers.extent import TierName
+from offload.planning.plan.plan import needed_nbytes
+from offload.tiers.tier import Tier
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -124,7 +124,7 @@ def use_backwards(folder: str, stage: int, more: dict[str, Any]) -> Values:
     torch.set_num_threads(1)
     keys = keys_of(folder, stage, **more)
     with offload.initialize(seeded(Backwards), keys) as engine:
-        needed = needed_nbytes(engine.plan, TierName.HOST)
+        needed = needed_nbytes(engine.plan, Tier.HOST)
     budget = {**BUDGET, "host": needed}
     with offload.initialize(seeded(Backwards), {**keys, "budget": budget}) as engine:
         for number in range(STEPS):

@@ -26,12 +26,12 @@ from offload.swap.streams import CopyStream
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.tiers.errors import StorageError
-from offload.tiers.extent import TierName
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.residency import Residency
+from offload.tiers.tier import Tier
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         least_nbytes: int = 1, backend: Any = None,
     ) -> Bench:  # fmt: skip
         lock, ledger = threading.RLock(), Ledger()
-        host = MemoryTier(TierName.HOST, window * PAGE, HostMemory(window * PAGE), ledger)
+        host = MemoryTier(Tier.HOST, window * PAGE, HostMemory(window * PAGE), ledger)
         lease = host.lease(window * PAGE, owner="window", state_class=StateClass.ACTIVATIONS)
         files = FileTier(disk * PAGE, [1.0], ledger)
         store = BlockStore([SwapFile(tmp_path)], files, backend or ThreadsBackend(), lock=lock)

@@ -19,12 +19,13 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.residency import Residency
+from offload.tiers.tier import Tier
 from offload.zero.block_codes import BlockCodes
 
 PIECE = 4 * PAGE_NBYTES  # in a slot
@@ -89,7 +90,7 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 def make(home_kind: str, codec: Codec, tmp_path: Path) -> Iterator[Make]:
     """Makes states over one pool, with room for one slot beside the stored bytes."""
     lock, ledger = threading.RLock(), Ledger()
-    host = MemoryTier(TierName.HOST, 24 * PAGE_NBYTES, HostMemory(24 * PAGE_NBYTES), ledger)
+    host = MemoryTier(Tier.HOST, 24 * PAGE_NBYTES, HostMemory(24 * PAGE_NBYTES), ledger)
     pool = SlotPool(host, lock)
     files = BlockStore(
         [SwapFile(tmp_path)], FileTier(1 << 20, [1.0], ledger), ThreadsBackend(), lock=lock
@@ -111,7 +112,7 @@ def make(home_kind: str, codec: Codec, tmp_path: Path) -> Iterator[Make]:
     for state in made:
         state.close()
     ledger.check_integrity()
-    assert ledger.accounts[TierName.HOST].used_nbytes == 0
+    assert ledger.accounts[Tier.HOST].used_nbytes == 0
     files.close()
 
 

@@ -16,11 +16,12 @@ from offload.swap.outbox import Outbox
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState
 from offload.swap.streams import CopyStream, WorkStream
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.residency import Residency
+from offload.tiers.tier import Tier
 from tests.swap.stream_simulation import CUDA, World, weak
 
 PAGES = 8
@@ -62,9 +63,9 @@ class Bench:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     world = World(monkeypatch, eager_model=False)
     ledger = Ledger()
-    host = MemoryTier(TierName.HOST, 1 << 20, HostMemory(1 << 20), ledger)
+    host = MemoryTier(Tier.HOST, 1 << 20, HostMemory(1 << 20), ledger)
     nbytes = PAGES * PAGE_NBYTES
-    device = MemoryTier(TierName.DEVICE, nbytes, HostMemory(nbytes), ledger)
+    device = MemoryTier(Tier.DEVICE, nbytes, HostMemory(nbytes), ledger)
     links = Links(CopyStream(CUDA), CopyStream(CUDA), CUDA, Fences())
     pool = SlotPool(device, threading.RLock())
     yield Bench(world, links, host, device, pool, OpenReads(CUDA))

@@ -18,12 +18,12 @@ from offload.swap.state import MemoryState
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.tiers.errors import StateError, StorageError, TierFullError
-from offload.tiers.extent import TierName
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.residency import Residency
+from offload.tiers.tier import Tier
 
 PAGE = 4096
 
@@ -61,7 +61,7 @@ def bench(tmp_path) -> Iterator[Bench]:
 
 def make_bench(tmp_path, backend, file_pages=64) -> Iterator[Bench]:
     lock, ledger = threading.RLock(), Ledger()
-    host = MemoryTier(TierName.HOST, 4 * PAGE, HostMemory(4 * PAGE), ledger)
+    host = MemoryTier(Tier.HOST, 4 * PAGE, HostMemory(4 * PAGE), ledger)
     tier = FileTier(file_pages * PAGE, [1.0], ledger)
     store = BlockStore([SwapFile(tmp_path)], tier, backend, lock=lock)
     yield Bench(store, SlotPool(host, lock), ledger)
@@ -138,7 +138,7 @@ def test_only_what_somebody_may_go_back_to_has_two_versions(bench, kind, version
         state.blank().fill_(value)
         state.wrote()
         state.settle()
-    assert bench.ledger.accounts[TierName.NVME].peak_nbytes == versions * PAGE
+    assert bench.ledger.accounts[Tier.NVME].peak_nbytes == versions * PAGE
     state.drop()
     assert state.tensor().unique().tolist() == [2]
     bench.ledger.check_integrity()
@@ -178,7 +178,7 @@ def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):
             state.settle()
         with pytest.raises(StorageError):
             state.bring(next_use=None)
-        assert bench.ledger.accounts[TierName.NVME].used_nbytes == PAGE
+        assert bench.ledger.accounts[Tier.NVME].used_nbytes == PAGE
 
 
 @pytest.mark.parametrize("threaded", [False, True])

@@ -159,11 +159,11 @@ def test_a_transfer_costs_a_few_microseconds() -> None:
     rounds = 2000
     best_s = float("inf")
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()  # this thread's own, however busy the machine is
         for _ in range(rounds):
             transfer: Transfer[int] = Transfer("x")
             transfer.then(id)
             transfer.complete(1)
             transfer.wait()
-        best_s = min(best_s, (time.perf_counter() - started) / rounds)
-    assert best_s < 50e-6  # about 2 µs where the machine is quiet
+        best_s = min(best_s, (time.thread_time() - started) / rounds)
+    assert best_s < 50e-6  # about 2 µs

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import (
+from offload.planning.choice.planner import make_plan
+from offload.planning.plan.estimate import (
     Change,
     Estimate,
     LinkTime,
@@ -18,10 +19,9 @@ from offload.planning.estimate import (
     Span,
     StepEstimate,
 )
-from offload.planning.plan import Hardware, Plan
-from offload.planning.planner import make_plan
-from offload.planning.workload import Workload
-from offload.tiers.extent import TierName
+from offload.planning.plan.plan import Hardware, Plan
+from offload.planning.plan.workload import Workload
+from offload.tiers.tier import Tier
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
@@ -47,17 +47,17 @@ def memory(gpu: bool = False, scale: float = 1.0) -> MemoryEstimate:
         return {MemoryClass(name): int(n * GiB * scale) for name, n in by_class.items()}
 
     places = {
-        TierName.HOST: PlaceEstimate(
+        Tier.HOST: PlaceEstimate(
             64 * GiB,
             sized(parameters=12.5, gradients=6, optimizer=18, activations=0.4, staging=1.2,
                   fragmentation=0.03, framework=0.8),
         ),
-        TierName.NVME: PlaceEstimate(
+        Tier.NVME: PlaceEstimate(
             500 * GiB, sized(optimizer=210, staging=0.5, fragmentation=0.02)
         ),
     }  # fmt: skip
     if gpu:
-        places[TierName.DEVICE] = PlaceEstimate(
+        places[Tier.DEVICE] = PlaceEstimate(
             24 * GiB, sized(activations=9.3, staging=4.1, fragmentation=0.05, framework=0.7)
         )
     peaks = {tier: place.peak_nbytes for tier, place in places.items()}
@@ -108,7 +108,7 @@ def estimate(gpu: bool = False, fits: bool = True, scale: float = 1.0, **changed
             found,
             shortfalls=(
                 Shortfall(
-                    TierName.HOST, 96 * GiB, 64 * GiB, "budget.host",
+                    Tier.HOST, 96 * GiB, 64 * GiB, "budget.host",
                     "budget.host: 64.0 GiB is 32.0 GiB short of the 96.0 GiB needed; set "
                     "placement.optimizer: nvme",
                 ),

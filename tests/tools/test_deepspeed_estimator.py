@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.deepspeed_estimator import Setup, estimate, lines
+from offload.tools.memest.systems.deepspeed_estimator import Setup, estimate, lines
 
 # (parameters, largest layer, GPUs per node, nodes): rows of (RAM, GPU) in bytes
 ZERO2 = {
@@ -71,8 +71,8 @@ def test_zero3_agrees_to_the_byte(case: tuple[float, float, int, int]) -> None:
 
 
 def test_seven_billion_parameters_on_one_gpu_read_as_deepspeed_prints_them() -> None:
-    zero3 = lines(estimate(3, 7e9, 1.3e8, Setup()))
-    zero2 = lines(estimate(2, 7e9, 1.3e8, Setup()))
+    zero3 = lines(3, estimate(3, 7e9, 1.3e8, Setup()))
+    zero2 = lines(2, estimate(2, 7e9, 1.3e8, Setup()))
     assert "176.02 GiB RAM" in zero3[0]
     assert " 0.48 GiB per GPU" in zero3[0]
     assert "156.46 GiB RAM" in zero2[0]
@@ -80,7 +80,7 @@ def test_seven_billion_parameters_on_one_gpu_read_as_deepspeed_prints_them() -> 
 
 
 def test_options_come_in_deepspeeds_order_and_words() -> None:
-    options = [str(each.options) for each in estimate(3, 7e9, 1.3e8, Setup())]
+    options = [each.options for each in estimate(3, 7e9, 1.3e8, Setup())]
     assert options[0] == "offload_param=cpu , offload_optimizer=cpu , zero_init=1"
     assert options[-1] == "offload_param=none, offload_optimizer=none, zero_init=0"
     assert len(set(options)) == 6

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.tiers.errors import ConfigError, PathError
-from offload.tools.memest.divisors import divisors
-from offload.tools.memest.hugging_face import check_configuration
-from offload.tools.memest.input_files import read_json
-from offload.tools.memest.model_source import StatedSizes, read_model, read_stated
-from offload.tools.memest.safetensors_header import BITS, read_header
-from tests.tools.model_files import TINY_LLAMA, entries_of, write_config, write_safetensors
+from offload.tools.memest.source.divisors import divisors
+from offload.tools.memest.source.hugging_face import check_configuration
+from offload.tools.memest.source.input_files import read_json
+from offload.tools.memest.source.read_model import read_model, read_stated
+from offload.tools.memest.source.safetensors_header import read_header
+from offload.tools.memest.source.stated_sizes import StatedSizes
+from offload.tools.memest.source.transformers_models import build_on_meta, fingerprint_parts
+from tests.tools.model_files import BITS, TINY_LLAMA, entries_of, write_config, write_safetensors
 
 
 def reason(source: str | Path) -> str:
@@ -151,8 +153,8 @@ def test_code_of_a_repository_is_neither_fetched_nor_run(
         (tmp_path / name).mkdir()
     plain = read_model(str(write_config(tmp_path / "plain")))
     named = read_model(str(write_config(tmp_path / "named", **keys)))
-    assert named.build is not None
-    model: Any = named.build()
+    path = tmp_path / "named" / "config.json"
+    model: Any = build_on_meta(check_configuration(read_json(path), str(path)))
     assert not asked
     chosen = str(model.config._attn_implementation) + str(model.config._experts_implementation)
     assert _REPOSITORY not in chosen
@@ -165,8 +167,6 @@ def test_code_of_a_repository_is_neither_fetched_nor_run(
 
 
 def test_code_named_by_a_model_within_is_left_aside_too(tmp_path: Path) -> None:
-    from offload.tools.memest.transformers_models import fingerprint_parts
-
     inner = {"model_type": "llama", "_attn_implementation": _REPOSITORY, "auto_map": {"A": "b.C"}}
     path = write_config(tmp_path, model_type="made_up", text_config=inner, towers=[inner])
     configuration = check_configuration(read_json(path), str(path))
@@ -177,7 +177,7 @@ def test_code_named_by_a_model_within_is_left_aside_too(tmp_path: Path) -> None:
 def test_sizes_that_no_model_has_are_refused_before_they_are_counted() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"layers": 4096, "hidden": 1 << 24}, "--hidden: 16777216 makes 1.38e"),
-        ({"layers": 2, "hidden": 256, "vocab": 1 << 31}, "--vocab 2147483648: must be from 1 to"),
+        ({"layers": 2, "hidden": 256, "vocab": 1 << 31}, "--vocab 2147483648: must be from 256 to"),
         ({"layers": 2, "hidden": 256, "mlp": 1 << 40}, "--mlp 1099511627776: must be from 1 to"),
     ]
     for sizes, said in cases:
@@ -304,26 +304,26 @@ def damaged(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (damaged(dtype="BF17"), "the format 'BF17' is unknown"),
-        (damaged(dtype=None), "the format None is unknown"),
-        (damaged(shape=[4, -4]), "is no list of sizes"),
-        (damaged(shape=[4, 4.0]), "is no list of sizes"),
-        (damaged(shape=[4, True]), "is no list of sizes"),
-        (damaged(shape="44"), "is no list of sizes"),
-        (damaged(shape=[2**62, 2**62]), "too large"),
-        (damaged(shape=[1] * 1000), "1000 dimensions"),
-        (damaged(shape=[4, 5]), "32 bytes for [4, 5] of BF16, which take 40"),
-        (damaged(data_offsets=[0]), "no two positions"),
-        (damaged(data_offsets=[0, 2**70]), "no two positions"),
-        (damaged(data_offsets=[32, 0]), "bytes for"),
-        (damaged(data_offsets=[8, 40]), "leaves a hole"),
-        ({"a": [1]}, "no tensor"),
+        (damaged(dtype="BF17"), "unknown variant `BF17`, expected one of `BOOL`"),
+        (damaged(dtype=None), "invalid type: null, expected string"),
+        (damaged(shape=[4, -4]), "integer `-4`, expected usize"),
+        (damaged(shape=[4, 4.0]), "floating point `4.0`, expected usize"),
+        (damaged(shape=[4, True]), "boolean `true`, expected usize"),
+        (damaged(shape="44"), "string \"44\", expected a sequence"),
+        (damaged(shape=[2**62, 2**62]), "overflow computing buffer size"),
+        (damaged(shape=[1] * 1000), "invalid shape, data type, or offset"),
+        (damaged(shape=[4, 5]), "invalid shape, data type, or offset"),
+        (damaged(data_offsets=[0]), "invalid length 1, expected a tuple of size 2"),
+        (damaged(data_offsets=[0, 2**70]), "expected usize"),
+        (damaged(data_offsets=[32, 0]), "invalid offset for tensor `a`"),
+        (damaged(data_offsets=[8, 40]), "invalid offset for tensor `a`"),
+        ({"a": [1]}, "invalid type: integer `1`"),
         ({}, "holds no trainable weights: it is empty"),
-        ([], "no names of tensors"),
-        (b'{"a": 1, "a": 2}', "'a' is given twice"),
-        (b"{", "ends too early"),
-        (b"{" + b" " * 50, "ends too early"),
-        (b"\x80\x80\x80\x80", "no UTF-8"),
+        ([], "invalid type: sequence"),
+        (b'{"a": 1, "a": 2}', "expected struct TensorInfo"),
+        (b"{", "EOF while parsing"),
+        (b"{" + b" " * 50, "EOF while parsing"),
+        (b"\x80\x80\x80\x80", "invalid UTF-8"),
         (
             {"i": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}},
             "no trainable weights: 2 of I64",
@@ -344,14 +344,14 @@ def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
     entries = entries_of({"a": (4,), "b": (4,)})
     entries["b"]["data_offsets"] = [4, 12]
     path = write_safetensors(tmp_path / "m.safetensors", entries)
-    assert "b at 4 overlaps another tensor" in reason(path)
+    assert "invalid offset for tensor `b`" in reason(path)
 
 
 @pytest.mark.parametrize("length", [2**60, 2**63, 2**64 - 1, 10**9, 60])
 def test_a_header_longer_than_the_file_is_not_allocated(length: int, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{}" + b" " * 40)
-    assert f"its header would have {length} bytes" in reason(path)
+    assert "header" in reason(path)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 8, 9, 100, 300])
@@ -365,7 +365,7 @@ def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
 def test_bytes_after_the_last_tensor_are_named(tmp_path: Path) -> None:
     entries = entries_of({"a": (4,)})
     path = write_safetensors(tmp_path / "m.safetensors", entries, 9)
-    assert "the tensors have 8 bytes, the file has more: 9" in reason(path)
+    assert "file not fully covered" in reason(path)
 
 
 _JSON = st.recursive(

@@ -16,14 +16,16 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.gpt import build_meta_model
-from offload.planning.disk_cache import cache_folder
-from offload.planning.workload import Workload
+from offload.planning.machine.disk_cache import cache_folder
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
-from offload.tools.memest.builtin_model import builtin_tree
-from offload.tools.memest.model_source import SourceKind, StatedSizes, read_model, read_stated
-from offload.tools.memest.skeleton_cache import load_shape, save_shape
-from offload.tools.memest.stated_sizes import parse_count
+from offload.tools.memest.source.answer_cache import remembered
+from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.model_source import SourceKind
+from offload.tools.memest.source.read_model import read_model, read_stated
+from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 from offload.zero.discovery import discover
+from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 from tests.tools.model_files import (
     TINY_LLAMA,
@@ -55,8 +57,17 @@ def test_a_configuration_and_its_folder_give_the_same_model(tmp_path: Path) -> N
     assert file.shape == folder.shape
     assert file.shape.numel == TINY_LLAMA_NUMEL
     assert (file.kind, file.name) == (SourceKind.CONFIGURATION, tmp_path.name)
-    assert (file.context, file.vocab) == (128, 64)
+    assert file.context == 128
     assert file.fingerprint == folder.fingerprint != ""
+
+
+def test_a_model_is_named_by_the_folder_that_links_to_its_configuration(tmp_path: Path) -> None:
+    """As in Hugging Face's cache, where every file is a link to a blob."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "model" / "config.json"
+    config.symlink_to(write_config(tmp_path / "blobs"))
+    assert read_model(str(config)).name == read_model(str(config.parent)).name == "model"
 
 
 def test_tied_weights_count_once_and_their_group_serves_both_units(tmp_path: Path) -> None:
@@ -105,7 +116,7 @@ def test_other_architectures_are_built_once_and_then_remembered(
     def build_again(*_: Any) -> nn.Module:
         raise AssertionError("built a second time")
 
-    monkeypatch.setattr("offload.tools.memest.transformers_models.build_on_meta", build_again)
+    monkeypatch.setattr("offload.tools.memest.source.read_model.build_on_meta", build_again)
     second = read_model(str(path))
     assert second.shape == first.shape
     assert not any("takes seconds" in note for note in second.notes)
@@ -131,14 +142,29 @@ def test_named_blocks_replace_the_search(tmp_path: Path) -> None:
 
 def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path) -> None:
     shape = read_model(str(write_config(tmp_path))).shape
-    save_shape("some", shape)
-    assert load_shape("some") == shape
+    found: list[str] = []
+
+    def ask(key: str) -> ModelShape:
+        def find() -> ModelShape:
+            found.append(key)
+            return shape
+
+        return remembered("shapes", key, ModelShape, find)
+
+    assert ask("some") == ask("some") == shape
+    assert found == ["some"]
     file = cache_folder() / "shapes" / "some.json"
     whole = file.read_bytes()
-    for damaged in (b"", whole[:-9], b"[]", b"\xff\x00", whole.replace(b"[64,32]", b'["64",-1]')):
+    damages = [b"", whole[:-9], b"[]", b"{}", b"\xff\x00"]
+    damages += [whole.replace(b"[64,32]", other) for other in (b'["64",-1]', b"[64,33]")]
+    for number, damaged in enumerate(damages):
+        assert damaged != whole
         file.write_bytes(damaged)
-        assert load_shape("some") is None
-    assert load_shape("other") is None
+        assert ask("some") == shape
+        assert len(found) == number + 2
+        assert file.read_bytes() == whole
+    ask("other")
+    assert found[-1] == "other"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
@@ -146,8 +172,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    save_shape("some", read_model(str(write_config(tmp_path))).shape)
-    assert load_shape("some") is None
+    assert remembered("shapes", "some", int, lambda: 3) == 3
+    assert remembered("shapes", "some", int, lambda: 4) == 4
 
 
 def activation_config(**activations: Any) -> OffloadConfig:
@@ -167,7 +193,7 @@ def test_activations_are_traced_once_per_kind_of_pass(
         traced.append(workload)
         return replace(first, saved_nbytes=workload.batch)
 
-    monkeypatch.setattr("offload.planning.activation_trace.trace_activations", trace)
+    monkeypatch.setattr("offload.planning.activations.trace.trace_activations", trace)
     again = read_model(str(path))
     assert again.activations(config, work) == first
     assert traced == []
@@ -216,7 +242,8 @@ def test_facts_that_are_damaged_on_disk_are_traced_anew(tmp_path: Path) -> None:
     facts = source.activations(activation_config(), Workload(1, 8))
     (file,) = (cache_folder() / "activations").iterdir()
     values = json.loads(file.read_bytes())
-    for damaged in (b"{}", b"", b"7", json.dumps({**values, "saved_nbytes": -1}).encode()):
+    negative = {**values, "answer": {**values["answer"], "saved_nbytes": -1}}
+    for damaged in (b"{}", b"", b"7", json.dumps(negative).encode()):
         file.write_bytes(damaged)
         assert source.activations(activation_config(), Workload(1, 8)) == facts
         assert json.loads(file.read_bytes()) == values
@@ -326,7 +353,7 @@ def test_a_function_is_built_without_memory() -> None:
         assert source.shape == discover(small_model()).shape()
     assert source.kind is SourceKind.FACTORY
     assert source.build is not None
-    assert all(param.is_meta for param in source.build().parameters())
+    assert all(param.is_meta for param in source.build(8).parameters())
 
 
 def test_a_function_of_the_current_folder_is_found(
@@ -463,7 +490,7 @@ def test_a_known_configuration_is_counted_without_torch(tmp_path: Path) -> None:
     (tmp_path / "o.yaml").write_text("precision: bf16")
     program = (
         "import sys\n"
-        "from offload.tools.memest.model_source import *\n"
+        "from offload.tools.memest.source.read_model import *\n"
         "for name in ('config.json', 'w.safetensors', 'o.yaml', '.'):\n"
         "    assert read_model(name).shape.numel\n"
         "assert read_stated(StatedSizes(params=10**9)).shape.numel == 10**9\n"

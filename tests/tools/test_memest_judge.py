@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import MemoryClass
-from offload.planning.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
-from offload.planning.planner import lay_out_plan
-from offload.planning.shortfalls import shortfalls
-from offload.planning.solver import Candidate, solve
-from offload.planning.workload import Workload
-from offload.tiers.extent import TierName
+from offload.planning.choice.planner import lay_out_plan
+from offload.planning.choice.solver import Candidate, solve
+from offload.planning.plan.estimate import MemoryClass
+from offload.planning.plan.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
+from offload.planning.plan.shortfalls import shortfalls
+from offload.planning.plan.workload import Workload
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.tools.memest.case import Case
-from offload.tools.memest.judge import Judge, remedy
-from offload.tools.memest.knobs import knobs
-from offload.tools.memest.model_source import read_stated
-from offload.tools.memest.profiles import read_profile
-from offload.tools.memest.stated_sizes import StatedSizes
+from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.estimate.judge import Judge, remedy
+from offload.tools.memest.estimate.knobs import knobs
+from offload.tools.memest.hardware.read_profile import read_profile
+from offload.tools.memest.source.read_model import read_stated
+from offload.tools.memest.source.stated_sizes import StatedSizes
 
 GIB = 1 << 30
 MODEL = read_stated(StatedSizes(layers=2, hidden=256, heads=2, vocab=512))
@@ -36,17 +36,17 @@ def candidate(checkpoint: object, nvme: str | int) -> Candidate:
 def test_what_is_done_already_is_no_remedy() -> None:
     open_, done = candidate(False, 0), candidate(True, 0)
     one, four = Workload(1, 32), Workload(4, 32)
-    assert "checkpoint: true" in remedy(C.ACTIVATIONS, TierName.HOST, open_, four)
-    assert remedy(C.ACTIVATIONS, TierName.HOST, done, four) == "a smaller batch"
-    assert remedy(C.ACTIVATIONS, TierName.HOST, done, one) == "a shorter sequence"
+    assert "checkpoint: true" in remedy(C.ACTIVATIONS, Tier.HOST, open_, four)
+    assert remedy(C.ACTIVATIONS, Tier.HOST, done, four) == "a smaller batch"
+    assert remedy(C.ACTIVATIONS, Tier.HOST, done, one) == "a shorter sequence"
 
 
 def test_nothing_is_moved_to_a_disk_that_is_not_there() -> None:
     none, some = candidate(True, 0), candidate(True, "512MiB")
     work = Workload(1, 32)
-    assert "budget.nvme is 0 B" in remedy(C.OPTIMIZER, TierName.HOST, none, work)
-    assert remedy(C.OPTIMIZER, TierName.HOST, some, work) == "set placement.optimizer: nvme"
-    assert remedy(C.OPTIMIZER, TierName.NVME, some, work) == "only more disk helps"
+    assert "budget.nvme is 0 B" in remedy(C.OPTIMIZER, Tier.HOST, none, work)
+    assert remedy(C.OPTIMIZER, Tier.HOST, some, work) == "set placement.optimizer: nvme"
+    assert remedy(C.OPTIMIZER, Tier.NVME, some, work) == "only more disk helps"
 
 
 @pytest.mark.parametrize("nvme", [0, "512MiB"])
@@ -56,7 +56,7 @@ def test_a_budget_that_is_short_names_disk_only_where_there_is_some(nvme: str | 
     )
     hardware = Hardware(0, GIB, GIB, GIB, kernels_missing="the model computes on the CPU")
     found = shortfalls(lay_out_plan(config, MODEL.shape, hardware), hardware)
-    message = next(each.message for each in found if each.tier is TierName.HOST)
+    message = next(each.message for each in found if each.tier is Tier.HOST)
     assert ("raise budget.host or budget.nvme (0 B)" in message) == (nvme == 0)
     assert ("set placement.optimizer: nvme" in message) == (nvme != 0)
 
@@ -66,8 +66,8 @@ def test_the_terms_of_gpu_memory_add_up() -> None:
     plan = lay_out_plan(config, MODEL.shape, Hardware(GIB, GIB, GIB, 0))
     gathered = gathered_nbytes(plan)
     assert gathered > 0
-    assert needed_nbytes(plan, TierName.DEVICE) == plan.total(TierName.DEVICE) + gathered
-    text = breakdown(plan, TierName.DEVICE)
+    assert needed_nbytes(plan, Tier.DEVICE) == plan.total(Tier.DEVICE) + gathered
+    text = breakdown(plan, Tier.DEVICE)
     assert f"parameters of the unit that runs {format_bytes(gathered)}" in text
 
 
@@ -78,11 +78,12 @@ def test_a_machine_by_name_is_offered_no_other_gpus() -> None:
     for gpu, offered in (("DGX-2", False), ("V100-32", True)):
         profile = read_profile(gpu=gpu, ram="64GiB", nvme="0")
         case = Case(MODEL, config, Workload(1, 32), profile, None)
-        verdict = Judge()(case)
-        assert TierName.DEVICE in {each.tier for each in verdict.shortfalls}
-        options = {
-            key for ladder in knobs(case, verdict) for rung in ladder for key in rung.settings
-        }
+        judge = Judge()
+        found = judge(case)
+        peak_at = judge.facts(case, found.config).peak_at
+        assert Tier.DEVICE in {each.tier for each in found.shortfalls}
+        ladders = knobs(case, found, peak_at)
+        options = {key for ladder in ladders for rung in ladder for key in rung.settings}
         assert ("--gpu" in options) == offered
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.activation_trace import trace_activations
-from offload.planning.workload import Workload
-from offload.tools.memest.hugging_face import check_configuration
-from offload.tools.memest.own_graphs import own_model, own_settings, traced_modules
-from offload.tools.memest.transformers_models import build_on_meta
+from offload.planning.activations.trace import trace_activations
+from offload.planning.plan.workload import Workload
+from offload.tools.memest.source.decoder_settings import own_model, own_settings, traced_modules
+from offload.tools.memest.source.hugging_face import check_configuration
+from offload.tools.memest.source.transformers_models import build_on_meta
 from offload.zero.discovery import discover
 
 pytest.importorskip("transformers")

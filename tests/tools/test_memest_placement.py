@@ -8,20 +8,23 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.activation_facts import ActivationFacts, PassCost
-from offload.planning.solver import Candidate, Known, solve
-from offload.planning.workload import Workload
-from offload.tools.memest.judge import Judge
-from offload.tools.memest.model_source import StatedSizes, read_stated
-from offload.tools.memest.options import (
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.solver import Candidate, RunFacts, solve
+from offload.planning.plan.workload import Workload
+from offload.tools.memest.commands.options import (
     EstimateOptions,
     MachineOptions,
     ModelOptions,
     OutputOptions,
     WorkOptions,
 )
-from offload.tools.memest.profiles import HardwareProfile, read_profile
-from offload.tools.memest.run_estimate import Question, answer, read_question
+from offload.tools.memest.commands.run_estimate import answered, read_question
+from offload.tools.memest.estimate.case import Question
+from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.hardware.profiles import HardwareProfile
+from offload.tools.memest.hardware.read_profile import read_profile
+from offload.tools.memest.source.read_model import read_stated
+from offload.tools.memest.source.stated_sizes import StatedSizes
 from offload.zero.model_shape import ModelShape
 
 CLASSES = ("parameters", "gradients", "optimizer")
@@ -45,7 +48,7 @@ def profile_of(part: str) -> HardwareProfile:
     return read_profile(part, **PARTS[part])
 
 
-def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: int) -> Known:
+def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: int) -> RunFacts:
     """One pass of 2,048 tokens, by the usual formulas instead of a trace."""
     tokens, speeds = 2048, profile.speeds()
     assert speeds is not None
@@ -58,11 +61,11 @@ def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: i
         first, second = (PassCost(n, n // 200, 20 * layers) for n in (forward, backward))
         return ActivationFacts(kept, kept + 256 * MIB, 256 * MIB, "forward of head", first, second)
 
-    return Known(Workload(1, tokens), speeds, facts_of, 1536 * MIB, 768 * MIB)
+    return RunFacts(Workload(1, tokens), speeds, facts_of, 1536 * MIB, 768 * MIB)
 
 
 def best_of(
-    shape: ModelShape, profile: HardwareProfile, known: Known, placement: dict[str, Any]
+    shape: ModelShape, profile: HardwareProfile, known: RunFacts, placement: dict[str, Any]
 ) -> Candidate:
     keys = {"precision": "bf16", "placement": placement}
     return solve(OffloadConfig.load(keys), shape, profile.hardware(), known).best
@@ -104,11 +107,11 @@ def test_the_smallest_round_figure_that_fits_is_advised() -> None:
         )
 
     judge = Judge()
-    short = answer(asked("3GiB"), judge)
+    _, short = answered(asked("3GiB"), judge)
     assert not short.fits
     assert short.system_nbytes == 3 << 29
     assert [dict(change.settings) for change in short.changes] == [{"--ram": "4GiB"}]
-    assert answer(asked("4GiB"), judge).fits
+    assert answered(asked("4GiB"), judge)[1].fits
 
 
 def test_all_of_a_model_that_fits_the_gpu_is_there() -> None:

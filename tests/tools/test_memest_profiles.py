@@ -10,18 +10,13 @@ from pathlib import Path
 import pytest
 
 from offload import machine
-from offload.planning.speeds import Speeds
+from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import ConfigError
-from offload.tools.memest import profiles
-from offload.tools.memest.local_gpus import LocalGpu, local_gpus, visible
-from offload.tools.memest.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
-from offload.tools.memest.profiles import (
-    MATMUL_SHARE,
-    SYSTEM_NBYTES,
-    read_profile,
-    this_machine,
-    with_ram,
-)
+from offload.tools.memest.hardware import profiles
+from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus, visible
+from offload.tools.memest.hardware.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
+from offload.tools.memest.hardware.profiles import MATMUL_SHARE, SYSTEM_NBYTES, with_ram
+from offload.tools.memest.hardware.read_profile import _with_nvme, read_profile, this_machine
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -140,12 +135,13 @@ def test_this_machine_is_what_the_process_may_use(tmp_path: Path) -> None:
 
 def test_measured_speeds_hold_where_it_computes_here_and_named_drives_replace_the_disk() -> None:
     measured = Speeds(
-        "here", False, {"fp32": 1e11}, 1e10, 1e-6, 5e10, nvme_read_bytes_per_s=1e9
+        name="here", gpu=False, matmul_flops_per_s={"fp32": 1e11}, compute_bytes_per_s=1e10,
+        operation_s=1e-6, host_bytes_per_s=5e10, nvme_read_bytes_per_s=1e9,
     )  # fmt: skip
     here = replace(this_machine(), gpu=None, gpu_nbytes=0)
     assert here.speeds() is None
     assert here.speeds(measured) == measured
-    other = profiles._with_nvme(here, "2 x Gen4 SSD").speeds(measured)
+    other = _with_nvme(here, "2 x Gen4 SSD").speeds(measured)
     assert other is not None
     assert other.matmul_flops_per_s == measured.matmul_flops_per_s
     assert other.nvme_read_bytes_per_s == pytest.approx(2 * 7.45e9 * profiles.SSD_SHARE)
@@ -197,14 +193,34 @@ def test_gpus_are_those_that_cuda_would_show() -> None:
 
 
 def test_without_a_driver_there_is_no_gpu() -> None:
-    assert local_gpus("libno-such-library.so.1") == []
+    assert local_gpus("no-such-program") == []
+
+
+def test_gpus_are_read_as_the_driver_lists_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho 'NVIDIA H200, 143771, 143160'\necho 'NVIDIA GB10, [N/A], [N/A]'\n"
+        "echo 'A, B, 24564, 1000'\nexit ${FAILS:-0}\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = [LocalGpu("NVIDIA H200", 143771 << 20, 143160 << 20),
+             LocalGpu("A, B", 24564 << 20, 1000 << 20)]  # fmt: skip
+    assert local_gpus(str(program)) == found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert local_gpus(str(program)) == found[1:]
+    monkeypatch.setenv("FAILS", "9")
+    assert local_gpus(str(program)) == []
 
 
 def test_nothing_here_imports_torch() -> None:
     program = (
         "import sys\n"
-        "from offload.tools.memest import compare, deepspeed_estimator, headlines, largest\n"
-        "from offload.tools.memest.profiles import read_profile\n"
+        "from offload.tools.memest.systems import compare, deepspeed_estimator\n"
+        "from offload.tools.memest.systems import headlines, largest\n"
+        "from offload.tools.memest.hardware.read_profile import read_profile\n"
         "read_profile(gpu='H100').speeds()\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from offload.planning.estimate import (
+from offload.planning.plan.estimate import (
     Estimate,
     LinkTime,
     MemoryClass,
@@ -25,14 +25,22 @@ from offload.planning.estimate import (
     Span,
     StepEstimate,
 )
-from offload.tiers.extent import TierName
-from offload.tools.memest import picture, wording
-from offload.tools.memest.colours import DARK, LIGHT, Theme, ink_on
-from offload.tools.memest.picture import LEAST_WIDTH, bars, labels, lanes, step_length, ticks
-from offload.tools.memest.render_html import to_html
-from offload.tools.memest.render_json import SCHEMA, to_json
-from offload.tools.memest.render_png import draw, to_png
-from offload.tools.memest.render_table import to_table
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.tools.memest.show import picture, wording
+from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on
+from offload.tools.memest.show.picture import (
+    LEAST_WIDTH,
+    bars,
+    lanes,
+    span_colours,
+    step_length,
+    ticks,
+)
+from offload.tools.memest.show.render_html import to_html
+from offload.tools.memest.show.render_json import SCHEMA, to_json
+from offload.tools.memest.show.render_png import draw, to_png
+from offload.tools.memest.show.render_table import to_table
 from tests.tools.estimates import GiB, estimate, memory
 
 CASES = {
@@ -47,8 +55,8 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 def held(*nbytes: int, capacity: int = 24 * GiB) -> Estimate:
     place = PlaceEstimate(capacity, dict(zip(MemoryClass, nbytes, strict=False)))
-    places = {TierName.DEVICE: place}
-    return estimate(memory=MemoryEstimate(places, {TierName.DEVICE: sum(nbytes)}, 0))
+    places = {Tier.DEVICE: place}
+    return estimate(memory=MemoryEstimate(places, {Tier.DEVICE: sum(nbytes)}, 0))
 
 
 def text_of(case: Estimate, width: int) -> str:
@@ -67,19 +75,20 @@ sizes = st.lists(st.integers(0, 1 << 50), min_size=1, max_size=len(MemoryClass))
 @given(sizes, st.integers(0, 1 << 45))
 def test_segments_touch_and_none_is_too_thin_to_see(nbytes: list[int], capacity: int) -> None:
     (bar,) = bars(held(*nbytes, capacity=capacity).memory)
-    assert sum(s.nbytes for s in bar.segments) == sum(nbytes) == bar.peak_nbytes
-    assert len(bar.segments) == sum(n > 0 for n in nbytes)
-    edges = [0.0, *(s.stop for s in bar.segments)]
-    assert [s.start for s in bar.segments] == edges[:-1]
+    assert sum(nbytes) == bar.peak_nbytes
+    assert [s.value for s in bar.pieces] == [format_bytes(n) for n in nbytes if n > 0]
+    assert len(bar.pieces) == sum(n > 0 for n in nbytes)
+    edges = [0.0, *(s.stop for s in bar.pieces)]
+    assert [s.start for s in bar.pieces] == edges[:-1]
     assert edges[-1] == pytest.approx(1.0)
-    assert all(s.stop - s.start >= LEAST_WIDTH * 0.999 for s in bar.segments)
+    assert all(s.stop - s.start >= LEAST_WIDTH * 0.999 for s in bar.pieces)
     assert max(bar.gauge_peak, bar.gauge_capacity) == 1.0
     assert bar.fits is (sum(nbytes) <= capacity)
 
 
 def test_widths_follow_bytes_where_all_can_be_seen() -> None:
     (bar,) = bars(held(6 * GiB, 2 * GiB).memory)
-    assert [s.stop for s in bar.segments] == pytest.approx([0.75, 1.0])
+    assert [s.stop for s in bar.pieces] == pytest.approx([0.75, 1.0])
 
 
 @settings(deadline=None)
@@ -115,14 +124,14 @@ def test_lanes_keep_the_order_of_links_and_spans() -> None:
         "nvme read",
         "nvme write",
     ]
-    assert labels(step)[:2] == ("forward", "fetch parameters")
+    assert list(span_colours(step))[:2] == ["forward", "fetch parameters"]
     assert step_length(step) == 92.0
 
 
 def test_a_span_that_outlasts_the_step_stays_on_the_axis() -> None:
     step = StepEstimate(1.0, (LinkTime("compute", 1.0),), "compute", 1,
                         (Span("compute", "forward", 0.0, 1.5),))  # fmt: skip
-    assert lanes(step)[0].blocks[0].stop == 1.0
+    assert lanes(step)[0].pieces[0].stop == 1.0
 
 
 # ---------------------------------------------------------------- words
@@ -192,7 +201,7 @@ def test_the_table_says_what_is_short_and_what_each_change_costs() -> None:
 
 def test_the_table_says_by_how_much_where_two_figures_look_alike() -> None:
     full = PlaceEstimate(4 << 30, {MemoryClass.STAGING: (4 << 30) + (3 << 20)})
-    memory = replace(CASES["fits"].memory, places={TierName.HOST: full})
+    memory = replace(CASES["fits"].memory, places={Tier.HOST: full})
     case = replace(CASES["fits"], memory=memory, system_nbytes=2 << 30)
     rows = [line.split() for line in text_of(case, 80).splitlines()]
     assert ["peak", "4.0", "GiB"] in rows
@@ -307,7 +316,7 @@ def test_text_of_others_is_escaped() -> None:
     case = replace(
         CASES["does not"], model=evil, hardware=evil, notes=(evil,),
         step=StepEstimate(1.0, (LinkTime(evil, 1.0),), evil, 1, (span,)),
-        shortfalls=(Shortfall(TierName.HOST, 2, 1, "budget.host", evil),),
+        shortfalls=(Shortfall(Tier.HOST, 2, 1, "budget.host", evil),),
     )  # fmt: skip
     assert "<script" not in to_html(case)
 
@@ -326,12 +335,12 @@ def contrast(a: str, b: str) -> float:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 def test_text_can_be_read_on_every_colour(theme: Theme) -> None:
-    for colour in (*theme.classes, *theme.spans):
+    for colour in theme.colours:
         assert contrast(ink_on(colour), colour) >= 4.5
     for ink in (theme.ink, theme.quiet, theme.good, theme.bad):
         assert contrast(ink, theme.card) >= 4.5
         assert contrast(ink, theme.page) >= 4.5
-    assert len(set(theme.classes)) == len(MemoryClass)
+    assert len(set(theme.colours)) == len(MemoryClass)
 
 
 # ---------------------------------------------------------------- PNG
@@ -365,8 +374,13 @@ def _text_boxes(figure: Any) -> list[tuple[str, Any]]:
     from matplotlib.text import Text
 
     renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)  # keys are laid out while they are drawn
     found = figure.findobj(Text)
-    return [(t.get_text(), t.get_window_extent(renderer)) for t in found if t.get_text()]
+    return [
+        (t.get_text(), t.get_window_extent(renderer))
+        for t in found
+        if t.get_text() and t.get_visible()
+    ]
 
 
 @settings(max_examples=5, deadline=None)

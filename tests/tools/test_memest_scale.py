@@ -1,4 +1,4 @@
-"""`memest scale`: shards of every rank, bytes, collectives and steps for sizes nobody has here."""
+"""`memest scale`: shards of every rank, bytes, collectives and steps of clusters not at hand."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
 from offload.tools.memest.cli import main
-from offload.tools.memest.ladders import FamilyName, ladder, model_of
-from offload.tools.memest.run_scale import NARROW
-from offload.tools.memest.scaling import MOST_RANKS, _sizes
-from offload.tools.memest.shard_check import check_shards
+from offload.tools.memest.commands.run_scale import NARROW
+from offload.tools.memest.estimate.scaling import MOST_RANKS, _sizes
+from offload.tools.memest.source.shard_check import check_shards
+from offload.tools.memest.systems.ladders import FamilyName, ladder, model_of
 from offload.zero.layout import Layout, ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape
 from offload.zero.sharding import Sharding
@@ -219,9 +219,9 @@ def test_a_machine_that_is_not_named_is_refused_unmeasured(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(*_: Any) -> None:
-        raise AssertionError("nobody asked for this machine's speeds")
+        raise AssertionError("this machine's speeds were not asked for")
 
-    monkeypatch.setattr("offload.tools.memest.run_hardware.known_speeds", lambda _: None)
-    monkeypatch.setattr("offload.tools.memest.run_hardware.machine_speeds", measure)
+    monkeypatch.setattr("offload.tools.memest.commands.run_hardware.known_speeds", lambda _: None)
+    monkeypatch.setattr("offload.tools.memest.commands.run_hardware.machine_speeds", measure)
     assert run(*SMALL) == 2
     assert "--profile 'DGX H100'" in capsys.readouterr().err

@@ -8,22 +8,35 @@ from itertools import pairwise
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.estimate import MemoryClass as M
-from offload.planning.workload import Workload
+from offload.planning.plan.estimate import MemoryClass as M
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
-from offload.tiers.extent import TierName
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.tools.memest.compare import PLACE_NAMES, compare, lines
-from offload.tools.memest.ladders import FamilyName, Shape, facts_of, ladder, model_of, subject_from
-from offload.tools.memest.largest import largest, largest_of_all
-from offload.tools.memest.profiles import HardwareProfile, read_profile
-from offload.tools.memest.room import room_of
-from offload.tools.memest.subject import Ranks, Subject, subject_of
-from offload.tools.memest.systems import OTHERS, Framework, Numbers, System, memory_of
-from offload.tools.memest.systems_ours import plan_ours
+from offload.tools.memest.commands.run_systems import compare_table
+from offload.tools.memest.estimate.answer import estimate
+from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.hardware.profiles import HardwareProfile
+from offload.tools.memest.hardware.read_profile import read_profile
+from offload.tools.memest.hardware.room import room_of
+from offload.tools.memest.source.read_model import read_stated
+from offload.tools.memest.source.stated_sizes import StatedSizes
+from offload.tools.memest.systems.compare import Row, compare
+from offload.tools.memest.systems.ladders import (
+    FamilyName,
+    Shape,
+    facts_of,
+    ladder,
+    model_of,
+    subject_from,
+)
+from offload.tools.memest.systems.largest import largest, largest_of_all
+from offload.tools.memest.systems.memory import OTHERS, Framework, Numbers, System, memory_of
+from offload.tools.memest.systems.ours import plan_ours
+from offload.tools.memest.systems.subject import Ranks, Subject, subject_of
 from offload.zero.sharding import Sharding
 
-DEVICE, HOST, NVME = TierName.DEVICE, TierName.HOST, TierName.NVME
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 BILLION = 10**9
 STATES = (M.PARAMETERS, M.GRADIENTS, M.MASTER, M.OPTIMIZER)
 
@@ -33,7 +46,7 @@ def subject(numel: int, **changes: int) -> Subject:
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def states(system: System, numel: int, ranks: Ranks, tier: TierName = DEVICE) -> int:
+def states(system: System, numel: int, ranks: Ranks, tier: Tier = DEVICE) -> int:
     held = memory_of(system, subject(numel), ranks, Numbers())[tier]
     return sum(held.get(each, 0) for each in STATES)
 
@@ -85,7 +98,7 @@ def test_more_parameters_and_more_activations_never_take_less(system: System) ->
     small = memory_of(system, subject(BILLION), ranks, numbers)
     large = memory_of(system, subject(2 * BILLION), ranks, numbers)
     active = memory_of(system, subject(BILLION, working_nbytes=BILLION), ranks, numbers)
-    for tier in TierName:
+    for tier in Tier:
         assert sum(large[tier].values()) >= sum(small[tier].values())
     assert sum(active[DEVICE].values()) > sum(small[DEVICE].values()) + BILLION
 
@@ -207,13 +220,24 @@ WORKLOAD = Workload(1, 1024)
 FACTS = facts_of(SHAPE, WORKLOAD, itemsize=2, scores=False)
 
 
+STATED = StatedSizes(
+    layers=32, hidden=4096, heads=32, kv_heads=8, mlp=14336, vocab=128_256
+)  # fmt: skip
+
+
+def rows_of(profile: HardwareProfile, config: OffloadConfig, *, timed: bool = False) -> list[Row]:
+    source, speeds = read_stated(STATED), profile.speeds() if timed else None
+    ours = estimate(Case(source, config, WORKLOAD, profile, speeds))
+    return compare(source.shape, FACTS, ours, profile, speeds)
+
+
 def desktop(**more: int) -> HardwareProfile:
     return read_profile(gpu="RTX 4090", ram="192GiB", nvme="Gen4 SSD", **more)
 
 
 def test_eight_billion_on_a_desktop_need_offload(config: OffloadConfig) -> None:
     profile = desktop()
-    rows = compare(model_of(SHAPE), FACTS, config, WORKLOAD, profile, profile.speeds())
+    rows = rows_of(profile, config, timed=True)
     fits = {row.system: row.fits for row in rows}
     assert [row.system for row in rows] == [*OTHERS, System.OURS]
     assert not any(fits[s] for s in (System.DDP, System.ZERO1, System.ZERO2, System.FSDP))
@@ -224,35 +248,32 @@ def test_eight_billion_on_a_desktop_need_offload(config: OffloadConfig) -> None:
     assert ours.places[HOST].peak_nbytes < infinity.places[HOST].peak_nbytes
 
 
-def test_a_row_says_what_is_short_and_by_how_much(config: OffloadConfig) -> None:
-    rows = compare(model_of(SHAPE), FACTS, config, WORKLOAD, desktop())
+def test_a_row_that_does_not_fit_names_the_places_that_are_short(config: OffloadConfig) -> None:
+    rows = rows_of(desktop(), config)
+    table = compare_table(rows)
+    assert table.row_count == len(rows) == len(OTHERS) + 1
     for row in rows:
-        assert (row.short == "") == row.fits
-        if not row.fits:
-            assert PLACE_NAMES[row.full[0]] in row.short
-    text = "\n".join(lines(rows))
-    assert all(system in text for system in (*OTHERS, System.OURS))
+        short = [tier for tier, each in row.places.items()
+                 if each.peak_nbytes > each.capacity_nbytes]  # fmt: skip
+        assert list(row.full) == short
+        assert row.fits == (not short)
 
 
 def test_steps_are_told_for_one_gpu_alone(config: OffloadConfig) -> None:
-    one, four = desktop(), desktop(gpus=4)
-    model = model_of(SHAPE)
-    told = compare(model, FACTS, config, WORKLOAD, one, one.speeds())
-    assert all(row.step_s for row in told[:-1])
-    rows = compare(model, FACTS, config, WORKLOAD, four, four.speeds())
-    assert not any(row.step_s for row in rows)
+    assert all(row.step_s for row in rows_of(desktop(), config, timed=True))
+    assert not any(row.step_s for row in rows_of(desktop(gpus=4), config, timed=True))
 
 
 def test_offloading_more_takes_longer_on_the_same_machine(config: OffloadConfig) -> None:
     profile = desktop()
-    rows = compare(model_of(SHAPE), FACTS, config, WORKLOAD, profile, profile.speeds())
+    rows = rows_of(profile, config, timed=True)
     step = {row.system: row.step_s or 0.0 for row in rows}
     assert step[System.DDP] < step[System.INFINITY_CPU] < step[System.INFINITY_NVME]
 
 
 def test_without_a_gpu_everything_is_in_ram(config: OffloadConfig) -> None:
     profile = read_profile(gpu="none", ram="256GiB", nvme="0")
-    rows = compare(model_of(SHAPE), FACTS, config, WORKLOAD, profile)
+    rows = rows_of(profile, config)
     assert all(DEVICE not in row.places for row in rows)
     plain = rows[0].places[HOST]
     assert plain.peak_nbytes > 20 * SHAPE.numel

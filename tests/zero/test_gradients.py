@@ -10,10 +10,10 @@ import torch
 from offload.kernels.floats import Float, serial
 from offload.swap.state import MemoryState
 from offload.tiers.errors import OffloadError
-from offload.tiers.extent import TierName
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.tier import Tier
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.layout import ParamShape, lay_out
 from offload.zero.loss_scale import LossScale
@@ -21,7 +21,7 @@ from offload.zero.loss_scale import LossScale
 
 @pytest.fixture
 def make():
-    tier = MemoryTier(TierName.HOST, 1 << 20, HostMemory(1 << 20), Ledger())
+    tier = MemoryTier(Tier.HOST, 1 << 20, HostMemory(1 << 20), Ledger())
     layout = lay_out([ParamShape(("w",), (70, 3)), ParamShape(("b",), (5,))])
 
     def state(itemsize: int) -> MemoryState:

@@ -23,11 +23,12 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
-from offload.tiers.extent import PAGE_NBYTES, TierName
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.block_codes import BlockCodes
 from offload.zero.discovery import discover
@@ -81,7 +82,7 @@ def make_homes(tmp_path: Path) -> Iterator[Callable[..., Homes]]:
 
     def make(slots_nbytes: int, *, in_files: bool, codec: Codec | None = None) -> Homes:
         lock, ledger = threading.RLock(), Ledger()
-        host = MemoryTier(TierName.HOST, slots_nbytes, HostMemory(slots_nbytes), ledger)
+        host = MemoryTier(Tier.HOST, slots_nbytes, HostMemory(slots_nbytes), ledger)
         tier = FileTier(64 << 20, [1.0], ledger)
         files = BlockStore([SwapFile(tmp_path)], tier, ThreadsBackend(), lock=lock)
         made.append(Homes(files, SlotPool(host, lock), in_files, codec))
@@ -136,7 +137,7 @@ class _Counter:
         self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
     ) -> State:
         self.sizes.append(4 * numel)
-        lease = MemoryTier(TierName.HOST, 4 << 20, HostMemory(4 << 20), Ledger()).lease(
+        lease = MemoryTier(Tier.HOST, 4 << 20, HostMemory(4 << 20), Ledger()).lease(
             4 * numel, owner=name, state_class=StateClass.PARAMETERS
         )
         return MemoryState(name, 4 * numel, PAGE_NBYTES, lease)

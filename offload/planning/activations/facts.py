@@ -1,0 +1,42 @@
+"""What one forward and backward pass of a model takes beside its states: bytes and operations.
+
+Found by running the model's own code without values (`trace`), kept as plain numbers so
+that an answer can be given without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """Work of one direction of one pass."""
+
+    flops: int  # of matrix products, convolutions and attention: 2 per multiply-add
+    touched_nbytes: int  # read and written by all operations
+    operations: int  # calls of kernels
+
+
+@dataclass(frozen=True, slots=True)
+class HeapFacts:
+    """Of the bytes that `ActivationFacts` counts, those in storages of less than 32 MiB: on a CPU
+    the C library's heap, which keeps what is freed."""
+
+    saved_nbytes: int = 0
+    peak_nbytes: int = 0
+    peak_elsewhere_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFacts:
+    """One forward and backward pass at a batch and a sequence length. Parameters, gradients of
+    parameters that are at home, and the inputs are not counted."""
+
+    saved_nbytes: int  # what autograd holds when forward ends
+    peak_nbytes: int  # most bytes of tensors alive at a time, what is saved included
+    peak_elsewhere_nbytes: int  # the same where what is saved leaves for another tier
+    peak_at: str  # where: `forward of layers.3`, `backward of head`
+    forward: PassCost
+    backward: PassCost  # recomputation included
+    heap: HeapFacts = HeapFacts()

@@ -1,0 +1,182 @@
+"""One forward and backward pass, operation by operation: what is alive, and what each one costs."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.planning.activations.facts import PassCost
+from offload.planning.activations.live_bytes import Alive, LiveBytes
+from offload.planning.activations.op_costs import flops, is_kernel, scratch_nbytes, touched_nbytes
+from offload.planning.activations.valueless import tensors_of
+
+_DEVICE = torch.ops.prim.device.default
+_DETACH = torch.ops.aten.detach.default
+
+
+@dataclass(slots=True)
+class _Cost:
+    flops: int = 0
+    touched_nbytes: int = 0
+    operations: int = 0
+
+
+@dataclass(slots=True)
+class CountedOps:
+    """Operations that count several times."""
+
+    times: int = 1
+    forward: _Cost = field(default_factory=_Cost)
+    backward: _Cost = field(default_factory=_Cost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Operations from here on, and nodes that they add to the graph, belong to..."""
+
+    node: int  # sequence number of the first
+    where: str
+    part: CountedOps
+    more: Alive  # on account of blocks that are not run
+
+
+class PassWatch(TorchDispatchMode):
+    """Sees every operation. `enter` and `leave` tell it where the forward is; an operation of the
+    backward belongs to where its node was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = LiveBytes(self._grown)
+        self.saved = Alive()
+        self.peak = Alive()  # each of the two at its own peak
+        self.peak_at = "forward"
+        self.rest = CountedOps()  # what no other part has
+        self._parts = [self.rest]
+        self._alike: list[tuple[CountedOps, CountedOps]] = []
+        self._is_kernel: dict[Any, bool] = {}
+        self._backward = False
+        self._last_node = 0
+        self._now = _Mark(0, "the model", self.rest, Alive())
+        self._marks = [self._now]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # importing what is skipped takes longer than a trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return args[0].device
+        if func is _DETACH:  # autograd's, of what it saves and gives back: nothing is made
+            return func(*args)
+        kwargs = kwargs or {}
+        if self._backward:
+            self._find_node()
+        result = func(*args, **kwargs)
+        given = list(tensors_of((args, tuple(kwargs.values()))))
+        results = list(tensors_of((result,)))
+        self.live.made(results, given)
+        scratch = scratch_nbytes(func, args) if self._backward else 0
+        if scratch:
+            self._grown(Alive.of(scratch))
+        self._count(func, args, given, results, result)
+        return result
+
+    def _count(
+        self, func: Any, args: Sequence[Any], given: Sequence[Tensor], results: Sequence[Tensor],
+        result: Any,
+    ) -> None:  # fmt: skip
+        runs = self._is_kernel.get(func)
+        if runs is None:
+            runs = self._is_kernel[func] = is_kernel(func)
+        if runs:
+            cost = self._now.part.backward if self._backward else self._now.part.forward
+            cost.operations += 1
+            cost.touched_nbytes += touched_nbytes(func, given, results)
+            cost.flops += flops(func, args, result)
+
+    def _find_node(self) -> None:
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if 0 <= number < self._last_node:  # no node of a leaf: those have no place in the order
+            place = bisect.bisect_right(self._marks, number, key=lambda mark: mark.node)
+            self._now = self._marks[max(place, 1) - 1]
+
+    def _grown(self, scratch: Alive = Alive()) -> None:  # noqa: B008 (immutable)
+        now = self.live.now + self._now.more + scratch
+        if now.nbytes > self.peak.nbytes:
+            self.peak_at = f"{'backward' if self._backward else 'forward'} of {self._now.where}"
+        self.peak = Alive(
+            max(self.peak.nbytes, now.nbytes), max(self.peak.heap_nbytes, now.heap_nbytes)
+        )
+
+    # ---------------------------------------------------------------- where the forward is
+    def begin(self) -> None:
+        """The model is called: what was made before is its input."""
+        self.live.forget()
+        self.peak = Alive()
+        self._mark("the model", self.rest, Alive())
+
+    def enter(self, where: str, part: CountedOps | None = None) -> None:
+        if not self._backward:
+            self._mark(where, part or self.rest, self._now.more)
+
+    def leave(self, where: str) -> None:
+        if not self._backward:
+            self._mark(f"what follows {where}", self.rest, self._now.more)
+
+    @property
+    def more(self) -> Alive:
+        """What blocks that are not run would have left alive by now."""
+        return self._now.more
+
+    def add_more(self, more: Alive) -> None:
+        self._mark(self._now.where, self._now.part, self._now.more + more)
+
+    def end_forward(self, loss: Tensor) -> None:
+        own = Alive.of(self.live.nbytes_of(loss))
+        self.saved = self.live.now + self._now.more - own
+        self._last_node = _next_node()
+        self._backward = True
+
+    def _mark(self, where: str, part: CountedOps, more: Alive) -> None:
+        self._now = _Mark(_next_node(), where, part, more)
+        self._marks.append(self._now)
+
+    # ---------------------------------------------------------------- what it cost
+    def part(self, times: int) -> CountedOps:
+        """A new one."""
+        part = CountedOps(times)
+        self._parts.append(part)
+        return part
+
+    def expect_alike(self, one: CountedOps, other: CountedOps) -> None:
+        """Both should have the same costs in the end."""
+        self._alike.append((one, other))
+
+    @property
+    def looked_alike(self) -> bool:
+        return all(
+            (one.forward, one.backward) == (other.forward, other.backward)
+            for one, other in self._alike
+        )
+
+    def cost(self, *, backward: bool) -> PassCost:
+        pairs = [(p.times, p.backward if backward else p.forward) for p in self._parts]
+        return PassCost(
+            flops=sum(times * cost.flops for times, cost in pairs),
+            touched_nbytes=sum(times * cost.touched_nbytes for times, cost in pairs),
+            operations=sum(times * cost.operations for times, cost in pairs),
+        )
+
+
+def _next_node() -> int:
+    """The sequence number of the node that is added to a graph next."""
+    return int(torch._C._autograd._get_sequence_nr())

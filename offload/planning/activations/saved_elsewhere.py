@@ -1,0 +1,105 @@
+"""Saved tensors that leave for another tier, as `swap/activations.py` takes them, without moving.
+
+What it takes and what it leaves alone follow the rules there: storages of 128 KiB and more travel
+whole, each once, unless little of one is saved; inputs, parameters and buffers stay. What comes
+back is a new storage. On a CPU it counts only if it may be larger than a slot of the window; a
+smaller one is used in the window, where it arrived.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.planning.activations.live_bytes import LiveBytes
+from offload.planning.plan.activation_plan import LEAST_WINDOW_NBYTES
+from offload.swap.activation_rules import LEAST_NBYTES, WHOLE
+
+_LEAST_SLOT_NBYTES = LEAST_WINDOW_NBYTES // 4
+
+
+class _LeftStorage:
+    """Bytes of a storage that left; it stays on the device while other tensors refer to it."""
+
+    def __init__(self, storage: torch.UntypedStorage, version: int, span: tuple[int, int]) -> None:
+        self.version = version
+        self.start_bytes, self.stop_bytes = span
+        self.there = weakref.ref(storage)
+        self.there_start_bytes = 0  # where the storage that is there begins, of the first one
+
+    def covers(self, storage: torch.UntypedStorage, version: int, span: tuple[int, int]) -> bool:
+        inside = self.start_bytes <= span[0] and span[1] <= self.stop_bytes
+        return self.there() is storage and self.version == version and inside
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftTensor:
+    owner: SavedElsewhere
+    record: _LeftStorage
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset_bytes: int  # of the first storage
+
+    def tensor(self) -> Tensor:
+        storage = self.owner.bring_back(self.record)
+        offset = (self.offset_bytes - self.record.there_start_bytes) // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype).set_(storage, offset, self.shape, self.stride)
+
+
+class SavedElsewhere:
+    """A keeper of saved activations (`zero/handles.py`)."""
+
+    def __init__(self, live: LiveBytes, *, in_place: bool) -> None:
+        """`live` knows which storages count. `in_place`: the model computes on the CPU, where the
+        window is."""
+        self._live = live
+        self._in_place = in_place
+        self._left: weakref.WeakValueDictionary[int, _LeftStorage] = weakref.WeakValueDictionary()
+
+    def keep(self, tensor: Tensor) -> _LeftTensor | None:
+        """Let it leave; None where it stays."""
+        if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
+            return None
+        span = _span(tensor)
+        if span[1] - span[0] < LEAST_NBYTES or not self._live.nbytes_of(tensor):
+            return None
+        record = self._record_of(tensor.untyped_storage(), tensor._version, span)
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        return _LeftTensor(self, record, tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+    def _record_of(
+        self, storage: torch.UntypedStorage, version: int, span: tuple[int, int]
+    ) -> _LeftStorage:
+        record = self._left.get(storage._cdata)
+        if record is None or not record.covers(storage, version, span):
+            if storage.nbytes() <= WHOLE * (span[1] - span[0]):
+                span = 0, storage.nbytes()
+            record = self._left[storage._cdata] = _LeftStorage(storage, version, span)
+        return record
+
+    def bring_back(self, record: _LeftStorage) -> torch.UntypedStorage:
+        """The record's bytes where the model computes."""
+        found = record.there()
+        if found is None:
+            nbytes = record.stop_bytes - record.start_bytes
+            in_window = self._in_place and nbytes <= _LEAST_SLOT_NBYTES
+            with self._live.counting(not in_window):
+                # zeros, where there are values at all: indices have to be some
+                found = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
+            record.there = weakref.ref(found)
+            record.there_start_bytes = record.start_bytes
+        return found
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor reaches: `[start, stop)`."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.numel() == 0:
+        return start, start
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in steps)
+    return start, start + reach * tensor.itemsize

@@ -1,0 +1,226 @@
+"""Activations, counted from the model's own forward and backward, run without values.
+
+    the model ── its parameters exchanged for valueless ones of the configured precision
+       │
+       ├─ blocks   wrapped by the runtime's own micro-batches and recomputation; of many identical
+       │           ones a few are run and count for the others (`traced_blocks`)
+       ├─ forward  every operation is seen: storages are counted from birth to death
+       └─ backward the same; a parameter's gradient is taken as soon as it is there
+
+It runs twice: as it is, and with what autograd saves leaving for another tier as
+`swap/activations.py` would take it. Storages below torch's dispatcher (a kernel's scratch memory)
+are not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.config import OffloadConfig
+from offload.planning.activations.compiler_free import without_compiler
+from offload.planning.activations.cuda_choices import choosing_for_cuda
+from offload.planning.activations.facts import ActivationFacts, HeapFacts
+from offload.planning.activations.pass_watch import PassWatch
+from offload.planning.activations.sample_run import Run, default_run
+from offload.planning.activations.saved_elsewhere import SavedElsewhere
+from offload.planning.activations.traced_blocks import CannotSkipError, watched_blocks
+from offload.planning.activations.valueless import WithoutValues
+from offload.planning.plan.workload import Workload
+from offload.tiers import accelerator
+from offload.tiers.errors import OffloadError, UnsupportedError
+from offload.zero.discovery import Unit, discover, managed
+from offload.zero.handles import HandleTable
+from offload.zero.micro_batches import MicroBatching
+from offload.zero.recompute import Recomputation
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def trace_activations(
+    model: nn.Module, config: OffloadConfig, workload: Workload, *, run: Run | None = None,
+    device: str | None = None, skip: bool = True,
+) -> ActivationFacts:  # fmt: skip
+    """One forward and backward pass of `model` under `config`, counted.
+
+    `run(model, workload)` calls the model on inputs of its own making and gives the loss; by
+    default models that take `input_ids` and `labels`, or `tokens` and `targets`, are called so.
+    `device` (cpu or cuda) says whose kernels are meant, by default `config.device`. The model, on
+    any device, is left as it was. `skip=False` runs every block.
+
+    UnsupportedError where the model cannot be run without knowing more.
+    """
+    config = config.settled()
+    call = run or default_run(model)
+    target = device or _device_of(config)
+    try:
+        units = discover(model, config.groups.blocks).units
+        passes = partial(_passes, model, units, config, workload, call, target)
+        try:
+            return _both(partial(passes, skip=skip))
+        except CannotSkipError:
+            return _both(partial(passes, skip=False))
+    except OffloadError as error:
+        raise UnsupportedError(f"{type(model).__name__} cannot be traced: {error}") from error
+
+
+def _device_of(config: OffloadConfig) -> str:
+    return accelerator.default_type() if config.device == "auto" else config.device
+
+
+def _both(passes: Callable[..., PassWatch]) -> ActivationFacts:
+    return facts_of(passes(elsewhere=False), passes(elsewhere=True))
+
+
+def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
+    """What the same pass takes where saved tensors stay, and where they leave."""
+    return ActivationFacts(
+        saved_nbytes=here.saved.nbytes,
+        peak_nbytes=here.peak.nbytes,
+        peak_elsewhere_nbytes=elsewhere.peak.nbytes,
+        peak_at=here.peak_at,
+        forward=here.cost(backward=False),
+        backward=here.cost(backward=True),
+        heap=HeapFacts(here.saved.heap_nbytes, here.peak.heap_nbytes, elsewhere.peak.heap_nbytes),
+    )
+
+
+def _passes(
+    model: nn.Module, units: Sequence[Unit], config: OffloadConfig, workload: Workload, run: Run,
+    device: str, *, skip: bool, elsewhere: bool,
+) -> PassWatch:  # fmt: skip
+    """Forward and backward, seen by the watch that is returned."""
+    watch = PassWatch()
+    away = SavedElsewhere(watch.live, in_place=device == "cpu") if elsewhere else None
+    with ExitStack() as stack:
+        stack.enter_context(_collector_off())
+        stack.enter_context(without_compiler())
+        values = WithoutValues(device)
+        stack.enter_context(valueless(model, values, DTYPES[config.precision]))
+        if device == "cuda":
+            stack.enter_context(choosing_for_cuda(model, units))
+        stack.enter_context(as_the_engine(model, units, config, away))
+        stack.enter_context(watched_blocks(model, units, watch, skip=skip))
+        stack.enter_context(values)
+        stack.enter_context(watch)
+        stack.enter_context(torch.enable_grad())
+        loss = run(model, workload)
+        watch.end_forward(loss)
+        loss.backward()
+    if not watch.looked_alike:
+        raise CannotSkipError
+    return watch
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Bytes must not depend on when cycles are collected."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@contextmanager
+def valueless(model: nn.Module, values: WithoutValues, dtype: torch.dtype) -> Iterator[None]:
+    """The model's parameters and buffers without values, as the engine would have them."""
+    made: dict[int, Tensor] = {}
+
+    def exchanged(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            if isinstance(tensor, nn.Parameter):
+                kind = dtype if managed(tensor) else tensor.dtype
+                new = values.tensor_like(tensor.detach(), kind)
+                with values:
+                    made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            else:
+                made[id(tensor)] = values.adopted(tensor)
+        return made[id(tensor)]
+
+    before = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    try:
+        for module, parameters, buffers in before:
+            both: Any = ((module._parameters, parameters), (module._buffers, buffers))
+            for own, tensors in both:
+                own.update({k: exchanged(t) for k, t in tensors.items() if t is not None})
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+@contextmanager
+def as_the_engine(
+    model: nn.Module, units: Sequence[Unit], config: OffloadConfig, away: SavedElsewhere | None
+) -> Iterator[None]:
+    """What the engine installs in a model that changes what is alive: recomputation, micro-batches,
+    saved tensors that leave, gradients that are taken."""
+    with ExitStack() as stack:
+        checkpoint = config.placement.activations.checkpoint
+        if checkpoint and any(unit.repeated for unit in units):
+            selective = checkpoint == "selective"
+            recomputation = Recomputation(units, _AllHere(), selective=selective, keeper=away)
+            stack.callback(recomputation.remove)
+        if config.micro_batches > 1:
+            micro_batching = MicroBatching(config.micro_batches, units, _alone, compare=False)
+            stack.callback(micro_batching.remove)
+        if away is not None:
+            stack.enter_context(_leaving(model, away))
+        for param in model.parameters():
+            if param.requires_grad:
+                hook = param.register_post_accumulate_grad_hook(_take_gradient)
+                stack.callback(hook.remove)
+        yield
+
+
+class _AllHere:
+    """Parameters are where they are."""
+
+    def held(self, unit: Unit) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def versions(self, unit: Unit) -> tuple[int, ...]:
+        return ()
+
+
+def _alone(groups: Sequence[int], more: bool) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _take_gradient(param: Tensor) -> None:
+    param.grad = None
+
+
+@contextmanager
+def _leaving(model: nn.Module, away: SavedElsewhere) -> Iterator[None]:
+    """Around the model's forward: what autograd saves goes to `away`."""
+    handles = HandleTable(lambda group: None, away)
+    entered: list[AbstractContextManager[Any]] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        entered.append(handles.hooks())
+        entered[-1].__enter__()
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    hooks = [
+        model.register_forward_pre_hook(before),
+        model.register_forward_hook(after, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

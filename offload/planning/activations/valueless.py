@@ -1,0 +1,215 @@
+"""Tensors without values that say they are on a device: a model's own code runs, nothing computes.
+
+A meta tensor has a shape, a type and a storage of so many bytes, but it says that it is on `meta`,
+and code that asks where it is goes another way: `scaled_dot_product_attention` then takes no fused
+kernel, and saves the whole matrix of scores. So the tensors here are meta tensors that claim a
+device. torch's FakeTensor does the same; what that has to import takes longer than a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.planning.activations.kernel_shapes import run_on_meta
+from offload.tiers.errors import UnsupportedError
+
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+# Whole numbers made from nothing else (positions, masks) are computed up to this many elements:
+# code asks them questions, like whether any position is masked.
+_MOST_KNOWN_NUMEL = 1 << 16
+_aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default  # autograd asks it more often than anything is computed
+_DETACH = _aten.detach.default
+# What they give depends on values.
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default})
+
+
+class ValuelessTensor(torch.Tensor):
+    """Shape, type, strides and a storage; `known` are its values where code may need them."""
+
+    owner: WithoutValues
+    known: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, meta: torch.Tensor, owner: WithoutValues, known: torch.Tensor | None = None
+    ) -> ValuelessTensor:
+        made: ValuelessTensor = torch.Tensor._make_subclass(
+            cls, meta, False, dispatch_device=True, device_for_backend_keys=owner.device
+        )
+        made.owner = owner
+        made.known = known
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.owner.device
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return args[0].owner.device
+        return NotImplemented  # the mode is not active
+
+
+class WithoutValues(TorchDispatchMode):
+    """Inside, every operation works on shapes alone, and makes tensors that are on the CPU."""
+
+    device = _CPU
+
+    def __init__(self, kernels: str = "cpu") -> None:
+        """`kernels`: those of which device, cpu or cuda. torch may have been built without the
+        latter, and its autograd needs a device that is there."""
+        super().__init__()
+        self.kernels = kernels
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # importing what is skipped takes longer than a trace
+
+    def tensor_like(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> ValuelessTensor:
+        """Of the same shape and strides, over a storage of its own. To be called outside."""
+        meta = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=_META
+        )
+        return ValuelessTensor(meta, self)
+
+    def adopted(self, tensor: torch.Tensor) -> ValuelessTensor:
+        """The tensor without values, but for what code may need to know. To be called outside."""
+        if isinstance(tensor, ValuelessTensor):
+            return tensor
+        made = self.tensor_like(tensor)
+        if not tensor.is_meta and tensor.numel() <= _MOST_KNOWN_NUMEL:
+            made.known = tensor
+        return made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return self.device
+        if func is _DETACH and isinstance(args[0], ValuelessTensor):
+            return ValuelessTensor(self._meta(args[0]), self, args[0].known)
+        kwargs = dict(kwargs or {})
+        inputs = list(tensors_of((args, tuple(kwargs.values()))))
+        if func in _READS:
+            return self._read(func, args, self._known_result(func, inputs, args, kwargs))
+        if func.overloadpacket is _aten.arange:  # small, and on meta it is Python
+            kwargs["device"] = _CPU
+            made = func(*args, **kwargs)
+            return self._wrapped(made, None if made.is_floating_point() else made, {})
+        given = args, dict(kwargs)
+        if "device" in kwargs or not inputs:
+            kwargs["device"] = _META
+        if torch.Tag.inplace_view in func.tags:
+            return self._changed_view(func, args, kwargs)
+        metas = {id(x): self._meta(x) for x in inputs}
+        place = {
+            id(meta): x for x, meta in zip(inputs, map(metas.get, map(id, inputs)), strict=True)
+        }
+        args = mapped(args, lambda x: metas[id(x)])
+        kwargs = {key: mapped(value, lambda x: metas[id(x)]) for key, value in kwargs.items()}
+        result = run_on_meta(func, args, kwargs, self.kernels)
+        known = None
+        if isinstance(result, torch.Tensor) and result.numel() <= _MOST_KNOWN_NUMEL:
+            known = self._known_result(func, inputs, *given)
+        return self._wrapped(result, known, place)
+
+    def _changed_view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`set_` and the like: the tensor itself gets another shape or storage."""
+        with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            return func(*args, **kwargs)
+
+    def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A meta tensor over the tensor's storage."""
+        if not isinstance(tensor, ValuelessTensor):
+            if tensor.is_meta:
+                return tensor
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META
+            )
+        meta = torch.empty(0, dtype=tensor.dtype, device=_META)
+        return meta.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+
+    def _read(self, func: Any, args: Sequence[Any], known: Any) -> Any:
+        if known is None:
+            raise UnsupportedError(
+                f"its code depends on values ({func} of a tensor of shape {tuple(args[0].shape)}), "
+                "and a count without values has none"
+            )
+        return self._wrapped(known, known, {})
+
+    def _wrapped(self, result: Any, known: Any, given: dict[int, torch.Tensor]) -> Any:
+        """With tensors of ours for those of the result; `given` are those that came in."""
+        if isinstance(result, torch.Tensor):
+            found = given.get(id(result))
+            if found is None:
+                found = ValuelessTensor(result if result.is_meta else self._meta(result), self)
+            if isinstance(found, ValuelessTensor):
+                found.known = known if isinstance(known, torch.Tensor) else None
+            return found
+        if isinstance(result, (tuple, list)):
+            return type(result)(self._wrapped(each, None, given) for each in result)
+        return result
+
+    def _known_result(
+        self, func: Any, inputs: Sequence[torch.Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """What the operation gives where every value is known and it is about whole numbers."""
+        if inputs:
+            if not all(map(_is_known, inputs)):
+                return None
+        elif not _makes_whole_numbers(func, kwargs):
+            return None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        args = mapped(args, lambda x: getattr(x, "known", x))
+        kwargs = {key: mapped(x, lambda x: getattr(x, "known", x)) for key, x in kwargs.items()}
+        if "device" in kwargs or not inputs:
+            kwargs["device"] = _CPU
+        return func(*args, **kwargs)
+
+
+def tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples and lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_of(value)
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same with every tensor in nested tuples and lists changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(each, change) for each in value)
+    return value
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    known = tensor.known if isinstance(tensor, ValuelessTensor) else tensor
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return known is not None and (whole or tensor.numel() == 1)
+
+
+def _makes_whole_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Of operations without tensors: those that make masks and lengths."""
+    dtype = kwargs.get("dtype")
+    makes = func._schema.name in ("aten::zeros", "aten::ones", "aten::full")
+    return makes and dtype is not None and not dtype.is_floating_point

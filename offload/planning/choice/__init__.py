@@ -1,0 +1,1 @@
+"""Choosing a placement, saying why, and holding it against what came."""

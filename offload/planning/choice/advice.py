@@ -1,0 +1,106 @@
+"""What would make a step faster: changes tried through the solver, those that matter kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from offload.config import OffloadConfig
+from offload.planning.choice.solver import Candidate, RunFacts, solve
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import Change, StepEstimate
+from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.tiers.errors import ConfigError
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes, round_up
+from offload.zero.model_shape import ModelShape
+
+MATTERS = 0.05  # of a step's time: less is not worth a line
+_SHARES = (0.25, 0.5, 1.0)  # of the memory that could be used
+_CORRECTION = (1 / 3, 3.0)  # beyond, it is not the speeds that are wrong
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A run to give advice for."""
+
+    config: OffloadConfig  # as it was given: what is open may be placed anew
+    model: ModelShape
+    hardware: Hardware
+    run: RunFacts  # with speeds corrected by what was measured
+    now: Candidate
+
+
+def advise(situation: Situation) -> list[Change]:
+    """Changes that gain at least `MATTERS`, each alone, the largest gain first.
+
+    A budget is raised as little as brings most of what raising it to all there is would bring.
+    """
+    gains: dict[str, Change] = {}
+    for settings, text in _changes(situation):
+        best = _solved(situation, settings)
+        if best is None:
+            continue
+        factor = best.seconds / situation.now.seconds
+        key = next(iter(settings))
+        before = gains.get(key)
+        if not best.fits or factor > 1 - MATTERS:
+            continue
+        if before is None or before.step_factor is None or factor < before.step_factor - MATTERS:
+            percent = round((factor - 1) * 100)
+            gains[key] = Change(settings, f"{text}: {percent} % step time", factor)
+    return sorted(gains.values(), key=lambda change: change.step_factor or 1.0)
+
+
+def _changes(situation: Situation) -> Iterator[tuple[dict[str, str], str]]:
+    config, plan = situation.config, situation.now.plan
+    budget = plan.budgets[Tier.HOST]
+    free = int(0.9 * (situation.hardware.host_free_nbytes - budget))
+    # all that is on disk, in RAM: more would stay empty
+    useful = needed_nbytes(plan, Tier.HOST) + plan.total(Tier.NVME) - budget
+    for share in _SHARES:
+        more = round_up(int(share * min(free, useful)), 1 << 20)
+        if more > 0:
+            yield {"budget.host": str(budget + more)}, f"raise budget.host by {_short(more)}"
+    # of states that tiers keep differently, another place is another result
+    movable = [name for name in ("parameters", "gradients", "optimizer")
+               if name != "optimizer" or config.optimizer.states.uniform]  # fmt: skip
+    named = {
+        f"placement.{name}": "auto"
+        for name in movable
+        if getattr(config.placement, name) is not None
+    }
+    if named:
+        yield named, "set " + ", ".join(f"{key}: auto" for key in named)
+    for checkpoint in ("false", "selective", "true"):
+        if str(situation.now.config.placement.activations.checkpoint).lower() != checkpoint:
+            key = "placement.activations.checkpoint"
+            yield {key: checkpoint}, f"set {key}: {checkpoint}"
+
+
+def _solved(situation: Situation, settings: Mapping[str, str]) -> Candidate | None:
+    """The best plan after a change; None where it contradicts the rest of the configuration."""
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    try:
+        config = OffloadConfig.load(situation.config, overrides)
+    except ConfigError:
+        return None
+    return solve(config, situation.model, situation.hardware, situation.run).best
+
+
+def _short(nbytes: int) -> str:
+    """`6GiB`, as a budget is written."""
+    return format_bytes(nbytes).replace(" ", "").replace(".0", "")
+
+
+def corrected(speeds: Speeds, step: StepEstimate, measured_s: float) -> Speeds | None:
+    """Speeds with which the prediction would have been what was measured; None where that is too
+    far off: other programs are at work, or something is not in the model of time at all.
+
+    All rates by one factor: one number cannot say which of them was wrong. What the machine was
+    measured to do alone is then what it does in this run.
+    """
+    factor = step.seconds / measured_s
+    if not _CORRECTION[0] <= factor <= _CORRECTION[1]:
+        return None
+    return speeds.times(factor)

@@ -1,0 +1,55 @@
+"""Times and counts in words for people: `12.3 ms`, `2 min 5 s`, `6.74 B`; one form everywhere."""
+
+from __future__ import annotations
+
+import math
+
+_MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 365.25 * 86400
+_SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def duration(seconds: float) -> str:
+    """`12.3 ms`, `1.23 s`, `2 min 5 s`, `3 h 20 min`, `12.5 days`: at least two digits."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds <= 0:
+        return "0 s"
+    if seconds < 1e-3:
+        return f"{three_digits(seconds * 1e6)} µs"
+    if seconds < 0.9995:
+        return f"{three_digits(seconds * 1e3)} ms"
+    if seconds < 2 * _MINUTE:
+        return f"{three_digits(seconds)} s"
+    if seconds < 2 * _HOUR:
+        return _two(seconds, _MINUTE, "min", 1.0, "s")
+    if seconds < 2 * _DAY:
+        return _two(seconds, _HOUR, "h", _MINUTE, "min")
+    if seconds < 2 * _YEAR:
+        return f"{three_digits(seconds / _DAY)} days"
+    return f"{three_digits(seconds / _YEAR)} years"
+
+
+def counted(number: float) -> str:
+    """`6.74 B` (short scale: a thousand million), three digits; exact below ten thousand."""
+    if number < 1e4:
+        return f"{number:,.0f}"
+    for factor, letter in _SCALES:
+        if number >= factor * 0.9995:
+            return f"{three_digits(number / factor)} {letter}"
+    raise AssertionError("unreachable")
+
+
+def three_digits(number: float) -> str:
+    """Three significant digits, without an exponent."""
+    if number >= 99.95:
+        return f"{number:,.0f}"
+    if number >= 9.995:
+        return f"{number:.1f}"
+    if number >= 0.9995:
+        return f"{number:.2f}"
+    return f"{float(f'{number:.3g}'):.10f}".rstrip("0").rstrip(".") or "0"
+
+
+def _two(seconds: float, large: float, large_name: str, small: float, small_name: str) -> str:
+    whole, rest = divmod(round(seconds / small), round(large / small))
+    return f"{whole} {large_name} {rest} {small_name}" if rest else f"{whole} {large_name}"

@@ -1,0 +1,373 @@
+"""Placements laid out, checked and timed, with checkpoint and micro_batches settled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.heap_holes import heap_holes_nbytes
+from offload.planning.choice.link_time import slowest_link_s
+from offload.planning.choice.placement_search import PlacementSearch
+from offload.planning.choice.splits import neighbours
+from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.activation_plan import least_window
+from offload.planning.plan.builder import Placements, PlanBuilder, reserve_nbytes
+from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
+from offload.planning.plan.plan import Hardware, Plan, needed_nbytes, ram_nbytes
+from offload.planning.plan.shortfalls import leaves_none_to_activations, shortfalls
+from offload.planning.plan.sizes import CLASSES
+from offload.planning.plan.workload import Workload
+from offload.planning.step.step_time import COMPUTE, OPTIMIZER, estimate_step
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+# Timed per choice of checkpoint and micro-batches.
+_CANDIDATES = 12
+_FEW_PIECES = 1_000  # of optimizer state
+_CANDIDATES_LARGE = 3  # of a model with more: each takes tens of milliseconds
+_FAR = 2.0  # times the best one's time of the slowest link: not worth timing
+_WORTH = 5  # per cent of a class: less is no reason for a split
+_MOVES = (0.3, 0.1, 0.05)  # shares of a class that are moved to another tier
+_MOVES_LARGE = (0.1,)
+_GAIN = 0.002  # of a step's time, for another move
+_ROUGH, _ROUGH_LARGE = 1.1, 1.02  # of its slowest link's time: a move to more is not predicted
+AS_FAST = 0.01  # of a step's time: no prediction tells less
+_DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run beside the sizes of its states: its work, the machine's speeds, what a
+    pass takes."""
+
+    workload: Workload
+    speeds: Speeds
+    facts_of: Callable[[OffloadConfig], ActivationFacts]  # of a settled configuration
+    elsewhere_nbytes: int = 0  # RAM of interpreter and libraries
+    on_device_nbytes: int = 0  # GPU memory of context and libraries
+    more_nbytes_of: Callable[[OffloadConfig], int] = lambda config: 0  # of libraries, by use
+    any_fit: bool = False  # the first placement found that fits is enough, and no times are
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement laid out."""
+
+    config: OffloadConfig  # settled: checkpoint and micro_batches as they were chosen
+    plan: Plan
+    seconds: float  # of a step; of the slowest link alone where nothing is known of the work
+    step: StepEstimate | None  # None: nothing is known of the work
+    shortfalls: tuple[Shortfall, ...]
+    beyond_free_nbytes: int  # RAM that it needs with activations and libraries, and others have now
+    evaluator: PlacementEvaluator = field(repr=False, compare=False)
+
+    @property
+    def passing_nbytes(self) -> int:
+        """RAM of activations beside the tiers; 0 on a GPU, or where it is not known."""
+        return 0 if self.plan.gpu else self.evaluator.passing_nbytes
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortfalls
+
+    def elsewhere(self, state_class: StateClass) -> Iterator[Candidate]:
+        """The same plan but for one class, which is whole in another tier that is open to it."""
+        here = self.plan.placements
+        for tier in self.evaluator.open_tiers.get(state_class, ()):
+            moved = Placement.on(tier)
+            if moved != here[state_class]:
+                yield self.evaluator.evaluate({**here, state_class: moved})
+
+
+class PlacementEvaluator:
+    """Lays out and times placements of one model, with activations.checkpoint and micro_batches
+    settled."""
+
+    def __init__(
+        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts | None,
+        before: PlacementEvaluator | None = None,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._hardware = hardware
+        self._run = run
+        self._facts = run.facts_of(config) if run is not None else None
+        self._config = config
+        self._config = self._with_open_budgets(config)
+        self._builder = PlanBuilder(self._config, model, hardware)
+        if before is not None:
+            self._builder.share_with(before._builder)
+        self._plans: dict[tuple[Placement, ...], Plan] = {}
+        self._candidates: dict[tuple[Placement, ...], Candidate] = {}
+
+    def _with_open_budgets(self, config: OffloadConfig) -> OffloadConfig:
+        """Where they are open, the device tier takes what activations and libraries leave of a GPU,
+        the host tier what they and the reserve leave of RAM."""
+        run, hardware = self._run, self._hardware
+        if run is None:
+            return config
+        passing = self.passing_nbytes
+        if hardware.device_nbytes:
+            left = int(_DEVICE_SHARE * hardware.device_nbytes)
+            left -= run.on_device_nbytes + self._peak_nbytes(config)
+            config, passing = _within(config, Tier.DEVICE, left), 0
+        # libraries are loaded already where it is this process that will train
+        left = min(hardware.host_nbytes - self._libraries_nbytes, hardware.host_free_nbytes)
+        left = max(0, left - passing)
+        return _within(config, Tier.HOST, left - reserve_nbytes(left))
+
+    def candidates(self) -> list[Candidate]:
+        """Laid out, in the order of the search; at least one."""
+        found = list(self._search.corners())
+        plans = self._ranked(found)
+        for least in (_WORTH, 1):
+            if self._short(plans[0]) or (least == _WORTH and not self._any_fit):
+                found += self._search.filled(least)
+                plans = self._ranked(found)
+        most_s = _FAR * self._links_s(plans[0])
+        near = plans[:2] + [plan for plan in plans[2:] if self._links_s(plan) <= most_s]
+        return [self.evaluate(plan.placements) for plan in near[: self._count]]
+
+    def _ranked(self, found: Iterable[Placements]) -> list[Plan]:
+        plans = {_key(placements): self._plan(placements) for placements in found}
+        return sorted(plans.values(), key=self._rank)
+
+    @cached_property
+    def _search(self) -> PlacementSearch:
+        return PlacementSearch(
+            self._builder.explicit, self.open_tiers,
+            lambda placements, tier: self._lacks(self._plan(placements), tier),
+        )  # fmt: skip
+
+    @property
+    def _any_fit(self) -> bool:
+        return self._run is not None and self._run.any_fit
+
+    @property
+    def _count(self) -> int:
+        """How many placements are laid out."""
+        if self._run is None:
+            return 2
+        if self._any_fit:
+            return 1
+        return _CANDIDATES if self.is_small else _CANDIDATES_LARGE
+
+    def _rank(self, plan: Plan) -> tuple[int, float, int]:
+        """What is short least, then what keeps its slowest link busy least; of equals the plainest.
+        `sorted` keeps the order of what is left: that of the search."""
+        parts = sum(len(placement.tiers) for placement in plan.placements.values())
+        return self._short(plan), float(f"{self._links_s(plan):.3g}"), parts
+
+    def _short(self, plan: Plan) -> int:
+        """Bytes that are missing, weighed."""
+        weights = short_weights(gpu=plan.gpu)
+        return sum(weights[tier] * max(0, self._lacks(plan, tier)) for tier in Tier)
+
+    def _links_s(self, plan: Plan) -> float:
+        return slowest_link_s(plan, self._config, self._run.speeds if self._run else NOMINAL)
+
+    def _lacks(self, plan: Plan, tier: Tier) -> int:
+        """Bytes that a tier lacks of its budget or of the machine; negative: to spare."""
+        hardware, needed = self._hardware, needed_nbytes(plan, tier)
+        lacking = needed - plan.budgets[tier]
+        if tier is Tier.NVME:
+            lacking = max(lacking, needed - hardware.nvme_free_nbytes)
+            return max(1, lacking) if leaves_none_to_activations(plan) else lacking
+        if plan.gpu and tier is Tier.DEVICE:
+            return lacking
+        return max(lacking, ram_nbytes(plan) + self._elsewhere_nbytes - hardware.host_nbytes)
+
+    def _plan(self, placements: Placements) -> Plan:
+        key = _key(placements)
+        if key not in self._plans:
+            self._plans[key] = self._builder.build(placements)
+        return self._plans[key]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether trying many placements takes no time worth mentioning."""
+        return self._pieces <= _FEW_PIECES
+
+    def refined(self, start: Candidate) -> Candidate:
+        """`start`, moved class by class as long as predicted steps get shorter."""
+        return start if start.step is None else self._plainer(self._moved(self._plainer(start)))
+
+    def _moved(self, best: Candidate) -> Candidate:
+        rough = _ROUGH if self.is_small else _ROUGH_LARGE
+        for step in _MOVES if self.is_small else _MOVES_LARGE:
+            before = None
+            while before is not best and self._could_be_shorter(best):
+                before = best
+                for placements in self._near(best.plan.placements, step):
+                    if self._links_s(self._plan(placements)) > rough * self._links_s(best.plan):
+                        continue  # it keeps its slowest link busy for clearly longer
+                    tried = self._fitting(placements)
+                    if tried is not None and tried.seconds < best.seconds * (1 - _GAIN):
+                        best = tried
+        return best
+
+    def _near(self, placements: Placements, step: float) -> Iterator[Placements]:
+        """With `step` of a class in another tier, or of two in each other's place."""
+        for state_class, tiers in self.open_tiers.items():
+            here = placements[state_class]
+            for moved in neighbours(here, tiers, step):
+                yield {**placements, state_class: moved}
+        yield from self._search.swapped(placements, step)
+
+    def _could_be_shorter(self, best: Candidate) -> bool:
+        """Not if work that is the same wherever states live takes all of the step: on a CPU the
+        model's and the optimizer's where nothing moves, beside a GPU's link the model's alone."""
+        if best.step is None:
+            return False
+        work_s = {link.name: link.seconds for link in best.step.links}
+        if len(work_s) > 2 or not self._config.optimizer.states.uniform:
+            return True
+        least_s = work_s[COMPUTE] + (0.0 if best.plan.gpu else work_s[OPTIMIZER])
+        return least_s < best.seconds * (1 - _GAIN)
+
+    def _plainer(self, best: Candidate) -> Candidate:
+        """Without splits that bring next to nothing."""
+        for state_class in self.open_tiers:
+            placement = best.plan.placements[state_class]
+            if len(placement.tiers) > 1:
+                largest = max(placement.shares, key=lambda share: share[1])[0]
+                whole = {**best.plan.placements, state_class: Placement.on(largest)}
+                tried = self._fitting(whole)
+                if tried is not None and tried.seconds <= best.seconds * (1 + AS_FAST):
+                    best = tried
+        return best
+
+    def evaluate(self, placements: Placements) -> Candidate:
+        """Laid out and timed; by the bytes over its links where no step can be predicted."""
+        key = _key(placements)
+        if key not in self._candidates:
+            plan = self._plan(placements)
+            step = self._predict(plan)
+            seconds = step.seconds if step is not None else self._links_s(plan)
+            self._candidates[key] = Candidate(
+                self._config, plan, seconds, step, self._missing(plan),
+                self._beyond_free_nbytes(plan), self,
+            )  # fmt: skip
+        return self._candidates[key]
+
+    def _fitting(self, placements: Placements) -> Candidate | None:
+        """Timed only if it fits: times take longest."""
+        return None if self._missing(self._plan(placements)) else self.evaluate(placements)
+
+    def _missing(self, plan: Plan) -> tuple[Shortfall, ...]:
+        return (*shortfalls(plan, self._hardware), *self._beside(plan))
+
+    def _beyond_free_nbytes(self, plan: Plan) -> int:
+        if self._run is None or plan.gpu:
+            return 0
+        return max(0, ram_nbytes(plan) + self.passing_nbytes - self._hardware.host_free_nbytes)
+
+    # ---------------------------------------------------------------- what is known
+    def _predict(self, plan: Plan) -> StepEstimate | None:
+        if self._run is None or self._facts is None or self._run.any_fit:
+            return None
+        run = self._run
+        return estimate_step(
+            plan, self._config, self._model, self._facts, run.workload, run.speeds
+        )  # fmt: skip
+
+    @cached_property
+    def _pieces(self) -> int:
+        return sum(len(group.records) for group in self._builder.groups)
+
+    # ---------------------------------------------------------------- room
+    @cached_property
+    def open_tiers(self) -> dict[StateClass, tuple[Tier, ...]]:
+        """Where classes may go that the configuration does not name."""
+        config, builder = self._config, self._builder
+        below = [Tier.HOST]
+        if builder.budgets[Tier.NVME] > 0:
+            below.append(Tier.NVME)
+        kernels = builder.gpu and builder.hardware.kernels_missing is None
+        tiers: dict[StateClass, tuple[Tier, ...]] = {}
+        for state_class in CLASSES:
+            if state_class in builder.explicit:
+                continue
+            there = list(below)
+            if state_class is StateClass.GRADIENTS and config.sums_gradients:
+                there = [Tier.HOST]  # never an fp32 gradient file
+            first = state_class is StateClass.PARAMETERS or (kernels and self._run is not None)
+            if first and builder.budgets[Tier.DEVICE] > 0:
+                there.insert(0, Tier.DEVICE)
+            tiers[state_class] = tuple(there)
+        return tiers
+
+    @property
+    def _elsewhere_nbytes(self) -> int:
+        """RAM that others need beside the tiers: libraries, and on a CPU activations."""
+        if self._facts is None:
+            return 0
+        return self._libraries_nbytes + (0 if self._builder.gpu else self.passing_nbytes)
+
+    @property
+    def _libraries_nbytes(self) -> int:
+        if self._run is None:
+            return 0
+        return self._run.elsewhere_nbytes + self._run.more_nbytes_of(self._config)
+
+    @property
+    def passing_nbytes(self) -> int:
+        """RAM of a pass on a CPU: tensors, and the holes between them."""
+        if self._facts is None:
+            return 0
+        away = self._config.placement.activations.tier == "nvme"
+        return self._peak_nbytes(self._config) + heap_holes_nbytes(self._facts, leaves=away)
+
+    def _peak_nbytes(self, config: OffloadConfig) -> int:
+        """Activations where the model computes."""
+        if self._facts is None:
+            return 0
+        gpu = self._hardware.device_nbytes > 0
+        away = least_window(Tier(config.placement.activations.tier), gpu) > 0
+        return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
+
+    def _beside(self, plan: Plan) -> Iterator[Shortfall]:
+        """What memory the tiers, activations and libraries need together."""
+        if self._run is None or self._facts is None:
+            return
+        hardware = self._hardware
+        if plan.gpu:
+            tier, capacity = Tier.DEVICE, hardware.device_nbytes
+            beside = self._run.on_device_nbytes + self._peak_nbytes(self._config)
+            held = plan.budgets[tier]  # taken in one piece
+        else:
+            tier, capacity, beside = Tier.HOST, hardware.host_nbytes, self._elsewhere_nbytes
+            held = ram_nbytes(plan)
+        if held + beside <= capacity:
+            return
+        short = held + beside - capacity
+        recomputes = self._config.placement.activations.checkpoint is True
+        remedy = "" if recomputes else "set placement.activations.checkpoint: true, or "
+        yield Shortfall(
+            tier, held + beside, capacity, "placement.activations.checkpoint",
+            f"activations and libraries need {format_bytes(beside)} beside {format_bytes(held)} of "
+            f"states: {format_bytes(short)} more than the {format_bytes(capacity)} there are; "
+            f"{remedy}lower the batch, the sequence or budget.{tier}",
+        )  # fmt: skip
+
+
+def _key(placements: Placements) -> tuple[Placement, ...]:
+    return tuple(placements[state_class] for state_class in CLASSES)
+
+
+def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:
+    """With a budget of `nbytes` for a tier that was left open, in whole pages."""
+    if getattr(config.budget, tier) is not None:
+        return config
+    pages = max(0, nbytes) // PAGE_NBYTES * PAGE_NBYTES
+    budget = config.budget.model_copy(update={str(tier): pages})
+    return config.model_copy(update={"budget": budget})

@@ -1,0 +1,127 @@
+"""Placements worth comparing, found by asking the planner how many bytes each tier would hold.
+
+    corners   every open class whole in one tier: what one would try by hand
+    filled    everything in the slowest tier, then raised class by class: whole, or the largest
+              share that the faster tier holds; in every order of the classes, and once more
+              without nvme, which costs buffers and windows in memory as soon as anything is there
+
+Shares are whole per cents. Deterministic: the order is that of the classes and of the tiers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from offload.planning.choice.splits import share_of, shifted
+from offload.planning.plan.builder import Placements
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
+
+# Of classes that the configuration does not name, fastest first.
+OpenTiers = Mapping[StateClass, tuple[Tier, ...]]
+# Bytes that a tier lacks under a placement; what it has to spare is negative.
+Lacking = Callable[[Placements, Tier], int]
+
+
+class PlacementSearch:
+    """Of one model, one configuration and one machine."""
+
+    def __init__(self, named: Placements, open_tiers: OpenTiers, lacking: Lacking) -> None:
+        self._named = named
+        self._open = open_tiers
+        self._lacking = lacking
+
+    def corners(self) -> Iterator[Placements]:
+        for tiers in itertools.product(*self._open.values()):
+            yield self._with(zip(self._open, tiers, strict=True))
+
+    def filled(self, least: int) -> Iterator[Placements]:
+        """`least`: per cent of a class that are worth a split. The same may come several times."""
+        yield from self._all_filled(self._open, least)
+        without = {c: _without_nvme(tiers) for c, tiers in self._open.items()}
+        if without != self._open:
+            yield from self._all_filled(without, least)
+
+    def _with(self, tiers: Iterable[tuple[StateClass, Tier]]) -> Placements:
+        return {**self._named, **{c: Placement.on(tier) for c, tier in tiers}}
+
+    def _all_filled(self, open_tiers: OpenTiers, least: int) -> Iterator[Placements]:
+        for order in itertools.permutations(open_tiers):
+            lowest = self._with((c, tiers[-1]) for c, tiers in open_tiers.items())
+            yield self._raised_in_turn(lowest, order, least)
+
+    def swapped(self, placements: Placements, step: float) -> Iterator[Placements]:
+        """`step` of a class goes down from a tier, and another takes the room: from the slowest, or
+        from where the first one goes."""
+        for goes, comes in itertools.permutations(self._open, 2):
+            tiers = self._open[goes]
+            for tier, below in itertools.combinations(tiers, 2):
+                lowered = shifted(placements[goes], below, tier, step)
+                if lowered is not None and tier in self._open[comes]:
+                    yield self._raised({**placements, goes: lowered}, comes, tier, 1, below)
+
+    def _raised_in_turn(
+        self, placements: Placements, order: Sequence[StateClass], least: int
+    ) -> Placements:
+        for tier, state_class in itertools.product(Tier, order):
+            if tier in self._open[state_class][:-1]:
+                placements = self._raised(placements, state_class, tier, least)
+        return placements
+
+    def _raised(
+        self, placements: Placements, state_class: StateClass, tier: Tier, least: int,
+        below: Tier = Tier.NVME,
+    ) -> Placements:  # fmt: skip
+        """With as much of the class in `tier` as it holds, taken from the slowest that has any."""
+        here = placements[state_class]
+        slower = tier.slower[: tier.slower.index(below) + 1]
+        source = next((each for each in reversed(slower) if share_of(here, each)), None)
+        if source is None:
+            return placements
+
+        above = tuple(faster for faster in Tier if tier in faster.slower)
+        before = [max(0, self._lacking(placements, each)) for each in above]
+
+        def moved(percent: int) -> Placements:
+            shares = shifted(here, tier, source, percent / 100)
+            assert shares is not None, "no more than there is"
+            return {**placements, state_class: shares}
+
+        def lacking(percent: int) -> int:
+            """Of the tier, or more than before of those above: pieces are dealt out anew."""
+            tried = moved(percent)
+            more = sum(
+                max(0, self._lacking(tried, each) - nbytes)
+                for each, nbytes in zip(above, before, strict=True)
+            )
+            own = self._lacking(tried, tier)
+            return max(own, more) if more else own
+
+        most = round(100 * share_of(here, source))
+        percent = _largest(most, lacking)
+        return moved(percent) if percent >= min(least, most) else placements
+
+
+def _without_nvme(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    return tuple(tier for tier in tiers if tier is not Tier.NVME) or tuple(tiers)
+
+
+def _largest(most: int, lacking: Callable[[int], int]) -> int:
+    """The largest of 0 ... `most` that lacks nothing, or one less; 0 if none does. Bytes are nearly
+    linear: guessed between what is spare at one end and what is lacking at the other."""
+    over = lacking(most)
+    if over <= 0:
+        return most
+    spare = -lacking(0)
+    low, high, enough = 0, most, (spare + over) / most
+    while high - low > 1 and spare >= (enough if low else 0):
+        guess = low + int((high - low) * spare / (spare + over))
+        guess = min(max(guess, low + 1), high - 1)
+        missing = lacking(guess)
+        if missing <= 0:
+            low, spare = guess, -missing
+        else:
+            high, over = guess, missing
+    return low

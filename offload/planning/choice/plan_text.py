@@ -1,0 +1,204 @@
+"""A plan in words: what `offload plan` prints."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offload.planning.choice.durations import duration
+from offload.planning.choice.plan_reasons import reasons
+from offload.planning.choice.solver import Candidate, Solution
+from offload.planning.machine.preflight import Preflight
+from offload.planning.plan.plan import Plan, breakdown, needed_nbytes
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.planning.plan.estimate import StepEstimate
+    from offload.planning.plan.workload import Workload
+
+_CLASSES = (
+    StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER, StateClass.STAGING,
+    StateClass.ACTIVATIONS,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All that `offload plan` says."""
+
+    model: str
+    config: OffloadConfig  # as it was given
+    workload: Workload
+    solution: Solution
+    device: str
+    preflight: Preflight
+    timed: bool  # whether the predicted times are of this machine's measured speeds
+    ranks_here: int = 1  # on each machine
+
+    @property
+    def plan(self) -> Plan:
+        return self.solution.best.plan
+
+
+def describe(planned: Planned) -> RenderableType:
+    """The placement with its reasons, its bytes and its time."""
+    parts: list[RenderableType] = [_headline(planned), "", _why(planned), "", _bytes(planned)]
+    parts += [_needs(planned.plan), ""]
+    best = planned.solution.best
+    if best.step is not None and planned.timed:
+        parts += [_time(best.step), _next_best(planned.solution)]
+    elif planned.plan.sharding.world_size > 1:
+        parts.append("no step time: nothing is known of the network between the ranks")
+    else:
+        paths = "".join(f" {shlex.quote(str(path))}" for path in planned.config.nvme.paths)
+        parts.append(
+            "no step time: this machine's speed has not been measured; "
+            f"`memest calibrate{paths}` does that"
+        )
+    parts += [f"note: {warning}" for warning in planned.preflight.warnings]
+    return Group(*parts)
+
+
+def _headline(planned: Planned) -> RenderableType:
+    plan, config = planned.plan, planned.solution.best.config.resolved()
+    specs = [spec for group in plan.groups for spec in group.layout.params]
+    numel = sum(spec.numel for spec in specs)
+    trainable = sum(spec.numel for spec in specs if spec.trainable)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_row("model", Text(planned.model))
+    table.add_row("", f"{numel:,} parameters ({trainable:,} trainable)")
+    table.add_row("a step", _work(planned.workload))
+    table.add_row("groups", f"{len(plan.groups)}, the largest {_largest(plan)}")
+    if plan.sharding.world_size > 1:
+        table.add_row("ranks", _ranks(planned))
+    table.add_row("computes on", f"{planned.device}, precision {config.precision}")
+    table.add_row("master", f"{config.optimizer.master}, moments {config.optimizer.states}")
+    table.add_row("chunk", f"{plan.chunk_numel:,} elements; {plan.prefetch} groups fetched ahead")
+    checkpoint = str(config.placement.activations.checkpoint).lower()
+    table.add_row(
+        "activations",
+        f"{config.placement.activations.tier}, checkpoint {checkpoint}"
+        f"{_auto(planned, 'placement.activations.checkpoint')}; "
+        f"micro_batches {config.micro_batches}{_auto(planned, 'micro_batches')}",
+    )
+    return table
+
+
+def _work(workload: Workload) -> str:
+    """`2 passes of 4 x 2,048 tokens`."""
+    passes = f"{workload.passes} passes of " if workload.passes > 1 else ""
+    return f"{passes}{workload.batch:,} x {workload.sequence:,} tokens"
+
+
+def _ranks(planned: Planned) -> str:
+    """`1 of 16, 8 on each machine; ZeRO stage 3: 2 copies of shards for 8 ranks`."""
+    sharding, stage = planned.plan.sharding, planned.config.zero.stage
+    groups = f"{sharding.replicas} copies of shards for {sharding.ranks} ranks"
+    if sharding.ranks == 1:
+        groups = f"{sharding.replicas} whole copies"
+    elif sharding.replicas == 1:
+        groups = f"shards for {sharding.ranks} ranks"
+    machine = f"{planned.ranks_here} on each machine"
+    return f"1 of {sharding.world_size}, {machine}; ZeRO stage {stage}: {groups}"
+
+
+def _auto(planned: Planned, key: str) -> str:
+    return " (auto)" if key in planned.solution.open_keys else ""
+
+
+def _largest(plan: Plan) -> str:
+    if not plan.groups:
+        return "nothing"
+    group = max(plan.groups, key=lambda g: g.parameters)
+    return f"{group.name} with {format_bytes(group.parameters)}"
+
+
+def _why(planned: Planned) -> RenderableType:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    said = reasons(planned.solution)
+    for state_class, placement in planned.plan.placements.items():
+        chosen = _auto(planned, f"placement.{state_class}")
+        table.add_row(state_class, placement.describe() + chosen, said[state_class])
+    return table
+
+
+def _bytes(planned: Planned) -> Table:
+    plan, here = planned.plan, planned.ranks_here
+    several = plan.sharding.world_size > 1
+    table = Table(title=f"Bytes at home{' of one rank' * several}", title_justify="left")
+    table.add_column("")
+    for tier in Tier:
+        table.add_column(tier, justify="right", no_wrap=True)
+    for state_class in _CLASSES:
+        held = [plan.expected[tier].get(state_class, 0) for tier in Tier]
+        table.add_row(state_class, *map(_cell, held))
+    table.add_section()
+    table.add_row("total", *(_cell(plan.total(tier)) for tier in Tier))
+    table.add_row("needed at least", *(_cell(needed_nbytes(plan, tier)) for tier in Tier))
+    table.add_row("budget", *(_cell(plan.budgets[tier]) for tier in Tier))
+    if several:
+        table.add_section()
+        table.add_row(
+            f"all {here} ranks of a machine" if here > 1 else "the rank of a machine",
+            *(_cell(here * needed_nbytes(plan, tier)) for tier in Tier),
+        )
+    return table
+
+
+def _cell(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+def _needs(plan: Plan) -> RenderableType:
+    lines = [
+        f"{tier} needs {format_bytes(needed_nbytes(plan, tier))}: {breakdown(plan, tier)}"
+        for tier in Tier
+        if needed_nbytes(plan, tier)
+    ]
+    return "\n".join(lines)
+
+
+def _time(step: StepEstimate) -> RenderableType:
+    table = Table(title=f"Predicted step: {duration(step.seconds)}", title_justify="left")
+    table.add_column("link")
+    for name in ("busy", "of the step", "moved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for link in step.links:
+        mark = " (bottleneck)" if link.name == step.bottleneck else ""
+        share = f"{link.seconds / step.seconds:.0%}"
+        table.add_row(link.name + mark, duration(link.seconds), share, _cell(link.nbytes))
+    return table
+
+
+def _next_best(solution: Solution) -> str:
+    other = solution.next_best
+    if other is None:
+        return "next best: nothing else is open" if not solution.others else "next best: none fits"
+    slower = other.seconds / solution.best.seconds - 1
+    what = ", ".join(_differences(solution.best, other))
+    return f"next best: {what}: {duration(other.seconds)} ({slower:+.1%})"
+
+
+def _differences(best: Candidate, other: Candidate) -> Iterator[str]:
+    for state_class, placement in other.plan.placements.items():
+        if placement != best.plan.placements[state_class]:
+            yield f"{state_class} on {placement.describe()}"
+    checkpoint = other.config.placement.activations.checkpoint
+    if checkpoint != best.config.placement.activations.checkpoint:
+        yield f"checkpoint {str(checkpoint).lower()}"
+    if other.config.micro_batches != best.config.micro_batches:
+        yield f"micro_batches {other.config.micro_batches}"

@@ -1,0 +1,116 @@
+"""Budgets in, a plan out: which class of state lives where, and whether that can work."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from offload.planning.choice.solver import solve
+from offload.planning.plan.plan import Hardware, Plan
+from offload.planning.plan.shortfalls import shortfalls as shortfalls
+from offload.planning.plan.sizes import (
+    ITEMSIZE,
+)
+from offload.swap.worker import available_cores
+from offload.tiers.errors import BudgetError
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig, ThreadsConfig
+
+_log = logging.getLogger("offload")
+
+
+def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
+    """`config` with the plan's placement, chunk and prefetch as explicit values, and the budgets
+    that it was made for: what is free may be less in a moment."""
+    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
+    budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
+    update = {
+        "budget": config.budget.model_copy(update=budgets),
+        "placement": config.placement.model_copy(update=splits),
+        "prefetch": plan.prefetch,
+        "optimizer": config.optimizer.model_copy(update={"chunk": plan.chunk_numel}),
+    }
+    return config.model_copy(update=update)
+
+
+def resolved_config(
+    config: OffloadConfig, plan: Plan, device: str, ranks_here: int = 1
+) -> OffloadConfig:
+    """`config` with every `auto` that the machine and the model decide filled in. `ranks_here`
+    share the machine's cores."""
+    threads = _threads(config, available_cores() // ranks_here, gpu=plan.gpu)
+    chosen = chosen_config(config.resolved(), plan)
+    return chosen.model_copy(update={"device": device, "threads": threads})
+
+
+def _threads(config: OffloadConfig, cores: int, *, gpu: bool) -> ThreadsConfig:
+    if config.threads.optimizer != "auto":
+        return config.threads
+    # Beside a GPU the model's thread and I/O keep a core each: a kernel launched late costs more
+    # than an optimizer with two threads fewer.
+    return config.threads.model_copy(update={"optimizer": max(1, cores - 2 if gpu else cores)})
+
+
+def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
+    """The plan of a model on some hardware. BudgetError if a budget cannot work."""
+    _check_least(config, model, hardware)
+    plan = lay_out_plan(config, model, hardware)
+    check_plan(plan, hardware)
+    _tell_of_sums(plan)
+    _tell_of_formats(plan, config)
+    return plan
+
+
+def check_plan(plan: Plan, hardware: Hardware) -> None:
+    """BudgetError, naming the missing bytes and the key, if a tier cannot hold its part."""
+    missing = shortfalls(plan, hardware)
+    if missing:
+        raise BudgetError(missing[0].message)
+
+
+def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
+    """The plan as the configuration asks for it, whether or not it fits (see `shortfalls`)."""
+    return solve(config, model, hardware).best.plan
+
+
+def _tell_of_sums(plan: Plan) -> None:
+    """Warn of states that are not where the configuration puts them."""
+    if Tier.NVME not in dict(plan.placements[StateClass.GRADIENTS].shares):
+        return
+    summed = [group for group in plan.groups if group.summed]
+    if summed:
+        _log.warning(
+            "placement.gradients: %d groups that several blocks share get a gradient from each "
+            "under micro_batches; these fp32 sums (%s) stay on host, not on nvme: %s",
+            len(summed), format_bytes(sum(group.gradients for group in summed)),
+            ", ".join(group.name for group in summed[:3]) + (" ..." if len(summed) > 3 else ""),
+        )  # fmt: skip
+
+
+def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
+    """Warn where the results depend on the machine."""
+    if config.optimizer.states.uniform or config.placement.optimizer is not None:
+        return
+    _log.warning(
+        "optimizer.states differ by tier, and placement.optimizer is open: here it is %s, in "
+        "chunks of %d; name both, or another machine keeps other states in other formats",
+        plan.placements[StateClass.OPTIMIZER].describe(), plan.chunk_numel,
+    )  # fmt: skip
+
+
+def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
+    """Refuse what no placement could hold, before counting it chunk by chunk."""
+    numel = model.numel
+    least = numel * ITEMSIZE[config.precision]
+    there = hardware.device_nbytes + hardware.host_nbytes + hardware.nvme_free_nbytes
+    if least > there:
+        raise BudgetError(
+            f"{numel:,} parameters take {format_bytes(least)} without gradients and optimizer "
+            f"states; this machine has {format_bytes(there)} of memory and free disk together: "
+            "make the model smaller, or add a path to nvme.paths"
+        )

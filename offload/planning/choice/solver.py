@@ -1,0 +1,141 @@
+"""Which placement makes a step fastest within the budgets: what is left open, filled in.
+
+    1  every class whole in one tier, and the largest shares that fit into the faster ones
+       (`placement_search`), laid out by the planner, checked to the byte and ranked by how long
+       the slowest link is busy (`link_time`)
+    2  where it is known what a step works on, the first of them are predicted (`step_time`), and
+       the fastest are refined: parts moved to another tier or exchanged as long as that helps;
+       elsewhere the rank decides
+
+Where activations.checkpoint or micro_batches are `auto` and the batch is known, every choice goes
+through 1, and all take part in 2. What the configuration names stays as it is. The result
+depends on the arguments alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.config.fields import AUTO_MICRO_BATCHES
+from offload.planning.choice.evaluator import AS_FAST, PlacementEvaluator
+from offload.planning.choice.evaluator import Candidate as Candidate
+from offload.planning.choice.evaluator import RunFacts as RunFacts
+from offload.planning.choice.splits import share_of
+from offload.planning.plan.estimate import short_weights
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.sizes import CLASSES
+from offload.planning.plan.tuning import rated_bandwidth
+from offload.tiers.tier import Tier
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+_DIFFERENT = 0.05  # of a class in another tier: less makes no other plan
+_STARTS = 3  # that are refined: which of them ends up best is not known before
+_MICRO_BATCHES = (1, 2, 4, 8)
+_CHECKPOINTS = (False, "selective", True)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best candidate, and those after it, of other kinds."""
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    open_keys: tuple[str, ...]  # that were left to the solver
+
+    @property
+    def next_best(self) -> Candidate | None:
+        """The fastest other one that fits and is not nearly the same."""
+        others = (other for other in self.others if other.fits)
+        return next((other for other in others if _differ(self.best, other)), None)
+
+
+def solve(
+    config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts | None = None
+) -> Solution:
+    """The best placement of `model`, whether or not it fits (then what is least short).
+
+    Without `run`, activations.checkpoint and micro_batches that are `auto` are settled, and no
+    class but the parameters is given device memory, which activations will need.
+    """
+    if run is not None and run.speeds.nvme_read_bytes_per_s:
+        speeds = run.speeds
+        measured = rated_bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
+        hardware = replace(hardware, measure_nvme=measured)
+    evaluator, candidates = None, []
+    for settled in _choices(config, run):
+        evaluator = PlacementEvaluator(settled, model, hardware, run, evaluator)
+        candidates += evaluator.candidates()
+    candidates += _refined(candidates)
+    fastest = min((c.seconds for c in candidates if c.fits), default=0.0)
+    best, *others = sorted(candidates, key=lambda candidate: _rank(candidate, fastest))
+    return Solution(best, tuple(others), tuple(_open_keys(config)))
+
+
+def _refined(candidates: list[Candidate]) -> list[Candidate]:
+    """What the fastest that fit become when parts of them are moved elsewhere."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    starts = sorted(fitting, key=lambda candidate: candidate.seconds)
+    starts = starts[: _STARTS if starts and starts[0].evaluator.is_small else 1]
+    found = (start.evaluator.refined(start) for start in starts)
+    return [each for each in found if each not in candidates]
+
+
+def _differ(one: Candidate, other: Candidate) -> bool:
+    """Whether they are two plans to a reader: another way to recompute, or a class elsewhere."""
+    if (
+        one.config.placement.activations.checkpoint != other.config.placement.activations.checkpoint
+        or one.config.micro_batches != other.config.micro_batches
+    ):
+        return True
+    pairs = ((one.plan.placements[c], other.plan.placements[c]) for c in CLASSES)
+    return any(
+        abs(share_of(a, tier) - share_of(b, tier)) >= _DIFFERENT for a, b in pairs for tier in Tier
+    )
+
+
+def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, int, float]:
+    """What fits first, that which others leave room for now before it, then by time; of what is as
+    fast the plainest, and that which moves least. `sorted` keeps the order of equals, which is that
+    of the search."""
+    weights = short_weights(gpu=candidate.plan.gpu)
+    short = sum(
+        weights[s.tier] * (s.needed_nbytes - s.capacity_nbytes) for s in candidate.shortfalls
+    )
+    slower = candidate.seconds / fastest - 1 if fastest else 0.0
+    parts = sum(len(placement.tiers) for placement in candidate.plan.placements.values())
+    busy = candidate.seconds
+    if candidate.step is not None:
+        busy = sum(link.seconds for link in candidate.step.links)
+    beyond = candidate.beyond_free_nbytes
+    return short, beyond, math.floor(max(0.0, slower) / AS_FAST), parts, float(f"{busy:.4g}")
+
+
+def _open_keys(config: OffloadConfig) -> Iterator[str]:
+    yield from (f"placement.{c}" for c in CLASSES if getattr(config.placement, c) is None)
+    if config.placement.activations.checkpoint == "auto":
+        yield "placement.activations.checkpoint"
+    if config.micro_batches == AUTO_MICRO_BATCHES:
+        yield "micro_batches"
+
+
+def _choices(config: OffloadConfig, run: RunFacts | None) -> Iterator[OffloadConfig]:
+    """Settled configurations to compare, the plainest first."""
+    if run is None:
+        yield config.settled()
+        return
+    given = config.placement.activations.checkpoint
+    checkpoints = _CHECKPOINTS if given == "auto" else (given,)
+    pieces: tuple[int, ...] = (config.micro_batches,)
+    if config.micro_batches == AUTO_MICRO_BATCHES:
+        pieces = tuple(n for n in _MICRO_BATCHES if not run.workload.batch % n)
+    for checkpoint, number in itertools.product(checkpoints, pieces):
+        activations = config.placement.activations.model_copy(update={"checkpoint": checkpoint})
+        placement = config.placement.model_copy(update={"activations": activations})
+        yield config.model_copy(update={"placement": placement, "micro_batches": number})

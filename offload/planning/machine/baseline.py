@@ -1,0 +1,148 @@
+"""What a process takes before it has a model: interpreter, libraries, compiled kernels, contexts.
+
+Measured once per machine in a process of its own, which trains a model of a few thousand parameters
+(`baseline_probe`), and kept in the user's cache (`disk_cache`) by precision and by the versions of
+Python, torch and numba; where that cannot be written the measurement is used and not kept. Nothing
+here needs torch: `known_baseline` gives what was measured before, or a documented default.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from offload import machine
+from offload.planning.machine.disk_cache import Nbytes, key_of, load, save
+from offload.tiers.errors import OffloadError
+from offload.tiers.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+FORMAT = 3  # raised whenever what is measured, or how, changes
+_TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
+
+# Measured by `measure_baseline` on 2 cores (AMD EPYC with AVX-512), Python 3.11, torch 2.13 for
+# CPUs, numba 0.66, kernels from numba's cache.
+_DEFAULT_RAM_NBYTES = {"fp32": 364 << 20, "bf16": 377 << 20, "fp16": 363 << 20}
+_DEFAULT_SYMBOLS_NBYTES = 40 << 20
+_DEFAULT_COMPILER_NBYTES = 146 << 20
+# With a CUDA build of torch: its libraries' code and data in RAM, and what a context with cuBLAS
+# and our kernels takes of the GPU before the first tensor. Round figures for CUDA 12 and 13, not
+# measured by us.
+GPU_RAM_NBYTES = 1536 << 20
+GPU_CONTEXT_NBYTES = 768 << 20
+
+_KIND = "baseline"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Bytes of the framework. `measured`: on this machine, not the default."""
+
+    ram_nbytes: Annotated[Nbytes, Field(gt=0)]
+    gpu_nbytes: Nbytes = 0
+    measured: bool = False
+    # What torch imports at their first use, whether or not anything is compiled: symbolic shapes
+    # for micro-batches; its whole compiler, these included, for checkpoints.
+    symbols_nbytes: Nbytes = _DEFAULT_SYMBOLS_NBYTES
+    compiler_nbytes: Nbytes = _DEFAULT_COMPILER_NBYTES
+
+    def more_nbytes(self, config: OffloadConfig) -> int:
+        """What torch imports besides, for what `config` asks of it."""
+        if config.placement.activations.checkpoint:
+            return self.compiler_nbytes
+        return self.symbols_nbytes if config.micro_batches != 1 else 0
+
+    def beside_gpu(self) -> Baseline:
+        """The same process with CUDA: nothing of that is measured."""
+        return replace(
+            self, ram_nbytes=max(self.ram_nbytes, GPU_RAM_NBYTES), gpu_nbytes=GPU_CONTEXT_NBYTES
+        )
+
+    @property
+    def note(self) -> str:
+        """Where the figures are from, as a sentence."""
+        ram = format_bytes(self.ram_nbytes)
+        if self.gpu_nbytes:
+            return (
+                f"Python, PyTorch with CUDA and kernels are assumed to take {ram} of RAM, context "
+                f"and libraries {format_bytes(self.gpu_nbytes)} of GPU memory; neither is measured"
+            )
+        if self.measured:
+            return f"Python, PyTorch and kernels take {ram} of RAM, as measured on this machine"
+        return (
+            f"Python, PyTorch and kernels take {ram} of RAM: a default, measured on another "
+            "machine (2 cores, torch 2.13)"
+        )
+
+
+def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
+    """What was measured before in `precision`, or the default; at once, without torch."""
+    found = _kept(_key(precision)) or Baseline(_DEFAULT_RAM_NBYTES[precision])
+    return found.beside_gpu() if gpu else found
+
+
+def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
+    """As `known_baseline` without a GPU; what was never measured is measured, which takes some
+    seconds."""
+    key = _key(precision)
+    found = None if remeasure else _kept(key)
+    if found is None:
+        found = measure_baseline(precision)
+        with suppress(OSError):
+            save(_KIND, key_of(key), {"key": key, **asdict(found)})
+    return found
+
+
+def measure_baseline(precision: str) -> Baseline:
+    """Peak RAM of a process that trains next to nothing, and what micro-batches and checkpoints
+    add.
+
+    OffloadError if it fails.
+    """
+    command = [sys.executable, "-m", "offload.train.baseline_probe", precision]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+        ram, symbols, compiler = map(int, done.stdout.split()[-3:])
+        return Baseline(ram, 0, True, symbols, compiler)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise OffloadError(
+            f"the memory of a process without a model could not be measured: {said.strip()[-500:]}"
+        ) from error
+
+
+# ---------------------------------------------------------------- the cache
+def _key(precision: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "precision": precision,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "numba": _version("numba"),
+        "cpu": machine.cpu_model(),
+        "threads": os.environ.get("OMP_NUM_THREADS") or machine.cpu_count(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _kept(key: Mapping[str, Any]) -> Baseline | None:
+    return load(_KIND, key_of(key), TypeAdapter(Baseline).validate_python)

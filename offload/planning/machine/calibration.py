@@ -1,0 +1,202 @@
+"""How fast this machine is: measured once, kept in the user's cache, read without torch.
+
+    $XDG_CACHE_HOME/offload/speeds/        (or ~/.cache/offload/speeds)
+        compute-<digest>.json              by CPU, cores, torch version, GPUs
+        nvme-<digest>.json                 by that and the file systems of the configured folders
+
+A file that is damaged, of another machine or of another version counts as not there. What was
+measured beside other programs is measured again as soon as they are gone. Where the folder cannot
+be written the measurement is used, not kept, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from pydantic import TypeAdapter
+
+from offload import machine
+from offload.planning.machine.disk_cache import cache_folder, key_of, load, save
+from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds, Speeds
+from offload.tiers.errors import PathError
+
+_log = logging.getLogger("offload")
+
+FORMAT = 5  # raised whenever what is measured, or how, changes
+_KIND, _SYSTEMS = "speeds", "file systems"
+_MOST_BUSY = 0.3  # of the cores, by others
+_LOOK_S = 0.2
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+Key = Mapping[str, Any]
+StrPath = str | os.PathLike[str]
+_Part = TypeVar("_Part", ComputeSpeeds, DiskSpeeds)
+
+
+def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = False) -> Speeds:
+    """This machine's speeds, with swap files in `nvme_paths` (none: in a temporary folder).
+
+    What is not in the cache is measured, which takes some seconds, all cores and up to 512 MiB of
+    each folder's disk, and is kept. PathError where a folder cannot be used.
+    """
+    folders = _folders(nvme_paths)
+    key = _compute_key()
+    compute = None if remeasure else _settled(ComputeSpeeds, key)
+    if compute is None:
+        compute = _measured(key, _measure_compute)
+    key, gpu = _disk_key(folders), compute.gpu
+    disk = None if remeasure else _settled(DiskSpeeds, key)
+    return _speeds(compute, disk or _measured(key, lambda: _measure_disk(folders, gpu)))
+
+
+def measure_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds:
+    """As `machine_speeds`, measured now and kept nowhere."""
+    compute = _measure_compute()
+    return _speeds(compute, _measure_disk(_folders(nvme_paths), compute.gpu))
+
+
+def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
+    """What `machine_speeds` would give, if it has been measured before; at once, without torch.
+
+    None also where that was beside other programs that are gone: it is time to measure again.
+    """
+    try:
+        folders = _folders(nvme_paths)
+    except PathError:
+        return None
+    compute = _settled(ComputeSpeeds, _compute_key())
+    disk = _settled(DiskSpeeds, _disk_key(folders))
+    return None if compute is None or disk is None else _speeds(compute, disk)
+
+
+def _speeds(compute: ComputeSpeeds, disk: DiskSpeeds) -> Speeds:
+    return Speeds(name="this machine", **asdict(compute), **asdict(disk))
+
+
+# ---------------------------------------------------------------- what speeds depend on
+def _folders(paths: Sequence[StrPath]) -> list[Path]:
+    folders = [Path(path).expanduser().absolute() for path in paths]
+    folders = folders or [Path(tempfile.gettempdir())]
+    for folder in folders:
+        # the runtime makes the last component of a path that is missing
+        if not folder.is_dir() and not folder.parent.is_dir():
+            raise PathError(
+                f"nvme.paths: {folder} does not exist and neither does {folder.parent}; is the "
+                "drive mounted? Its speed is measured there"
+            )
+    return folders
+
+
+def _compute_key() -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "cpu": machine.cpu_model(),
+        "cores": machine.cpu_count(),
+        "torch": _version("torch"),
+        "numba": _version("numba"),
+        "gpus": _gpus(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def _disk_key(folders: Sequence[Path]) -> dict[str, Any]:
+    systems = []
+    for folder in folders:
+        there = folder if folder.is_dir() else folder.parent
+        mount = machine.mount_of(there)
+        kind, point = ("unknown", str(there)) if mount is None else (mount.kind, str(mount.point))
+        systems.append([kind, point, there.stat().st_dev])
+    return {**_compute_key(), _SYSTEMS: sorted(systems)}
+
+
+def _gpus() -> list[str]:
+    """Models of the GPUs that the driver has, without asking it."""
+    models = []
+    with suppress(OSError):
+        for file in sorted(_GPUS.glob("*/information")):
+            lines = file.read_text(errors="replace").splitlines()
+            models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
+    return models
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+# ---------------------------------------------------------------- measuring
+def _measure_compute() -> ComputeSpeeds:
+    from offload.planning.machine.speed_tests import measure_compute
+
+    return measure_compute()
+
+
+def _measure_disk(folders: Sequence[Path], gpu: bool) -> DiskSpeeds:
+    from offload.planning.machine.speed_tests import measure_disk
+    from offload.swap.swap_file import check_directory
+
+    used = [check_directory(folder).path for folder in folders]
+    return measure_disk(used, beside_compute=not gpu)
+
+
+def _measured(key: Key, measure: Callable[[], _Part]) -> _Part:
+    what = "speed of nvme.paths" if _SYSTEMS in key else "speed of computing"
+    where = cache_folder() / _KIND
+    _log.info("measuring this machine's %s, once; the result is kept in %s", what, where)
+    busy = _busy_share()
+    if busy > _MOST_BUSY:
+        _log.warning(
+            "other programs take %.0f %% of this machine's cores: its %s is measured as they leave "
+            "it, and measured again when they are gone", 100 * busy, what,
+        )  # fmt: skip
+    found = measure()
+    try:
+        save(*_file(key), {"key": key, "busy": busy > _MOST_BUSY, "speeds": asdict(found)})
+    except OSError as error:
+        _log.warning(
+            "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
+            "folder that can be written", what, error.strerror or error, where,
+        )  # fmt: skip
+    return found
+
+
+def _busy_share() -> float:
+    """Of all cores, what is taken before we do anything."""
+    return psutil.cpu_percent(_LOOK_S) / 100
+
+
+# ---------------------------------------------------------------- the cache
+def _file(key: Key) -> tuple[str, str]:
+    """Folder and name in the cache."""
+    return _KIND, f"{'nvme' if _SYSTEMS in key else 'compute'}-{key_of(key)}"
+
+
+def _settled(part: type[_Part], key: Key) -> _Part | None:
+    """What was measured for `key` on a quiet machine, or is still the best there is; None where
+    nothing valid is kept."""
+
+    def decode(values: Any) -> tuple[_Part, bool]:
+        found = values["speeds"]
+        names = {field.name for field in fields(part)}
+        if values["key"] != json.loads(json.dumps(key)) or set(found) != names:
+            raise ValueError("of another machine, or damaged")
+        busy = TypeAdapter(bool).validate_python(values["busy"], strict=True)
+        return TypeAdapter(part).validate_python(found), busy
+
+    kept = load(*_file(key), decode)
+    if kept is None or (kept[1] and _busy_share() <= _MOST_BUSY):
+        return None
+    return kept[0]

@@ -1,0 +1,182 @@
+"""What would fail later, found before the first byte is allocated.
+
+`shortfalls` holds a plan against its budgets, the memory that may ever be used and free disk. This
+looks at the machine as it is now: RAM that other processes leave, files that lie in RAM, locked
+memory, kernel requests, O_DIRECT, and what kind of file system a folder is on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload import machine
+from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
+from offload.tiers.errors import BudgetError, OffloadError, PathError, UnsupportedError
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.config import NvmeConfig
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was found. A refusal is an error that is not raised yet; warnings are sentences."""
+
+    refusals: tuple[OffloadError, ...]
+    warnings: tuple[str, ...]
+
+    def refuse(self) -> None:
+        """Raise the first refusal, if there is one."""
+        if self.refusals:
+            raise self.refusals[0]
+
+
+def preflight(
+    plan: Plan, nvme: NvmeConfig, paths: Sequence[str | os.PathLike[str]], *,
+    freed_nbytes: int = 0, passing_nbytes: int = 0, disk_nbytes: int | None = None,
+    root: Path = _ROOT,
+) -> Preflight:  # fmt: skip
+    """Hold `plan` against the machine as it is now.
+
+    `freed_nbytes`: RAM of parameters that already exist and will move into the tiers.
+    `passing_nbytes`: RAM of activations, where that is known. `disk_nbytes`: free under `paths`,
+    where that is known. `root`: below it lie `/proc` and `/sys`. Makes two page-sized transfers
+    where `nvme.direct: true`.
+    """
+    folders = [Path(path).expanduser().absolute() for path in paths] if plan.opens_files else []
+    refusals: list[OffloadError] = []
+    refusals += _memory(plan, folders, freed_nbytes, root)
+    if folders:
+        refusals += _kernel_requests(nvme, root)
+        refusals += _direct(nvme, folders)
+    warnings = [
+        *_file_systems(plan, folders, root), *_locked(plan), *_budget_beyond(plan, root),
+        *activations_beyond(plan, passing_nbytes, root), *_disk_beyond(plan, disk_nbytes),
+    ]  # fmt: skip
+    return Preflight(tuple(refusals), tuple(warnings))
+
+
+def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iterator[OffloadError]:
+    """RAM for the host tier, for what a CPU calls its device, and for files that lie in RAM."""
+    # a GPU's copies need pinned memory: all of the budget is locked at once
+    held = plan.budgets[Tier.HOST] if plan.gpu else ram_nbytes(plan)
+    files = _files_in_memory(plan, folders, root)
+    available = machine.available_memory_nbytes(root) + freed
+    needed = held + files
+    if needed <= available:
+        return
+    missing = format_bytes(needed - available)
+    if files and held <= available:
+        yield BudgetError(
+            f"nvme.paths: {folders[0]} is RAM ({format_bytes(files)} of files), and with "
+            f"{format_bytes(held)} of memory the plan is {missing} beyond the "
+            f"{format_bytes(available)} available; name a folder on a disk, or lower budget.nvme"
+        )
+    elif plan.gpu:
+        yield BudgetError(
+            f"budget.host: {format_bytes(held)} is pinned whole, {format_bytes(available)} of RAM "
+            f"are available now, {missing} short; lower budget.host, or close other programs"
+        )
+    else:
+        yield BudgetError(
+            f"budget.host: the plan needs {format_bytes(needed)} of RAM, {format_bytes(available)} "
+            f"are available now, {missing} short; close other programs, or lower budget.host or "
+            "move a class to nvme"
+        )
+
+
+def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
+    """Bytes of swap files that take RAM."""
+    mounts = [machine.mount_of(folder, root) for folder in folders]
+    share = sum(mount is not None and mount.is_memory for mount in mounts) / max(1, len(mounts))
+    return int(needed_nbytes(plan, Tier.NVME) * share)
+
+
+def _kernel_requests(nvme: NvmeConfig, root: Path) -> Iterator[OffloadError]:
+    if nvme.backend != "libaio":
+        return
+    from offload.swap.libaio_backend import DEPTH
+
+    room = machine.aio_room(root)
+    if room is not None and room < DEPTH:
+        yield UnsupportedError(
+            f"nvme.backend: libaio needs {DEPTH} kernel requests, {room} are left of "
+            "fs.aio-max-nr; sysctl fs.aio-max-nr=1048576, or set nvme.backend: threads"
+        )
+
+
+def _direct(nvme: NvmeConfig, folders: Sequence[Path]) -> Iterator[OffloadError]:
+    if nvme.direct is not True:
+        return
+    from offload.swap.swap_file import direct_refusal
+
+    for folder in folders:
+        why = direct_refusal(folder)
+        if why is not None:
+            yield PathError(
+                f"nvme.direct: true, but O_DIRECT is refused in {folder} ({why}); name a folder on "
+                "another file system, or set nvme.direct: auto"
+            )
+
+
+def _file_systems(plan: Plan, folders: Sequence[Path], root: Path) -> Iterator[str]:
+    for folder in folders:
+        mount = machine.mount_of(folder, root)
+        if mount is None or not mount.remark:
+            continue
+        text = f"nvme.paths: {folder} is on {mount.kind} ({mount.point}): {mount.remark}"
+        if mount.is_memory:
+            nbytes = needed_nbytes(plan, Tier.NVME) // len(folders)
+            text += f"; its {format_bytes(nbytes)} come on top of budget.host"
+        yield text
+
+
+def _locked(plan: Plan) -> Iterator[str]:
+    limit, budget = machine.memlock_limit_nbytes(), plan.budgets[Tier.HOST]
+    if plan.gpu and limit is not None and limit < budget:
+        yield (
+            f"memlock limit: {format_bytes(limit)}, {format_bytes(budget - limit)} less than "
+            "budget.host, which is to be pinned; CUDA's driver does not usually count it, and "
+            "where it does copies get slower: raise it with `ulimit -l`"
+        )
+
+
+def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
+    """Copies may fill a budget that the machine does not have free now."""
+    budget, available = plan.budgets[Tier.HOST], machine.available_memory_nbytes(root)
+    if plan.gpu or not plan.uses_nvme or budget <= available:
+        return
+    yield (
+        f"budget.host: {format_bytes(budget)}, but {format_bytes(available)} of RAM are available "
+        "now; what is left of the budget is filled with copies: lower it, or close other programs"
+    )
+
+
+def activations_beyond(plan: Plan, passing: int, root: Path = _ROOT) -> Iterator[str]:
+    """A warning where `passing` bytes of activations beside the tiers are more than is free now."""
+    held, available = ram_nbytes(plan), machine.available_memory_nbytes(root)
+    if plan.gpu or not passing or held + passing <= available:
+        return
+    yield (
+        f"RAM: states need {format_bytes(held)} and activations about {format_bytes(passing)}, "
+        f"{format_bytes(held + passing - available)} more than the {format_bytes(available)} that "
+        "are available now; set placement.activations.checkpoint: true, lower the batch, or close "
+        "other programs"
+    )
+
+
+def _disk_beyond(plan: Plan, free: int | None) -> Iterator[str]:
+    budget = plan.budgets[Tier.NVME]
+    if free is None or not plan.opens_files or budget <= free:
+        return
+    yield (
+        f"budget.nvme: {format_bytes(budget)}, but {format_bytes(free)} are free under nvme.paths; "
+        "lower it, or free space"
+    )

@@ -1,0 +1,374 @@
+"""The measurements behind `Speeds`: short loops over the parts of a step.
+
+Rates are those of a long training run: arrays larger than every cache, files that were written
+before. For a loop over cores and memory alone the fastest run counts, since other programs slow the
+others; for a disk, or two things at once, the median counts.
+
+What a model costs beside its products is measured on small models, forward and backward, and
+expressed in the very terms in which facts are counted: bytes that operations touch, and calls.
+Interference is measured as it happens in a step: a product runs while the optimizer's kernel or the
+store's backend runs beside it, and what it loses is counted (`benchmarks/contention.py` does the
+same with a whole model).
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from offload.planning.activations.trace import DTYPES
+from offload.planning.machine.optimizer_variants import (
+    PLAIN,
+    SPLIT_BF16,
+    SPLIT_INT8,
+    Variant,
+    stepper,
+)
+from offload.planning.machine.sample_models import measure_models
+from offload.planning.machine.speed_arrays import Arrays, Stream
+from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
+from offload.planning.plan.sizes import STAGING_BUFFERS
+from offload.swap.backends import open_backend
+from offload.swap.block_store import checksum_of
+from offload.swap.io_backend import IOBackend
+from offload.swap.swap_file import SwapFile, free_space
+from offload.swap.transfer import Transfer, all_of
+from offload.swap.worker import ParallelRunner, available_cores
+from offload.tiers import accelerator
+from offload.tiers.memory import HostMemory
+
+_CPU = torch.device("cpu")
+_FORMATS = {"fp32": PLAIN, "bf16": SPLIT_BF16, "int8": SPLIT_INT8}
+
+_PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred million parameters
+_PRODUCT_GPU = (4096, 4096, 16384)
+_TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a fast kernel
+_MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
+_OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
+_BLOCK_NBYTES = 8 << 20
+_IN_FLIGHT_NBYTES = 64 << 20
+_FILE_NBYTES = 512 << 20  # per path, moved once in each direction and once in both
+_SMALL_NBYTES = 64 << 10  # requests whose own cost is seen
+_CHUNK_NUMEL, _CHUNK_NBYTES = 1 << 20, 12 << 20  # parameters of a chunk and its record
+_PIPELINE_CHUNKS = 12
+_LEAST_FREE = 4  # files are at most this part of what is free
+_SLOW_S = 0.5  # a first pass over an eighth of the file that takes longer is all there will be
+_MOST_REPEAT_S = 0.6
+_BESIDE_S = 0.4  # how long something runs beside the product
+_ROUNDS = 3  # of which the median counts: a step meets the usual disk, not its best moment
+
+Work = Callable[[], object]
+
+
+def seconds(work: Work, repeat: int = 3, device: torch.device = _CPU) -> float:
+    """The fastest of `repeat` runs, after one that does not count; fewer where they take long.
+    A run is over when `device` has done it."""
+    began = time.perf_counter()
+    _timed(work, device)
+    times = [_timed(work, device)]
+    while len(times) < repeat and time.perf_counter() - began < _MOST_REPEAT_S:
+        times.append(_timed(work, device))
+    return min(times)
+
+
+def _timed(work: Work, device: torch.device) -> float:
+    accelerator.synchronize(device)
+    started = time.perf_counter()
+    work()
+    accelerator.synchronize(device)
+    return time.perf_counter() - started
+
+
+# ---------------------------------------------------------------- compute
+def measure_compute() -> ComputeSpeeds:
+    """Blocks for two to four seconds. Holds some 300 MiB meanwhile."""
+    device = torch.device(accelerator.default_type())
+    gpu = accelerator.is_accelerator(device)
+    with ExitStack() as stack:
+        runner = ParallelRunner(available_cores())
+        stack.callback(runner.close)
+        arrays = Arrays(_OPTIMIZER_NUMEL, _streams(tuple(_FORMATS.values())))
+        steps = {name: stepper(variant, arrays, runner) for name, variant in _FORMATS.items()}
+        times = {name: seconds(step, 5) for name, step in steps.items()}
+        lost = 1.0 if gpu else _lost_share(steps["fp32"], times["fp32"])
+    to_device, to_host = _copy_rates(device) if gpu else (0.0, 0.0)
+    products = {name: matmul_rate(dtype, device) for name, dtype in DTYPES.items()}
+    operation_s, touching = measure_models(products, device)
+    return ComputeSpeeds(
+        gpu=gpu,
+        matmul_flops_per_s=products,
+        compute_bytes_per_s=touching["fp32"],
+        compute_bytes_per_s_in=touching,
+        operation_s=operation_s,
+        host_bytes_per_s=_traffic(PLAIN) * _OPTIMIZER_NUMEL / times["fp32"],
+        optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
+        optimizer_lost_share=lost,
+        host_to_device_bytes_per_s=to_device,
+        device_to_host_bytes_per_s=to_host,
+    )
+
+
+def _streams(variants: Sequence[Variant]) -> tuple[Stream, ...]:
+    return tuple({stream.name: stream for v in variants for stream in v.streams}.values())
+
+
+def _traffic(variant: Variant) -> float:
+    return sum(stream.traffic for stream in variant.streams)
+
+
+def matmul_rate(
+    dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int] | None = None
+) -> float:
+    """FLOP/s of a layer's three products, forward, input's and weight's gradient, together.
+
+    16-bit products of a CPU may have a fast kernel for some of the three only; training needs all.
+    """
+    gpu = accelerator.is_accelerator(device)
+    trial = _product_rate(dtype, device, _TRIAL)
+    wanted = shape or (_PRODUCT_GPU if gpu else _PRODUCT)
+    if is_slow(trial, wanted) and not gpu:
+        return trial
+    return _product_rate(dtype, device, wanted)
+
+
+def is_slow(flops_per_s: float, shape: tuple[int, int, int]) -> bool:
+    """Whether a layer of that size takes too long to be timed: there is no fast kernel."""
+    return 6 * _product(shape) / flops_per_s > _MOST_PRODUCT_S
+
+
+def _product(shape: tuple[int, int, int]) -> int:
+    tokens, inputs, outputs = shape
+    return tokens * inputs * outputs
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> float:
+    return 6 * _product(shape) / seconds(_layer(dtype, device, shape), 5, device)
+
+
+def _layer(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> Work:
+    tokens, inputs, outputs = shape
+    x = _random(device, tokens, inputs).to(dtype)  # TI
+    weight = _random(device, outputs, inputs).to(dtype)  # OI
+    gradient = _random(device, tokens, outputs).to(dtype)  # TO
+
+    def work() -> None:
+        F.linear(x, weight)
+        gradient @ weight
+        gradient.t() @ x
+
+    return work
+
+
+def _random(device: torch.device, *shape: int) -> torch.Tensor:
+    """From a generator of its own: a measurement does not change the random numbers of training."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(*shape, device=device, generator=generator)
+
+
+def _copy_rates(device: torch.device) -> tuple[float, float]:
+    pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(pinned, device=device)
+    to_device = seconds(lambda: there.copy_(pinned, non_blocking=True), device=device)
+    to_host = seconds(lambda: pinned.copy_(there, non_blocking=True), device=device)
+    return pinned.numel() / to_device, pinned.numel() / to_host
+
+
+# ---------------------------------------------------------------- one beside the other
+@dataclass(frozen=True)
+class _Together:
+    """Two things that ran side by side."""
+
+    took_s: float
+    products_s: float  # what the products would have taken alone
+    turns: int  # of the other thing
+
+    @property
+    def lost_s(self) -> float:
+        """Per turn."""
+        return max(0.0, self.took_s - self.products_s) / max(1, self.turns)
+
+
+def _beside(product: Work, other: Work) -> list[_Together]:
+    """Rounds of both until `_BESIDE_S` have passed."""
+    alone_s = seconds(product)
+    return [_together(product, other, alone_s) for _ in range(_ROUNDS)]
+
+
+def _together(product: Work, other: Work, alone_s: float) -> _Together:
+    stop = threading.Event()
+    turns = 0
+
+    def run() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            other()
+            turns += 1
+
+    thread = threading.Thread(target=run)
+    started = time.perf_counter()
+    thread.start()
+    products = 0
+    try:
+        while time.perf_counter() - started < _BESIDE_S:
+            product()
+            products += 1
+        took_s = time.perf_counter() - started
+    finally:
+        stop.set()
+        thread.join()
+    return _Together(took_s, products * alone_s, turns)
+
+
+def _lost_share(step: Work, alone_s: float) -> float:
+    product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
+    lost_s = statistics.median(together.lost_s for together in _beside(product, step))
+    return lost_s / max(alone_s, 1e-9)
+
+
+# ---------------------------------------------------------------- disk
+def measure_disk(
+    paths: Sequence[Path], *, beside_compute: bool, file_nbytes: int = _FILE_NBYTES
+) -> DiskSpeeds:
+    """Of swap files of `file_nbytes` in all `paths` at once, less where little is free. Blocks for
+    some seconds; the files are gone after."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(SwapFile(path)) for path in paths]
+        room = min(free_space(path) for path in paths) // _LEAST_FREE
+        nbytes = max(_BLOCK_NBYTES, min(file_nbytes, room) // _BLOCK_NBYTES * _BLOCK_NBYTES)
+        for file in files:
+            file.reserve(nbytes)
+        backend = stack.enter_context(open_backend())
+        return _Disk(files, backend, nbytes).measure(beside_compute=beside_compute)
+
+
+class _Disk:
+    def __init__(self, files: Sequence[SwapFile], backend: IOBackend, nbytes: int) -> None:
+        self._files, self._backend, self._nbytes = files, backend, nbytes
+        noise = np.random.default_rng(0).bytes(1 << 20)  # nothing that a device could compress
+        # what the tiers move from and to: its huge pages make a disk twice as fast as small ones do
+        self._memory = HostMemory(_IN_FLIGHT_NBYTES)
+        self._buffer: memoryview = self._memory.tensor(0, _IN_FLIGHT_NBYTES).numpy().data
+        for start in range(0, _IN_FLIGHT_NBYTES, len(noise)):
+            self._buffer[start : start + len(noise)] = noise
+
+    def measure(self, *, beside_compute: bool) -> DiskSpeeds:
+        eighth = max(_BLOCK_NBYTES, self._nbytes // 8 // _BLOCK_NBYTES * _BLOCK_NBYTES)
+        first_s = self._move("w", eighth)
+        nbytes = self._nbytes if first_s < _SLOW_S else eighth
+        self._move("w", nbytes)  # fresh blocks, which a run writes only once
+        write_s = self._usual("w", nbytes)
+        read_s = self._usual("r", nbytes)
+        mixed_s = self._usual("rw", nbytes)
+        small_s = self._usual("r", min(nbytes, 64 * _SMALL_NBYTES), _SMALL_NBYTES)
+        moved = nbytes * len(self._files)
+        small = min(nbytes, 64 * _SMALL_NBYTES) // _SMALL_NBYTES * len(self._files)
+        per_request = small_s / small - _SMALL_NBYTES * read_s / moved
+        mixed = 2 * moved / mixed_s
+        lost, share = 0.0, 1.0
+        if beside_compute:
+            lost = self._lost_s_per_byte(eighth)
+            share = min(1.0, self._pipeline_rate() / mixed)
+        return DiskSpeeds(
+            nvme_read_bytes_per_s=moved / read_s, nvme_write_bytes_per_s=moved / write_s,
+            nvme_mixed_bytes_per_s=mixed, io_lost_s_per_byte=lost, update_disk_share=share,
+            request_s=max(0.0, per_request),
+        )  # fmt: skip
+
+    def _pipeline_rate(self) -> float:
+        """Bytes per second of read | step | write, chunk by chunk, beside products: what an update
+        gets behind a forward. Its threads wait for each other and for a core at every turn."""
+        product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
+        count = max(1, min(_PIPELINE_CHUNKS, self._nbytes // _CHUNK_NBYTES))
+        with ExitStack() as stack:
+            runner = ParallelRunner(available_cores())
+            stack.callback(runner.close)
+            step = stepper(PLAIN, Arrays(_CHUNK_NUMEL, PLAIN.streams), runner)
+            step()
+            rounds = _beside(product, lambda: self._pipeline(count, step))
+        turns_per_s = statistics.median(together.turns / together.took_s for together in rounds)
+        return turns_per_s * 2 * count * _CHUNK_NBYTES
+
+    def _pipeline(self, count: int, step: Work) -> None:
+        """`count` chunks through as many buffers as the runtime has."""
+        file = self._files[0]
+        parts = [
+            self._buffer[i * _CHUNK_NBYTES : (i + 1) * _CHUNK_NBYTES]
+            for i in range(STAGING_BUFFERS)
+        ]
+
+        def read(chunk: int) -> Transfer[None]:
+            return self._submit("r", file, parts[chunk % len(parts)], chunk * _CHUNK_NBYTES)
+
+        reads = [read(chunk) for chunk in range(min(count, len(parts) - 1))]
+        writes: list[Transfer[None]] = []
+        for chunk in range(count):
+            reads[chunk].wait()
+            step()
+            part = parts[chunk % len(parts)]
+            writes.append(self._submit("w", file, part, chunk * _CHUNK_NBYTES))
+            if len(reads) < count:
+                if len(reads) >= len(parts):
+                    writes[len(reads) - len(parts)].wait()
+                reads.append(read(len(reads)))
+        all_of(writes).wait()
+
+    def _lost_s_per_byte(self, nbytes: int) -> float:
+        """What a product loses to a byte that moves beside it and is checked."""
+        product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
+        turn = 2 * nbytes * len(self._files)
+
+        def move() -> None:
+            self._move("rw", nbytes)
+
+        return statistics.median(together.lost_s for together in _beside(product, move)) / turn
+
+    def _usual(self, how: str, nbytes: int, block_nbytes: int = _BLOCK_NBYTES) -> float:
+        """The median of some moves, where they do not take long."""
+        first_s = self._move(how, nbytes, block_nbytes)
+        if first_s > _MOST_REPEAT_S:
+            return first_s
+        more = [self._move(how, nbytes, block_nbytes) for _ in range(_ROUNDS - 1)]
+        return statistics.median([first_s, *more])
+
+    def _move(self, how: str, nbytes: int, block_nbytes: int = _BLOCK_NBYTES) -> float:
+        """Seconds to move `nbytes` of each file in the directions `how` names, r, w or rw."""
+        waiting: list[Transfer[None]] = []
+        started = time.perf_counter()
+        most = _IN_FLIGHT_NBYTES // block_nbytes
+        count = 0
+        for at in range(0, nbytes, block_nbytes):
+            for file in self._files:
+                for direction in how:
+                    slot = count % most
+                    count += 1
+                    if len(waiting) >= most:
+                        waiting.pop(0).wait()
+                    part = self._buffer[slot * block_nbytes : (slot + 1) * block_nbytes]
+                    waiting.append(self._submit(direction, file, part, at))
+        all_of(waiting).wait()
+        return time.perf_counter() - started
+
+    def _submit(
+        self, direction: str, file: SwapFile, part: memoryview, offset_bytes: int
+    ) -> Transfer[None]:
+        """With a checksum, as the block store asks for one."""
+        if direction == "r":
+            return self._backend.submit_read(
+                file.fd, part, offset_bytes, path=file.path, after=lambda: _sum(part)
+            )
+        return self._backend.submit_write(
+            file.fd, part, offset_bytes, path=file.path, before=lambda: _sum(part)
+        )
+
+
+def _sum(part: memoryview) -> None:
+    checksum_of(part)

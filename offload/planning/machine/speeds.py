@@ -1,0 +1,79 @@
+"""How fast a machine is: the numbers that the model of time works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from offload.planning.machine.disk_cache import Number, Positive
+
+if TYPE_CHECKING:
+    from offload.planning.machine.network import Network
+
+Rates = Annotated[Mapping[str, Positive], Field(min_length=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSpeeds:
+    """What does not depend on a disk."""
+
+    gpu: bool  # whether the model computes on a GPU
+    matmul_flops_per_s: Rates  # by precision: fp32, bf16, fp16
+    compute_bytes_per_s: Positive  # operations bound by the memory of the compute device
+    compute_bytes_per_s_in: Rates = field(default_factory=dict)
+    # ... by precision, where that makes a difference
+    operation_s: Number  # what one call of a kernel costs beside its work
+    host_bytes_per_s: Positive  # the optimizer's traffic over the memory bus, all cores
+    optimizer_parameters_per_s: Rates = field(default_factory=dict)
+    # measured rate by format of states (fp32, bf16, int8); absent: bound by the bus
+    optimizer_lost_share: Number = 1.0  # that compute loses per second of the optimizer alone
+    host_to_device_bytes_per_s: Number = 0.0
+    device_to_host_bytes_per_s: Number = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSpeeds:
+    """Of all paths of a configuration together. Where model, optimizer and I/O share cores and
+    memory bus, what they lose to each other; 0 and 1 beside a GPU, or where that is not measured:
+    then they are taken to share without loss."""
+
+    nvme_read_bytes_per_s: Positive = 0.0
+    nvme_write_bytes_per_s: Positive = 0.0
+    nvme_mixed_bytes_per_s: Positive = 0.0  # both directions at once, together; 0: not measured
+    io_lost_s_per_byte: Number = 0.0  # that compute loses to each byte moved beside it
+    update_disk_share: Number = 1.0  # of those rates that an update gets behind a forward
+    request_s: Number = 0.0  # one read or write of nvme, beside its bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds(ComputeSpeeds, DiskSpeeds):
+    """Sustained rates of one rank's share of a machine. Bytes and operations per second."""
+
+    name: str  # `this machine`, `RTX 4090 + Gen4 SSD`
+    endurance_nbytes: int = 0  # that may be written to the SSDs in all; 0: unknown
+    network: Network | None = None  # between ranks; None: not known
+
+    def times(self, factor: float) -> Speeds:
+        """All rates and costs of a machine that is `factor` times as fast."""
+        rates = {f.name: getattr(self, f.name) for f in fields(self) if "_per_s" in f.name}
+        scaled: dict[str, Any] = {
+            name: {key: factor * each for key, each in rate.items()}
+            if isinstance(rate, Mapping) else factor * rate
+            for name, rate in rates.items()
+        }  # fmt: skip
+        return replace(
+            self, **scaled, operation_s=self.operation_s / factor,
+            io_lost_s_per_byte=self.io_lost_s_per_byte / factor, request_s=self.request_s / factor,
+        )  # fmt: skip
+
+
+# Where nothing is measured: only the ratios matter, to say which link is the slowest.
+NOMINAL = Speeds(
+    name="nominal", gpu=False, matmul_flops_per_s={"fp32": 1e11, "bf16": 1e11, "fp16": 1e11},
+    compute_bytes_per_s=2e10, operation_s=0.0, host_bytes_per_s=2e10,
+    nvme_read_bytes_per_s=2e9, nvme_write_bytes_per_s=2e9,
+    host_to_device_bytes_per_s=2e10, device_to_host_bytes_per_s=2e10,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a plan is: budgets, homes, bytes, and what it lacks."""

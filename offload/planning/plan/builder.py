@@ -1,0 +1,281 @@
+"""From a placement of every class to a plan: bytes per tier, windows, buffers.
+
+What does not depend on the placement (budgets, chunks, bytes of every group) is counted once: many
+placements of one model can then be compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.config.fields import Percent
+from offload.planning.plan.activation_plan import least_window, share_out
+from offload.planning.plan.device_plan import plan_device
+from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
+from offload.planning.plan.shared_plan import plan_shared
+from offload.planning.plan.sizes import (
+    CLASSES,
+    STAGING_BUFFERS,
+    GroupBytes,
+    largest_unit,
+    measure,
+    record_kinds,
+    sizes_of,
+    staging_nbytes_of,
+    sums_nbytes_of,
+    window_nbytes_of,
+    with_records,
+)
+from offload.planning.plan.tuning import Streamed, choose
+from offload.tiers.errors import ConfigError
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+_BESIDE_ACTIVATIONS = 0.7  # of free RAM for the tiers, where the batch is not known
+MOST_RECORDS = 1 << 20  # that the chunk is chosen for: each is dealt out, one by one
+
+Placements = Mapping[StateClass, Placement]
+
+
+class PlanBuilder:
+    """Plans of one model, one configuration and one machine, by placement."""
+
+    def __init__(self, config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
+        config = config.settled()
+        sharding = hardware.sharding
+        model = model.sharded(sharding.ranks, sharding.replicas)
+        self.explicit = explicit_placements(config)
+        self.config = tuned(config, self.explicit, model, hardware)
+        _check_records(self.config, model)
+        self.model = model
+        self.hardware = hardware
+        self.gpu = hardware.device_nbytes > 0
+        self.sizes = sizes_of(self.config)
+        self.groups = measure(self.config, model, sharding)
+        self.budgets = resolve_budgets(config, hardware, _device_demand(self.explicit, self.groups))
+        self.window_nbytes = window_nbytes_of(model, self.groups)
+        self.unit_nbytes = largest_unit(model, [group.parameters for group in self.groups])
+        several = self.config.micro_batches > 1
+        self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
+        self.shared = {  # by whether some parameters are at home elsewhere than where it computes
+            moves: plan_shared(sharding, model, self.groups, self.config, moves=moves)
+            for moves in (False, True)
+        }
+        self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
+
+    def share_with(self, other: PlanBuilder) -> None:
+        """Records that are dealt out for one need not be for the other, where they are the same."""
+        if self.groups == other.groups and self.sizes == other.sizes:
+            self._dealt = other._dealt
+
+    def build(self, placements: Placements) -> Plan:
+        """The plan with every class where `placements` has it, whether or not that fits."""
+        parameters = placements[StateClass.PARAMETERS].assign([g.parameters for g in self.groups])
+        gradients = self._assign_gradients(placements[StateClass.GRADIENTS])
+        dealt = self._deal_records(placements[StateClass.OPTIMIZER])
+        groups = dealt.groups
+        staging = staging_nbytes_of(placements, groups, self.sizes, self.gpu)
+        computing = {Tier.DEVICE} if self.gpu else {Tier.DEVICE, Tier.HOST}
+        moves = bool(set(placements[StateClass.PARAMETERS].tiers) - computing)
+        plan = Plan(
+            budgets=dict(self.budgets), placements=dict(placements), groups=groups,
+            parameters=tuple(parameters), gradients=tuple(gradients), records=dealt.tiers,
+            record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
+            prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
+            staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
+            sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
+            device=plan_device(
+                placements, groups, self.sizes, self.hardware, self.budgets[Tier.DEVICE]
+            ),
+            sharding=self.hardware.sharding, shared=self.shared[moves],
+        )  # fmt: skip
+        plan = replace(plan, expected=_expected(plan, dealt))
+        return _with_activations(plan, Tier(self.config.placement.activations.tier))
+
+    def _assign_gradients(self, placement: Placement) -> list[Tier]:
+        assigned = placement.assign([group.gradients for group in self.groups])
+        return [
+            Tier.HOST if group.summed and tier is Tier.NVME else tier
+            for group, tier in zip(self.groups, assigned, strict=True)
+        ]
+
+    def _deal_records(self, placement: Placement) -> _DealtRecords:
+        """Dealt out once per placement: a large model has hundreds of thousands of records, and
+        plans that are compared often differ in other classes only."""
+        if placement not in self._dealt:
+            tiers = self._assign_records(placement)
+            groups = tuple(
+                with_records(group, each, self.sizes)
+                for group, each in zip(self.groups, tiers, strict=True)
+            )
+            nbytes: dict[Tier, int] = defaultdict(int)
+            for group, each in zip(groups, tiers, strict=True):
+                for kind in record_kinds(group, each, self.sizes.chunk_numel):
+                    nbytes[kind.tier] += kind.nbytes * kind.count
+            self._dealt[placement] = _DealtRecords(tiers, groups, nbytes)
+        return self._dealt[placement]
+
+    def _assign_records(self, placement: Placement) -> tuple[tuple[Tier, ...], ...]:
+        """Of all groups in one row, so that every tier's share holds from one to the next, too."""
+        flat = placement.assign([nbytes for group in self.groups for nbytes in group.records])
+        records, start = [], 0
+        for group in self.groups:
+            stop = start + len(group.records)
+            records.append(tuple(flat[start:stop]))
+            start = stop
+        return tuple(records)
+
+
+@dataclass(frozen=True)
+class _DealtRecords:
+    """The optimizer's records in their tiers."""
+
+    tiers: tuple[tuple[Tier, ...], ...]  # per group and chunk
+    groups: tuple[GroupBytes, ...]  # with the bytes that records have there
+    nbytes: Mapping[Tier, int]
+
+
+def _expected(plan: Plan, dealt: _DealtRecords) -> dict[Tier, dict[StateClass, int]]:
+    expected: dict[Tier, dict[StateClass, int]] = {tier: defaultdict(int) for tier in Tier}
+    rows = zip(plan.groups, plan.parameters, plan.gradients, strict=True)
+    for group, parameter, gradient in rows:
+        expected[parameter][StateClass.PARAMETERS] += group.parameters
+        expected[gradient][StateClass.GRADIENTS] += group.gradients
+    for tier, nbytes in dealt.nbytes.items():
+        expected[tier][StateClass.OPTIMIZER] += nbytes
+    staging = plan.staging_nbytes * plan.staging_buffers
+    computing = Tier.DEVICE if plan.gpu else Tier.HOST
+    expected[Tier.HOST][StateClass.STAGING] += staging
+    expected[computing][StateClass.STAGING] += plan.sums_nbytes
+    if plan.device is not None:
+        expected[Tier.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
+    if plan.shared is not None:
+        expected[computing][StateClass.STAGING] += plan.shared.total_nbytes
+    return expected
+
+
+def _with_activations(plan: Plan, tier: Tier) -> Plan:
+    """Give them what all other states leave of the budgets, or a share of it."""
+    least = least_window(tier, plan.gpu)
+    if not least:
+        return plan
+    expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
+    expected[Tier.HOST][StateClass.ACTIVATIONS] = least
+    plan = replace(plan, expected=expected)
+    left = {name: plan.budgets[name] - needed_nbytes(plan, name) for name in Tier}
+    activations = share_out(tier, left[Tier.HOST], left[Tier.NVME], cached=plan.uses_nvme)
+    expected[Tier.HOST][StateClass.ACTIVATIONS] = activations.window_nbytes
+    return replace(plan, activations=activations)
+
+
+def tuned(
+    config: OffloadConfig, explicit: Placements, model: ModelShape, hardware: Hardware
+) -> OffloadConfig:
+    """`config` with chunk and prefetch chosen, where they are open, for the nvme that is there."""
+    chunk, prefetch = config.optimizer.chunk, config.prefetch
+    if chunk != "auto" and prefetch != "auto":
+        return config
+    sizes = sizes_of(config)
+    numels = [group.numel for group in model.groups]
+    chunks = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.itemsize + sizes.gradient_itemsize
+    budget = resolve_budgets(config, hardware, 0)[Tier.HOST]
+    named = list(explicit.values())
+    used = any(Tier.NVME in placement.tiers for placement in named)
+    overflowing = len(named) < len(CLASSES) and sum(numels) * chunks > budget
+    measured = hardware.measure_nvme if used or overflowing else None
+    streamed = Streamed([n * sizes.itemsize for n in numels], chunks, STAGING_BUFFERS, budget)
+    chosen = choose(streamed, measured)
+    if chunk == "auto":
+        chosen = replace(chosen, chunk_numel=_few_enough(chosen.chunk_numel, model))
+    optimizer = config.optimizer.model_copy(
+        update={"chunk": chosen.chunk_numel if chunk == "auto" else chunk}
+    )
+    depth = chosen.prefetch if prefetch == "auto" else prefetch
+    return config.model_copy(update={"optimizer": optimizer, "prefetch": depth})
+
+
+def _few_enough(chunk_numel: int, model: ModelShape) -> int:
+    """A chunk that cuts the model into no more records than can be dealt out."""
+    while _records(model, chunk_numel) > MOST_RECORDS:
+        chunk_numel *= 2
+    return chunk_numel
+
+
+def _check_records(config: OffloadConfig, model: ModelShape) -> None:
+    records = _records(model, config.chunk_numel)
+    if config.optimizer.chunk != "auto" and records > 2 * MOST_RECORDS:
+        raise ConfigError(
+            f"optimizer.chunk: {config.chunk_numel:,} elements cut this model into {records:,} "
+            f"records; at most {2 * MOST_RECORDS:,} are planned: write auto, or a larger chunk"
+        )
+
+
+def _records(model: ModelShape, chunk_numel: int) -> int:
+    return sum(group.layout.shard_trainable // chunk_numel for group in model.groups)
+
+
+def resolve_budgets(
+    config: OffloadConfig, hardware: Hardware, on_cpu_device: int
+) -> dict[Tier, int]:
+    """Bytes per tier. `on_cpu_device`: what an automatic device budget is on a CPU."""
+    budget = config.budget
+    device_auto = int(hardware.device_nbytes * 0.8) if hardware.device_nbytes else on_cpu_device
+    device_whole = hardware.device_nbytes or hardware.host_nbytes
+    return {
+        Tier.DEVICE: _resolve(budget.device, device_whole, device_auto),
+        Tier.HOST: _resolve(budget.host, hardware.host_nbytes, _host_auto(hardware)),
+        Tier.NVME: _resolve(
+            budget.nvme, hardware.nvme_free_nbytes, int(hardware.nvme_free_nbytes * 0.9)
+        ),
+    }
+
+
+def _host_auto(hardware: Hardware) -> int:
+    """What is free without the reserve. On a CPU, RAM must hold activations, too, whose size is not
+    known here: a share of it is left to them."""
+    free = hardware.host_free_nbytes
+    left = free - reserve_nbytes(free)
+    return left if hardware.device_nbytes else min(left, int(free * _BESIDE_ACTIVATIONS))
+
+
+def reserve_nbytes(free_nbytes: int) -> int:
+    """What a budget.host that is open leaves of free RAM to whatever else runs: a twentieth, at
+    least 1 GiB, but no more than three tenths of what little there is."""
+    return int(min(0.3 * free_nbytes, max(1 << 30, 0.05 * free_nbytes)))
+
+
+def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
+    if given is None:
+        return auto
+    return int(whole * given.fraction) if isinstance(given, Percent) else given
+
+
+def explicit_placements(config: OffloadConfig) -> dict[StateClass, Placement]:
+    """The classes that the configuration names a home for."""
+    named = {
+        StateClass.PARAMETERS: config.placement.parameters,
+        StateClass.GRADIENTS: config.placement.gradients,
+        StateClass.OPTIMIZER: config.placement.optimizer,
+    }
+    return {
+        state_class: placement for state_class, placement in named.items() if placement is not None
+    }
+
+
+def _device_demand(placements: Placements, groups: Sequence[GroupBytes]) -> int:
+    """Bytes that explicit placements ask of the device tier, with room for uneven pieces."""
+    demand = 0
+    for state_class, placement in placements.items():
+        share = dict(placement.shares).get(Tier.DEVICE, 0.0)
+        if share:
+            pieces = [getattr(group, state_class) for group in groups]
+            demand += int(sum(pieces) * share) + (max(pieces, default=0) if share < 1 else 0)
+    return demand

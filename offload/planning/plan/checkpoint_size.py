@@ -1,0 +1,77 @@
+"""Bytes of a checkpoint's files, from a plan: what `offload/checkpoint/saving.py` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from offload.checkpoint.manifest import BUFFERS, OPTIMIZER, PARAMETERS, ParameterRecord
+from offload.checkpoint.safetensors_file import TensorInfo, field_info, file_nbytes
+from offload.kernels.rules import StateFormat
+from offload.tiers.tier import Tier
+from offload.zero.model_shape import GroupShape, ModelShape
+from offload.zero.records import RecordFormat
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.planning.plan.plan import Plan
+
+_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U8"}
+# The manifest is JSON with an indent: what an entry takes beside its names and numbers.
+_PARAMETER_NBYTES, _FILE_NBYTES, _SECTION_NBYTES, _MANIFEST_NBYTES = 180, 90, 110, 1200
+
+Sections = Mapping[str, Sequence[TensorInfo]]
+
+
+def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> int:
+    """Bytes of all files of one checkpoint. While one replaces another, there are two of them.
+
+    Persistent buffers of the model are not in a `ModelShape` and not counted.
+    """
+    kept = _saved_format(plan, config)
+    total = _MANIFEST_NBYTES + file_nbytes({"tensors": []}, {"format": "pt"})
+    for index, group in enumerate(model.groups):
+        records = list(_records(group, _DTYPES[config.precision], index))
+        for file, sections, metadata in _files(group, records, kept, index):
+            total += file_nbytes(sections, metadata)
+            total += _FILE_NBYTES + len(file) + _SECTION_NBYTES * (1 + len(sections))
+        total += sum(_PARAMETER_NBYTES + 2 * len(json.dumps(r.names)) for r in records)
+    return total + len(BUFFERS)
+
+
+def _saved_format(plan: Plan, config: OffloadConfig) -> RecordFormat:
+    optimizer = config.optimizer
+    kept = plan.record_formats[Tier.HOST]
+    uniform = optimizer.states.uniform
+    return kept if uniform else RecordFormat(kept.master, kept.states, StateFormat.FP32)
+
+
+def _records(group: GroupShape, dtype: str, index: int) -> Iterator[ParameterRecord]:
+    for spec in group.layout.params:
+        yield ParameterRecord(
+            names=list(spec.names), dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
+            steps=0, group=index,
+        )  # fmt: skip
+
+
+def _files(
+    group: GroupShape, records: Sequence[ParameterRecord], kept: RecordFormat, index: int
+) -> Iterator[tuple[str, Sections, Mapping[str, str]]]:
+    tied = {alias: record.names[0] for record in records for alias in record.names[1:]}
+    metadata = {"format": "pt", "group": group.name}
+    if tied:
+        metadata["tied"] = json.dumps(tied)
+    tensors = [TensorInfo(r.names[0], r.dtype, tuple(r.shape)) for r in records]
+    yield f"{PARAMETERS}/{index:03d}.safetensors", {"tensors": tensors}, metadata
+    trainable = [record for record in records if record.trainable]
+    if trainable:
+        sections = {
+            field.name: [
+                field_info(record, field.name, _FIELD_DTYPES[field.dtype.name])
+                for record in trainable
+            ]
+            for field in kept.fields
+        }
+        yield f"{OPTIMIZER}/{index:03d}.safetensors", sections, {"group": group.name}

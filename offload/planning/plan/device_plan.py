@@ -1,0 +1,113 @@
+"""Device memory for our own kernels: how much of it, and whether they can run at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.kernels.norm_blocks import NORM_BLOCK, norm_blocks
+from offload.planning.plan.sizes import GroupBytes, Sizes, pages
+from offload.tiers.errors import UnsupportedError
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
+from offload.tiers.units import round_up
+from offload.zero.records import ALIGN_NBYTES
+
+if TYPE_CHECKING:
+    from offload.planning.plan.plan import Hardware
+
+# Where a buffer is filled, one leaves, and two more let a burst of small gradients through.
+_OUTBOX_BUFFERS = 4
+_MOST_OUTBOX_NBYTES = 16 << 20  # a third of a millisecond of a fast link
+_OUTBOX_SHARE = 1 / 32  # of the device budget, for all buffers, as long as a buffer has its least
+_STAGING_BUFFERS = 3  # arriving | being stepped | leaving
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Device memory beside what states take. Bytes in whole pages."""
+
+    outbox_buffers: int
+    outbox_nbytes: int  # of one buffer
+    staging_buffers: int
+    staging_nbytes: int  # of one buffer
+    partials_numel: int  # fp64 sums of squares
+
+    @property
+    def partials_nbytes(self) -> int:
+        return pages(self.partials_numel * 8)
+
+    @property
+    def total_nbytes(self) -> int:
+        outbox = self.outbox_buffers * self.outbox_nbytes
+        return outbox + self.staging_buffers * self.staging_nbytes + self.partials_nbytes
+
+
+def plan_device(
+    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes,
+    hardware: Hardware, budget_nbytes: int,
+) -> DevicePlan | None:  # fmt: skip
+    """What kernels on the device need; None where there is no GPU, or they cannot run.
+
+    `placements` are those that were asked for; gradients and optimizer states that were not are
+    never put on the device. UnsupportedError where they were, and no kernel can run.
+    """
+    _check_kernels(placements, hardware)
+    if not hardware.device_nbytes or hardware.kernels_missing is not None:
+        return None
+    numels = [numel for group in groups for numel in group.trained_numels]
+    leave = not _all_on_device(StateClass.GRADIENTS, placements)
+    stepped = _on_device(StateClass.OPTIMIZER, placements)
+    staging = _staging_nbytes(placements, groups, sizes) if stepped else 0
+    largest = max(numels, default=0)
+    return DevicePlan(
+        outbox_buffers=_OUTBOX_BUFFERS if leave else 0,
+        outbox_nbytes=_outbox_nbytes(largest, budget_nbytes) if leave else 0,
+        staging_buffers=_STAGING_BUFFERS if staging else 0,
+        staging_nbytes=staging,
+        partials_numel=sum(map(norm_blocks, numels)),
+    )
+
+
+def _check_kernels(placements: Mapping[StateClass, Placement], hardware: Hardware) -> None:
+    missing = hardware.kernels_missing
+    for state_class in (StateClass.GRADIENTS, StateClass.OPTIMIZER):
+        if hardware.device_nbytes and missing and _on_device(state_class, placements):
+            raise UnsupportedError(
+                f"placement.{state_class}: device needs kernels on the GPU, and {missing}; or set "
+                f"placement.{state_class}: host"
+            )
+
+
+def _outbox_nbytes(largest: int, budget_nbytes: int) -> int:
+    """Of one buffer: any gradient, or as many whole blocks of the norm as it is good to hold."""
+    shared = int(budget_nbytes * _OUTBOX_SHARE) // _OUTBOX_BUFFERS
+    block = NORM_BLOCK * 4
+    whole = min(_MOST_OUTBOX_NBYTES, max(block, shared // block * block))
+    return min(whole, pages(largest * 4))
+
+
+def _staging_nbytes(
+    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes
+) -> int:
+    """One buffer: what of the largest chunk may have to be copied to the device."""
+    longest = max((group.layout.shard_numel for group in groups), default=0)
+    numel = min(sizes.chunk_numel, longest)
+    nbytes = 0
+    if not _all_on_device(StateClass.PARAMETERS, placements):
+        nbytes += round_up(numel * sizes.itemsize, ALIGN_NBYTES)
+    if not _all_on_device(StateClass.GRADIENTS, placements):
+        nbytes += round_up(numel * 4, ALIGN_NBYTES)  # the sums of several passes, planned or not
+    return pages(nbytes) if nbytes else 0
+
+
+def _on_device(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> bool:
+    placement = placements.get(state_class)
+    return placement is not None and Tier.DEVICE in placement.tiers
+
+
+def _all_on_device(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> bool:
+    placement = placements.get(state_class)
+    return placement is not None and set(placement.tiers) == {Tier.DEVICE}

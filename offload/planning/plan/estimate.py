@@ -1,0 +1,155 @@
+"""The answer to *will it fit, how fast will it be, what must I change*, as plain numbers.
+
+Bytes are bytes, seconds are seconds. Nothing here knows how a figure was found or how it is shown.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from offload.config import OffloadConfig
+from offload.planning.plan.plan import Plan
+from offload.planning.plan.workload import Workload
+from offload.tiers.tier import Tier
+
+
+class MemoryClass(enum.StrEnum):
+    """What bytes of a place are, in the order in which they are stacked."""
+
+    PARAMETERS = "parameters"
+    MASTER = "master"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    STAGING = "staging"  # buffers in transit, and copies of what lives elsewhere
+    FRAGMENTATION = "fragmentation"  # padding to pages and blocks, holes between what is held
+    FRAMEWORK = "framework"  # interpreter, libraries, contexts, compiled kernels
+
+
+@dataclass(frozen=True)
+class PlaceEstimate:
+    """One physical place: GPU memory, RAM, or disk."""
+
+    capacity_nbytes: int  # what may be used of it
+    by_class: Mapping[MemoryClass, int]  # at the moment of the peak
+
+    @property
+    def peak_nbytes(self) -> int:
+        return sum(self.by_class.values())
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peaks of a run. A CPU-only machine has no place `device`: its tier is part of RAM."""
+
+    places: Mapping[Tier, PlaceEstimate]
+    ledger_peaks: Mapping[Tier, int]  # what the ledger of each tier will have reached
+    checkpoint_nbytes: int  # on disk, of one saved checkpoint
+    # Of these the ledger's peak depends on the moment (how far writes are behind), and what is
+    # predicted is the most.
+    bounds: frozenset[Tier] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTime:
+    """One resource that a step keeps busy: `compute`, `optimizer`, `nvme read`, `nvme write`,
+    `host to device`, `device to host`, `network`."""
+
+    name: str
+    seconds: float
+    nbytes: int = 0  # that cross it
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a step on one link, for a timeline. Seconds from the start of the step."""
+
+    link: str
+    label: str  # forward, backward, update, ...
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One optimizer step in the long run, all deferred work included."""
+
+    seconds: float
+    links: tuple[LinkTime, ...]
+    bottleneck: str  # the link that bounds the step
+    tokens: int
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def written_nbytes(self) -> int:
+        """Written to nvme per step."""
+        return sum(link.nbytes for link in self.links if link.name == "nvme write")
+
+
+# How bad a missing byte is, by place: what more of it costs, roughly, as a GPU, as RAM and as SSD.
+# Of plans that do not fit, that is the best which is short of what is the easiest to get.
+_SHORT_WEIGHTS = {Tier.DEVICE: 1000, Tier.HOST: 50, Tier.NVME: 1}
+
+
+def short_weights(*, gpu: bool) -> Mapping[Tier, int]:
+    """By tier; without a GPU the device's memory is RAM."""
+    if gpu:
+        return _SHORT_WEIGHTS
+    return {**_SHORT_WEIGHTS, Tier.DEVICE: _SHORT_WEIGHTS[Tier.HOST]}
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A place that cannot hold what it would have to."""
+
+    tier: Tier
+    needed_nbytes: int
+    capacity_nbytes: int
+    key: str  # the setting that says so, `budget.host`
+    message: str  # what, how much, what to do
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that would help, and what they cost or gain."""
+
+    settings: Mapping[str, str]  # dotted key -> value, as `-o key=value` takes them
+    text: str
+    step_factor: float | None = None  # of the predicted step time now (or of the next best)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Everything `memest` says about one model, one configuration and one machine."""
+
+    model: str
+    numel: int
+    numel_trainable: int
+    hardware: str
+    workload: Workload
+    config: OffloadConfig  # resolved
+    plan: Plan
+    memory: MemoryEstimate
+    step: StepEstimate | None  # None where nothing is known of speeds
+    shortfalls: tuple[Shortfall, ...] = ()
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = field(default_factory=tuple)  # what was assumed
+    system_nbytes: int = 0  # of a rank's RAM, kept for the system and in no capacity
+    endurance_nbytes: int = 0  # that the SSDs are rated to take in writes; 0: unknown
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortfalls
+
+    @property
+    def ssd_life_steps(self) -> int | None:
+        """Steps until the SSDs have taken what they are rated for; None where nothing is written
+        or the rating is not known."""
+        written = self.step.written_nbytes if self.step is not None else 0
+        return self.endurance_nbytes // written if written and self.endurance_nbytes else None

@@ -1,0 +1,52 @@
+"""The most that nvme can hold at a time, however slow its writes are.
+
+A piece has one valid version there. An extent beyond that is a new version while it is written, or
+an old one while it is still read (`swap/block_store.py`), and each of these moves has memory of its
+own, which is not lent again before the move ends:
+
+    in a slot     the copy of a piece: not dropped before its writes have ended (`FileState`)
+    staged        a buffer of the update: lent again when its writes have ended (`UpdateQueue`);
+                  of a checkpoint that is loaded while nothing is updated: one piece at a time
+
+Slots and buffers are the host tier's, whose ledger keeps to its budget. So no more is on its way
+than the budget leaves beside the permanent homes in host memory, and, with one write of a piece at
+a time, no more than lives on nvme:
+
+    ├ homes, window of activations ┤├───────── slots, update buffers ─────────┤   host
+    ├──── parameters, gradients, records ────┤├──── versions on their way ────┤   nvme
+
+Gradients have no second version: an old sum is never read again, so it is freed before the next one
+is written. Nothing here depends on an order of uses, arrivals or updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offload.planning.plan.plan import Plan
+from offload.planning.plan.sizes import CLASSES
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
+
+_REPLACED = (StateClass.PARAMETERS, StateClass.OPTIMIZER)  # while the old version is still valid
+
+
+def nvme_most(plan: Plan, saved_nbytes: int) -> Mapping[StateClass, int]:
+    """Bytes by class, versions on their way as STAGING; `saved_nbytes` are of activations, as far
+    as they go there. Within the budget: what finds no room waits."""
+    homes = plan.expected[Tier.NVME]
+    most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
+    replaced = sum(most[state_class] for state_class in _REPLACED)
+    left = max(0, plan.budgets[Tier.NVME] - sum(most.values()))
+    most[StateClass.STAGING] = min(replaced, _sources_nbytes(plan), left)
+    most[StateClass.ACTIVATIONS] = min(saved_nbytes, left - most[StateClass.STAGING])
+    return most
+
+
+def _sources_nbytes(plan: Plan) -> int:
+    """Host memory that something on nvme can be written from."""
+    host = plan.expected[Tier.HOST]
+    kept = sum(host.get(each, 0) for each in (*CLASSES, StateClass.ACTIVATIONS))
+    if not plan.gpu:  # it computes there
+        kept += plan.sums_nbytes + (plan.shared.workspace_nbytes if plan.shared else 0)
+    return max(0, plan.budgets[Tier.HOST] - kept)

@@ -1,0 +1,139 @@
+"""A plan: budgets, homes and expected bytes, and what of it each tier must hold at least.
+
+The arithmetic that runtime and tools share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload import machine
+from offload.planning.plan.activation_plan import ActivationPlan
+from offload.planning.plan.sizes import CLASSES, GroupBytes
+from offload.planning.plan.tuning import Measure
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.zero.records import RecordFormat
+from offload.zero.sharding import ALONE, Sharding
+
+if TYPE_CHECKING:
+    from offload.planning.plan.device_plan import DevicePlan
+    from offload.planning.plan.shared_plan import SharedPlan
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan may use. Bytes; `device_nbytes` is 0 where the model computes on the CPU."""
+
+    device_nbytes: int
+    host_nbytes: int  # may ever be held (cgroup limits count)
+    host_free_nbytes: int
+    nvme_free_nbytes: int
+    measure_nvme: Measure | None = None  # bandwidth of all nvme paths together
+    kernels_missing: str | None = None  # what our kernels on the device lack, as a sentence
+    sharding: Sharding = ALONE  # of the rank that the rest is for
+
+
+def read_hardware(device_nbytes: int, nvme_free_nbytes: int) -> Hardware:
+    """This machine, as far as this process may use it."""
+    return Hardware(
+        device_nbytes, machine.memory_limit_nbytes(), machine.available_memory_nbytes(),
+        nvme_free_nbytes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement with its bytes. Tiers per group (records: per group and chunk)."""
+
+    budgets: Mapping[Tier, int]
+    placements: Mapping[StateClass, Placement]
+    groups: tuple[GroupBytes, ...]
+    parameters: tuple[Tier, ...]
+    gradients: tuple[Tier, ...]
+    records: tuple[tuple[Tier, ...], ...]
+    record_formats: Mapping[Tier, RecordFormat]
+    chunk_numel: int
+    prefetch: int
+    staging_buffers: int
+    staging_nbytes: int  # of one buffer
+    gpu: bool  # the device tier is GPU memory: parameters are copied there
+    unit_nbytes: int  # largest parameters that are gathered at the same time
+    sums_nbytes: int  # sums of one block's gradients over its micro-batches
+    window_nbytes: int  # least memory for copies of what lives on nvme
+    expected: Mapping[Tier, Mapping[StateClass, int]]  # at home, staging included
+    activations: ActivationPlan | None = None  # None: they stay on the device
+    device: DevicePlan | None = None  # None: no kernel of ours runs on a device
+    sharding: Sharding = ALONE  # of the rank that it is for
+    shared: SharedPlan | None = None  # None: this rank is alone
+
+    def total(self, tier: Tier) -> int:
+        return sum(self.expected[tier].values())
+
+    @property
+    def uses_nvme(self) -> bool:
+        return self.total(Tier.NVME) > 0
+
+    @property
+    def opens_files(self) -> bool:
+        """Whether anything may go to nvme: of activations it is not known how much."""
+        return self.uses_nvme or (self.activations is not None and self.activations.disk_nbytes > 0)
+
+
+def needed_nbytes(plan: Plan, tier: Tier) -> int:
+    """What a tier has to hold at the same time, at least."""
+    return sum(nbytes for _, nbytes in _needs(plan, tier))
+
+
+def ram_nbytes(plan: Plan) -> int:
+    """RAM that the tiers need: that of host and, where it computes on a CPU, of the device."""
+    device = 0 if plan.gpu else needed_nbytes(plan, Tier.DEVICE)
+    return needed_nbytes(plan, Tier.HOST) + device
+
+
+def breakdown(plan: Plan, tier: Tier) -> str:
+    """The terms of `needed_nbytes`: `parameters 1.9 GiB + staging 1.1 MiB`."""
+    terms = [f"{name} {format_bytes(nbytes)}" for name, nbytes in _needs(plan, tier) if nbytes]
+    return " + ".join(terms) or "nothing"
+
+
+def _needs(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
+    yield from plan.expected[tier].items()
+    if tier is Tier.HOST and plan.uses_nvme:
+        yield "window", host_window(plan)
+    if tier is Tier.DEVICE:
+        yield "parameters of the unit that runs", gathered_nbytes(plan)
+    if tier is Tier.NVME and plan.uses_nvme:
+        yield "new versions", nvme_slack(plan)
+
+
+def gathered_nbytes(plan: Plan) -> int:
+    """What GPU memory holds of a unit's parameters that live elsewhere, while it runs."""
+    elsewhere = plan.gpu and set(plan.parameters) != {Tier.DEVICE}
+    return plan.unit_nbytes if elsewhere else 0
+
+
+def host_window(plan: Plan) -> int:
+    """Least memory for copies of what lives on nvme."""
+    on_nvme = {c for c in CLASSES if Tier.NVME in plan.placements[c].tiers}
+    if StateClass.PARAMETERS in on_nvme or StateClass.GRADIENTS in on_nvme:
+        return plan.window_nbytes
+    return max((group.largest_record for group in plan.groups), default=0)
+
+
+def spare_host_nbytes(plan: Plan) -> int:
+    """What is left of the host budget when all parameters and gradients on nvme have a copy there,
+    too; negative if they do not fit."""
+    nvme = plan.expected[Tier.NVME]
+    copies = nvme.get(StateClass.PARAMETERS, 0) + nvme.get(StateClass.GRADIENTS, 0)
+    return plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST) - copies
+
+
+def nvme_slack(plan: Plan) -> int:
+    """Extents whose new version is being written while the old one is still valid."""
+    largest = max((g.parameters + g.gradients for g in plan.groups), default=0)
+    return 2 * largest + plan.staging_buffers * plan.staging_nbytes

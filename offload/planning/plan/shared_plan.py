@@ -1,0 +1,87 @@
+"""Memory for what belongs to several ranks, where the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.planning.plan.sizes import ITEMSIZE, GroupBytes, largest_unit, late_groups, pages
+from offload.zero.model_shape import ModelShape
+from offload.zero.sharding import BUCKETS, Sharding, codes_nbytes
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """Bytes in whole pages; of one rank."""
+
+    gather_nbytes: int  # parameters of the unit that runs and of the group behind it, whole
+    bucket_nbytes: int  # a group's gradients, before they are reduced
+    received_nbytes: int  # what all ranks send to this one of a group's gradients, or their codes
+    summed_nbytes: int  # their sum, fp32
+    codes_nbytes: int = 0  # a group's parameters in 8 bits, on their way
+
+    @property
+    def workspace_nbytes(self) -> int:
+        return self.received_nbytes + self.summed_nbytes + self.codes_nbytes
+
+    @property
+    def total_nbytes(self) -> int:
+        return self.gather_nbytes + BUCKETS * self.bucket_nbytes + self.workspace_nbytes
+
+
+def plan_shared(
+    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], config: OffloadConfig,
+    *, moves: bool,
+) -> SharedPlan | None:  # fmt: skip
+    """What a rank needs for working with others; None for one alone. `moves`: some parameters are
+    at home elsewhere than where the model computes."""
+    if sharding.world_size == 1:
+        return None
+    zero, itemsize = config.zero, ITEMSIZE[config.precision]
+    whole = max((group.layout.numel for group in groups), default=0)
+    trained = max((group.layout.numel_trainable for group in groups), default=0)
+    shard = max((group.layout.shard_trainable for group in groups), default=0)
+    late = late_groups(config, model)
+    sent = [
+        group.layout.numel_trainable * sent_nbytes(config, late=index in late)
+        for index, group in enumerate(groups)
+    ]
+    contribution = max(sent, default=0)
+    received = 2 * codes_nbytes(trained) if zero.quantized_gradients else contribution
+    return SharedPlan(
+        gather_nbytes=_gather_nbytes(sharding, model, groups, itemsize, moves=moves),
+        bucket_nbytes=pages(contribution),
+        received_nbytes=pages(received),
+        summed_nbytes=pages(shard * 4),
+        codes_nbytes=pages(codes_nbytes(whole)) if zero.quantized_weights else 0,
+    )
+
+
+def sent_nbytes(config: OffloadConfig, *, late: bool) -> int:
+    """Of an element of a gradient on its way."""
+    rounded = config.zero.reduce_dtype
+    if rounded != "fp32":
+        return ITEMSIZE[rounded]
+    return 4 if late else ITEMSIZE[config.precision]
+
+
+def _gather_nbytes(
+    sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int,
+    *, moves: bool,
+) -> int:  # fmt: skip
+    if sharding.parameters:
+        return gather_room(model, itemsize)
+    # one group is brought up to date beside those that are used
+    brought = moves and sharding.ranks > 1
+    return max((group.parameters for group in groups), default=0) if brought else 0
+
+
+def gather_room(model: ModelShape, itemsize: int) -> int:
+    """Bytes for whole parameters on a rank that keeps its shards alone: those of the largest unit
+    and of a group behind it. `model` is cut into shards."""
+    whole = [pages(group.layout.numel * itemsize) for group in model.groups]
+    return largest_unit(model, whole) + max(whole, default=0)

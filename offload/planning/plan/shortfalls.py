@@ -1,0 +1,164 @@
+"""What a plan needs of a tier or of the machine beyond what is there, each with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from offload.planning.plan.estimate import Shortfall
+from offload.planning.plan.plan import (
+    Hardware,
+    Plan,
+    breakdown,
+    gathered_nbytes,
+    host_window,
+    needed_nbytes,
+    ram_nbytes,
+)
+from offload.planning.plan.sizes import CLASSES, STAGING_BUFFERS
+from offload.planning.plan.tuning import LEAST_CHUNK_NUMEL
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.zero.layout import Layout
+
+
+def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:
+    """Every tier that cannot hold its part, budgets first; empty for a plan that can run."""
+    return (*_of_budgets(plan), *_of_machine(plan, hardware))
+
+
+def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
+    for tier in (Tier.DEVICE, Tier.HOST, Tier.NVME):
+        needed = needed_nbytes(plan, tier)
+        budget = plan.budgets[tier]
+        if needed > budget:
+            yield Shortfall(
+                tier, needed, budget, f"budget.{tier}",
+                f"budget.{tier}: {format_bytes(budget)} is {format_bytes(needed - budget)} short "
+                f"of the {format_bytes(needed)} needed ({breakdown(plan, tier)}); "
+                f"{_remedy(plan, tier, needed - budget)}",
+            )  # fmt: skip
+        elif tier is Tier.NVME:
+            yield from _of_activations(plan)
+
+
+def leaves_none_to_activations(plan: Plan) -> bool:
+    """Whether nvme is their home, and the other states leave nothing of it."""
+    at = plan.activations
+    return at is not None and at.tier is Tier.NVME and not at.disk_nbytes
+
+
+def _of_activations(plan: Plan) -> Iterator[Shortfall]:
+    if not leaves_none_to_activations(plan):
+        return
+    needed, budget = needed_nbytes(plan, Tier.NVME), plan.budgets[Tier.NVME]
+    yield Shortfall(
+        Tier.NVME, needed + 1, budget, "placement.activations.tier",
+        "placement.activations.tier: nvme, but the other states need all of budget.nvme "
+        f"({format_bytes(budget - needed)} are left); raise budget.nvme",
+    )  # fmt: skip
+
+
+def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
+    room = hardware.host_nbytes
+    if plan.budgets[Tier.HOST] > room:
+        yield Shortfall(
+            Tier.HOST, plan.budgets[Tier.HOST], room, "budget.host",
+            f"budget.host: {format_bytes(plan.budgets[Tier.HOST])} is more than the "
+            f"{format_bytes(room)} of RAM that this process may use; lower it, or write a "
+            "percentage",
+        )  # fmt: skip
+    memory = ram_nbytes(plan)
+    if memory > room:
+        yield Shortfall(
+            Tier.HOST, memory, room, "budget.host",
+            f"budget.host: the plan needs {format_bytes(memory)} of RAM, this process may use "
+            f"{format_bytes(room)}; {_to_disk(plan, hardware)}",
+        )  # fmt: skip
+    disk = needed_nbytes(plan, Tier.NVME)
+    if disk > hardware.nvme_free_nbytes:
+        yield Shortfall(
+            Tier.NVME, disk, hardware.nvme_free_nbytes, "budget.nvme",
+            f"budget.nvme: the plan needs {format_bytes(disk)} on disk, "
+            f"{format_bytes(hardware.nvme_free_nbytes)} are free under nvme.paths; free space, or "
+            "add a path to nvme.paths",
+        )  # fmt: skip
+
+
+def _to_disk(plan: Plan, hardware: Hardware) -> str:
+    if not hardware.nvme_free_nbytes:
+        return "there is no disk to move a class to"
+    if not plan.budgets[Tier.NVME]:
+        return "raise budget.nvme (0 B), and move a class to nvme"
+    return "move a class to nvme"
+
+
+def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
+    """A larger budget, and another change that would be enough alone."""
+    raised = f"raise budget.{tier}"
+    if tier is Tier.NVME:
+        return raised
+    below = Tier.HOST if tier is Tier.DEVICE else Tier.NVME
+    chunk = plan.chunk_numel
+    moved = _moved(plan, tier, short_nbytes, chunk)
+    if not moved and chunk > LEAST_CHUNK_NUMEL:
+        chunk = LEAST_CHUNK_NUMEL
+        moved = _moved(plan, tier, short_nbytes, chunk)
+    if moved and below is Tier.NVME and not plan.budgets[below]:
+        return f"{raised} or budget.nvme (0 B)"
+    if moved:
+        smaller = ", and lower optimizer.chunk" if chunk < plan.chunk_numel else ""
+        return f"{raised}, or set {', '.join(f'placement.{c}: {below}' for c in moved)}{smaller}"
+    shared = _shared_nbytes(plan, tier)
+    if plan.expected[tier].get(StateClass.STAGING, 0) - shared > short_nbytes:
+        return f"{raised}, or lower optimizer.chunk"
+    padding = max((_padding(group.layout) for group in plan.groups), default=0.0)
+    if shared * padding > short_nbytes:
+        return (
+            f"{raised}, or train on fewer than {plan.sharding.world_size} ranks: groups are padded "
+            f"to be cut among so many, and buffers for exchanges take {format_bytes(shared)}"
+        )
+    return raised
+
+
+def _moved(
+    plan: Plan, tier: Tier, short_nbytes: int, chunk_numel: int
+) -> list[StateClass]:  # fmt: skip
+    """The largest classes that together leave enough room when they go; none if all do not."""
+    held = plan.expected[tier]
+    largest = sorted((c for c in CLASSES if held.get(c)), key=lambda c: -held[c])
+    for count in range(1, len(largest) + 1):
+        moved = largest[:count]
+        freed = sum(held[c] for c in moved) - _passing_nbytes(plan, tier, moved, chunk_numel)
+        if freed >= short_nbytes:
+            return moved
+    return []
+
+
+def _passing_nbytes(
+    plan: Plan, tier: Tier, moved: Sequence[StateClass], chunk_numel: int
+) -> int:  # fmt: skip
+    """What a tier needs for classes that live elsewhere and are only worked on there."""
+    if tier is Tier.DEVICE:
+        whole = plan.gpu and StateClass.PARAMETERS in moved
+        return plan.unit_nbytes - gathered_nbytes(plan) if whole else 0
+    largest = max(plan.groups, key=lambda group: group.layout.shard_numel)
+    chunk = min(1.0, chunk_numel / max(1, largest.layout.shard_numel))
+    new = [c for c in moved if Tier.NVME not in plan.placements[c].tiers]
+    staging = sum(int(STAGING_BUFFERS * chunk * getattr(largest, c)) for c in new)
+    windows = [host_window(plan)] if plan.uses_nvme else [0]
+    for each in new:
+        record = int(chunk * largest.optimizer)
+        windows.append(record if each is StateClass.OPTIMIZER else plan.window_nbytes)
+    return staging + max(windows) - windows[0]
+
+
+def _shared_nbytes(plan: Plan, tier: Tier) -> int:
+    """Of staging, what several ranks need, which no smaller chunk lowers."""
+    computing = Tier.DEVICE if plan.gpu else Tier.HOST
+    return plan.shared.total_nbytes if plan.shared is not None and tier is computing else 0
+
+
+def _padding(layout: Layout) -> float:
+    """The share of a group's buffer that is there to be cut evenly."""
+    return 1 - sum(spec.numel for spec in layout.params) / layout.numel if layout.numel else 0.0

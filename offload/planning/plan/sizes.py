@@ -1,0 +1,245 @@
+"""Bytes of a model's states: counted from its own groups, nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from offload.kernels.rules import StateFormat
+from offload.kernels.variants import Master
+from offload.planning.plan.tuning import UNMEASURED
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
+from offload.tiers.units import round_up
+from offload.zero.layout import Layout
+from offload.zero.model_shape import ModelShape
+from offload.zero.records import RecordFormat
+from offload.zero.sharding import ALONE, Part, Sharding
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+STAGING_BUFFERS = 4  # read | compute | write, and one to spare
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+CLASSES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """One group's states. Bytes in whole pages, as the tiers account them."""
+
+    name: str
+    layout: Layout
+    parameters: int
+    gradients: int
+    records: tuple[int, ...]
+    summed: bool = False  # gradients are fp32 sums of 16-bit ones: never on nvme
+    home_numel: int = 0  # elements of the parameters that are at home on this rank
+
+    @cached_property
+    def optimizer(self) -> int:
+        return sum(self.records)
+
+    @cached_property
+    def largest_record(self) -> int:
+        return max(self.records, default=0)
+
+    @cached_property
+    def trained_numels(self) -> tuple[int, ...]:
+        """By parameter."""
+        return tuple(spec.numel for spec in self.layout.params if spec.trainable)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of the configuration that bytes depend on."""
+
+    itemsize: int
+    gradient_itemsize: int
+    record_formats: Mapping[Tier, RecordFormat]
+    chunk_numel: int
+    prefetch: int
+
+    def record_nbytes(self, numel: int) -> int:
+        """Of a record of `numel` elements, in the tier where it is largest."""
+        return pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
+
+
+def late_groups(config: OffloadConfig, model: ModelShape) -> frozenset[int]:
+    """Groups whose parameters get several gradients in one backward pass: they are summed in fp32,
+    and the sums are complete at its end."""
+    return model.shared if config.micro_batches > 1 else frozenset()
+
+
+def measure(
+    config: OffloadConfig, model: ModelShape, sharding: Sharding = ALONE
+) -> tuple[GroupBytes, ...]:
+    """Bytes of every group's states on one rank. `model` is cut into its shards."""
+    sizes = sizes_of(config)
+    late = late_groups(config, model)
+    return tuple(
+        _group_bytes(group.name, group.layout, sizes, sharding, several=index in late)
+        for index, group in enumerate(model.groups)
+    )
+
+
+def record_formats(config: OffloadConfig) -> dict[Tier, RecordFormat]:
+    """How an optimizer record is kept in each tier."""
+    optimizer = config.optimizer
+    return {
+        tier: RecordFormat(
+            Master[config.master.upper()], optimizer.state_names,
+            StateFormat[optimizer.states.of(tier).upper()],
+        )
+        for tier in Tier
+    }  # fmt: skip
+
+
+def sizes_of(config: OffloadConfig) -> Sizes:
+    itemsize = ITEMSIZE[config.precision]
+    several = config.gradient_accumulation_steps > 1
+    prefetch = UNMEASURED.prefetch if config.prefetch == "auto" else config.prefetch
+    return Sizes(
+        itemsize, 4 if several else itemsize, record_formats(config), config.chunk_numel, prefetch
+    )
+
+
+def _group_bytes(
+    name: str, layout: Layout, sizes: Sizes, sharding: Sharding, *, several: bool
+) -> GroupBytes:
+    """`several`: the group gets more gradients per step than the configuration says."""
+    itemsize = 4 if several else sizes.gradient_itemsize
+    here = layout.shard_numel if sharding.parameters else layout.numel
+    return GroupBytes(
+        name=name or "(root)",
+        layout=layout,
+        parameters=pages(here * sizes.itemsize),
+        gradients=pages(layout.shard_trainable * itemsize),
+        records=_by_chunk(layout, sizes.chunk_numel, sizes.record_nbytes),
+        summed=itemsize > sizes.itemsize,
+        home_numel=here,
+    )
+
+
+def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
+    """Elements of parameters, without padding, in a rank's part: trainable ones and frozen ones."""
+    part = Part.of(layout, rank)
+    numels = [0, 0]
+    for spec in layout.params:
+        own = part.trainable if spec.trainable else part.frozen
+        numel = min(spec.stop, own.stop) - max(spec.offset, own.start)
+        numels[not spec.trainable] += max(0, numel)
+    return numels[0], numels[1]
+
+
+def _by_chunk(layout: Layout, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
+    """`nbytes_of` every chunk; all but the last have the same length."""
+    full, rest = divmod(layout.shard_trainable, chunk_numel)
+    last = (nbytes_of(rest),) if rest else ()
+    return (nbytes_of(chunk_numel),) * full + last if full else last
+
+
+def with_records(group: GroupBytes, tiers: Sequence[Tier], sizes: Sizes) -> GroupBytes:
+    """The group with the bytes that its records have in the tiers they were given."""
+    if not tiers:
+        return group
+    held = {tier: records_in(group, tier, sizes) for tier in Tier if tier in tiers}
+    first = next(iter(held.values()))
+    if all(records[0] == first[0] and records[-1] == first[-1] for records in held.values()):
+        return replace(group, records=first)
+    return replace(group, records=tuple(held[t][index] for index, t in enumerate(tiers)))
+
+
+def records_in(group: GroupBytes, tier: Tier, sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of the group's records if all were in `tier`."""
+    kept = sizes.record_formats[tier]
+    return _by_chunk(group.layout, sizes.chunk_numel, lambda numel: pages(kept.nbytes(numel)))
+
+
+@dataclass(frozen=True)
+class RecordKind:
+    """Records of one group that are alike."""
+
+    tier: Tier
+    numel: int
+    nbytes: int
+    count: int
+
+
+def record_kinds(
+    group: GroupBytes, tiers: Sequence[Tier], chunk_numel: int
+) -> Iterator[RecordKind]:
+    """The records by tier, and the last one, which may be shorter; `tiers` has one per record."""
+    if not tiers:
+        return
+    last = group.layout.shard_trainable - (len(tiers) - 1) * chunk_numel
+    for tier in Tier:
+        count = tiers.count(tier) - (tiers[-1] is tier)
+        if count:
+            yield RecordKind(tier, chunk_numel, group.records[tiers.index(tier)], count)
+    yield RecordKind(tiers[-1], last, group.records[-1], 1)
+
+
+def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
+    """Memory that copies of nvme state need at least: one unit's parameters, those of an enclosing
+    module that stay gathered meanwhile, and one group's gradients or one record."""
+    other = max((max(group.gradients, group.largest_record) for group in groups), default=0)
+    return largest_unit(model, [group.parameters for group in groups], other)
+
+
+def largest_unit(model: ModelShape, parameters: Sequence[int], other_nbytes: int = 0) -> int:
+    """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's,
+    beside one other copy. `parameters`: bytes by group.
+
+    They lie where earlier copies left room: with `n` copies in use, the space between them may be
+    in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
+    """
+    root = [parameters[index] for u in model.units if not u.name for index in u.groups]
+    other = [other_nbytes] if other_nbytes else []
+    largest = sum(root)
+    for unit in model.units:
+        copies = [parameters[index] for index in unit.groups]
+        copies += [*(root if unit.name else ()), *other]
+        largest = max(largest, sum(copies) + max(0, len(copies) - 1) * max(copies, default=0))
+    return largest
+
+
+def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
+    """fp32 gradients of the largest block, summed over its micro-batches."""
+    blocks = [unit.groups for unit in model.units if unit.repeated]
+    numels = [sum(groups[index].layout.numel_trainable for index in block) for block in blocks]
+    return pages(max(numels, default=0) * 4)
+
+
+def staging_nbytes_of(
+    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes,
+    gpu: bool,
+) -> int:  # fmt: skip
+    """One buffer: the largest chunk of every class that may have to be staged."""
+    longest = max((g.layout.shard_numel for g in groups), default=0)
+    numel = min(sizes.chunk_numel, longest)
+    per_class = {
+        StateClass.PARAMETERS: pages(numel * sizes.itemsize),
+        StateClass.GRADIENTS: pages(numel * sizes.gradient_itemsize),
+        StateClass.OPTIMIZER: sizes.record_nbytes(numel),
+    }
+    staged = {state_class: {Tier.NVME} for state_class in per_class}
+    if gpu:  # records there are stepped there
+        staged[StateClass.PARAMETERS].add(Tier.DEVICE)
+        staged[StateClass.GRADIENTS].add(Tier.DEVICE)
+        if Tier.DEVICE in placements[StateClass.GRADIENTS].tiers:
+            # also fp32 sums of more passes than were planned; planned on nvme, they stay on host
+            per_class[StateClass.GRADIENTS] = pages(numel * 4)
+    return sum(
+        nbytes for state_class, nbytes in per_class.items()
+        if staged[state_class].intersection(placements[state_class].tiers)
+    )  # fmt: skip
+
+
+def pages(nbytes: int) -> int:
+    """Rounded up to whole pages, at least one."""
+    return round_up(max(nbytes, 1), PAGE_NBYTES)

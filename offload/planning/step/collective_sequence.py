@@ -1,0 +1,259 @@
+"""The collectives of one step, in order, from a model's shape and a rank's place among others.
+
+    stage   forward                      backward
+    0                                    every group averaged among the replicas
+    1, 2    all-gather of every group    reduce-scatter of every group
+    3       all-gather of every group    all-gather and reduce-scatter of every group
+
+Gathering and reducing are two queues, each in an order that all ranks agree on (`zero/gathered`,
+`zero/reduction`). Under stages 1 and 2 every group is gathered behind its update, in the reverse of
+the order in which gradients are reduced; under stage 3 whenever it is used and is not among the
+last ones that the room for whole parameters holds. With room for few groups, 3 x the parameters
+travel under stage 3 per pass, and 2 x under the others; 3 x under stage 0 in 16 bits, where
+gradients go out as they are and come back as fp32 sums.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.planning.plan.shared_plan import gather_room, sent_nbytes
+from offload.planning.plan.sizes import ITEMSIZE, late_groups
+from offload.planning.step.program import Action, StepProgram, Verb, write_program
+from offload.zero.layout import Layout
+from offload.zero.model_shape import ModelShape
+from offload.zero.sharding import Sharding, codes_nbytes, scales_numel
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+_STEPS = 3  # the first one does not know what comes next; the last one counts
+
+
+class Call(enum.StrEnum):
+    """What a process group is asked for."""
+
+    ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"  # of which a reduce-scatter is made: `zero.collectives`
+
+
+class Among(enum.StrEnum):
+    """Who takes part."""
+
+    SHARDS = "shard group"  # neighbouring ranks: one copy of the states
+    REPLICAS = "replicas"  # the ranks that own the same shard
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One call of a process group. `nbytes`: of the whole buffer, as long on every rank."""
+
+    call: Call
+    among: Among
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What all ranks do together with the buffer of one group. `action` is what asks for it."""
+
+    action: Action
+    group: int
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(exchange.nbytes for exchange in self.exchanges)
+
+
+@dataclass(frozen=True)
+class CollectiveSequence:
+    """One step of a long run. The queues run side by side."""
+
+    program: StepProgram
+    gathers: tuple[Collective, ...]
+    reductions: tuple[Collective, ...]
+    gathered_nbytes: int  # most that whole copies of sharded parameters hold at a time
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        return sum(each.nbytes for each in (*self.gathers, *self.reductions))
+
+
+def collective_sequence(
+    config: OffloadConfig, model: ModelShape, sharding: Sharding, passes: int
+) -> CollectiveSequence:
+    """What a rank of `sharding` calls in one step of `passes` backward passes, each of which is
+    reduced (no `no_sync`)."""
+    model = model.sharded(sharding.ranks, sharding.replicas)
+    layouts = [group.layout for group in model.groups]
+    itemsize = ITEMSIZE[config.precision]
+    wire = _Format.of(config)
+    program = write_program(config, model, passes)
+    gathers: tuple[Collective, ...] = ()
+    held = 0
+    if sharding.parameters:
+        copies = _GatheredGroups(model, layouts, wire, gather_room(model, itemsize))
+        for _ in range(_STEPS):
+            gathers = tuple(copies.step(program))
+        held = copies.most_nbytes
+    elif sharding.ranks > 1:
+        gathers = tuple(_of_updated(program, layouts, wire))
+    late = late_groups(config, model)
+    ready = [action for action in program.actions if action.verb is Verb.GRADIENT]
+    ready.sort(key=lambda action: (action.number, action.group in late))
+    reductions = tuple(
+        Collective(action, action.group, tuple(_reduction(layout, wire, sharding, itemsize)))
+        for action in (ready if sharding.world_size > 1 else ())
+        for layout in (layouts[action.group],)
+        for itemsize in (sent_nbytes(config, late=action.group in late),)
+    )
+    return CollectiveSequence(program, gathers, reductions, held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """In which elements travel (`zero.collectives.Wire`)."""
+
+    weight_nbytes: int
+    codes_weights: bool
+    codes_gradients: bool
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> _Format:
+        zero = config.zero
+        return cls(ITEMSIZE[config.precision], zero.quantized_weights, zero.quantized_gradients)
+
+
+def _reduction(
+    layout: Layout, wire: _Format, sharding: Sharding, itemsize: int
+) -> Iterator[Exchange]:
+    """As `zero.collectives.Collectives.reduce`: 16-bit gradients travel as they are to the owner of
+    their shard, their fp32 sums among its replicas."""
+    if sharding.ranks > 1:
+        numel = layout.numel_trainable
+        coded = (numel, 4 * scales_numel(numel))  # codes are followed by their scales
+        for nbytes in coded if wire.codes_gradients else (numel * itemsize,):
+            yield Exchange(Call.ALL_TO_ALL, Among.SHARDS, nbytes)
+        itemsize = 4
+    if sharding.replicas > 1:
+        yield Exchange(Call.ALL_TO_ALL, Among.REPLICAS, layout.shard_trainable * itemsize)
+        yield Exchange(Call.ALL_GATHER, Among.REPLICAS, layout.shard_trainable * 4)
+
+
+def _gather(layout: Layout, wire: _Format, *, frozen: bool) -> Iterator[Exchange]:
+    """Trainable and frozen parameters are sharded apart."""
+    numels = [layout.numel_trainable, layout.numel - layout.numel_trainable if frozen else 0]
+    for numel in filter(None, numels):
+        nbytes = codes_nbytes(numel) if wire.codes_weights else numel * wire.weight_nbytes
+        yield Exchange(Call.ALL_GATHER, Among.SHARDS, nbytes)
+
+
+def _of_updated(
+    program: StepProgram, layouts: Sequence[Layout], wire: _Format
+) -> Iterator[Collective]:
+    """Stages 1 and 2: every group once per step, behind its update; behind the step, where updates
+    are made within backward. Frozen ones never change."""
+    actions, uses = program.actions, (Verb.FORWARD, Verb.BACKWARD)
+    first = next((action for action in actions if action.verb in uses), None)
+    behind = itertools.takewhile(lambda action: action.verb is not Verb.GRADIENT, actions)
+    updates = {action.group: action for action in behind if action.verb is Verb.UPDATE}
+    reduced = [action.group for action in actions if action.verb is Verb.GRADIENT]
+    for group in reversed(list(dict.fromkeys(reduced))):
+        exchanges = _gather(layouts[group], wire, frozen=False)
+        asks = updates.get(group, first)
+        assert asks is not None, "what is reduced is used"
+        yield Collective(asks, group, tuple(exchanges))
+
+
+def _begins(program: StepProgram) -> dict[int, Action]:
+    """The first forward of every pass."""
+    found: dict[int, Action] = {}
+    for action in program.actions:
+        if action.verb is Verb.FORWARD:
+            found.setdefault(action.number, action)
+    return found
+
+
+class _GatheredGroups:
+    """Stage 3: which groups are whole in memory, by the rules of `zero.gathered.Gatherer`."""
+
+    def __init__(
+        self, model: ModelShape, layouts: Sequence[Layout], wire: _Format, room_nbytes: int
+    ) -> None:
+        self._layouts = layouts
+        self._wire = wire
+        self._room = room_nbytes
+        roots = [unit.groups for unit in model.units if not unit.name]
+        self._kept = frozenset(group for groups in roots for group in groups)  # all of a forward
+        self._held: dict[int, None] = {}  # the least recently used first
+        self._nbytes = 0
+        self.most_nbytes = 0
+        self._learnt = False
+
+    def step(self, program: StepProgram) -> list[Collective]:
+        found: list[Collective] = []
+        reduced: set[int] = set()
+        begins = _begins(program)
+        for action in program.actions:
+            if action is begins[action.number]:  # a pass begins without copies
+                self._forget(list(self._held))
+            if action.verb is Verb.GRADIENT:
+                reduced.add(action.group)
+            elif action.verb is not Verb.UPDATE:
+                later = begins.get(action.number + 1)
+                end = len(program.uses) if later is None else later.position
+                found += self._use(action, program.uses, end)
+            elif action.group in reduced:  # within backward
+                self._forget([action.group])
+        self._learnt = True
+        trained = {group for group, layout in enumerate(self._layouts) if layout.numel_trainable}
+        self._forget(trained)  # their updates are pending
+        return found
+
+    def _use(self, action: Action, uses: Sequence[int], end: int) -> Iterator[Collective]:
+        """`end`: of the uses of this pass."""
+        group = action.group
+        kept = self._kept if action.verb is Verb.FORWARD else frozenset[int]()
+        if group not in self._held:
+            self._make_room(self._nbytes_of(group), kept)
+            yield self._gather(action, group)
+        if self._learnt:
+            # a repeat in a row is at the place of the use before it
+            repeated = action.position > 0 and uses[action.position - 1] == group
+            place = action.position + (not repeated)
+            last = place >= end and action.verb is not Verb.FORWARD  # of this pass
+            following = uses[place % len(uses)]
+            if following not in self._held and not last:
+                self._make_room(self._nbytes_of(following), {*kept, group})
+                if self._nbytes + self._nbytes_of(following) <= self._room:
+                    yield self._gather(action, following)
+        self._held[group] = self._held.pop(group)
+
+    def _gather(self, action: Action, group: int) -> Collective:
+        self._held[group] = None
+        self._nbytes += self._nbytes_of(group)
+        self.most_nbytes = max(self.most_nbytes, self._nbytes)
+        exchanges = _gather(self._layouts[group], self._wire, frozen=True)
+        return Collective(action, group, tuple(exchanges))
+
+    def _nbytes_of(self, group: int) -> int:
+        return self._layouts[group].numel * self._wire.weight_nbytes
+
+    def _make_room(self, nbytes: int, kept: Collection[int]) -> None:
+        for other in list(self._held):
+            if self._nbytes + nbytes <= self._room:
+                return
+            if other not in kept:
+                self._forget([other])
+
+    def _forget(self, groups: Collection[int]) -> None:
+        for group in groups:
+            if group in self._held:
+                del self._held[group]
+                self._nbytes -= self._nbytes_of(group)

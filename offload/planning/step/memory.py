@@ -1,0 +1,359 @@
+"""Predicted peaks of memory and disk, from a plan: what the ledger will have reached, and what the
+process and its files will have taken.
+
+    ledger    device   homes there, mirrors (GPU), buffers of our kernels (GPU)
+              host     homes there, staging buffers, gradient sums, window of activations, copies of
+                       what lives on nvme (`traffic`)
+              nvme     at most: homes there, new versions beside the old ones (`nvme_most`),
+                       activations
+              where the model computes, with other ranks: whole parameters of the last groups used,
+                       gradients on their way to their owners
+    RAM       the part of the host tier that is ever touched, and of the device tier on a CPU
+              + tensors of one forward and backward (`ActivationFacts`)
+              + interpreter, libraries and kernels (`Baseline`)
+
+All arenas are touched to their peaks by the end of the second step and pages are not given back, so
+that from then on every peak of the activations coincides with all of the states. The only other
+candidate is the loading of the largest group, whose first values are there in fp32 beside its home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from offload.planning.activations.heap_holes import heap_holes_nbytes
+from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
+from offload.planning.plan.nvme_most import nvme_most
+from offload.planning.plan.plan import Plan, needed_nbytes
+from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds
+from offload.planning.step.collective_sequence import collective_sequence
+from offload.planning.step.traffic import find_copies
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
+from offload.tiers.units import round_up
+from offload.zero.records import RecordFormat
+from offload.zero.sharding import BUCKETS
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.planning.activations.facts import ActivationFacts
+    from offload.planning.machine.baseline import Baseline
+    from offload.planning.plan.workload import Workload
+    from offload.zero.model_shape import ModelShape
+
+_FILE_GROWTH_NBYTES = 256 << 20  # as `swap/block_store.py` lengthens a file
+_MOST_LATE = 3  # groups whose update within backward is still to come
+ByClass = dict[MemoryClass, int]
+
+
+@dataclass(frozen=True)
+class _Homes:
+    """What has its home in one tier, by class, and the padding to pages and blocks."""
+
+    by_class: ByClass
+    padding_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.by_class.values()) + self.padding_nbytes
+
+
+class PlannedMemory:
+    """Peaks of a run of `plan`, in bytes; reads nothing of the machine.
+
+    `config` has `optimizer.in_backward` as the training loop will have it
+    (`OffloadConfig.owning_the_loop` for `offload train`). Capacities are the tiers' budgets (of
+    RAM: host's and, on a CPU, device's, with the baseline and the activations on top); a caller
+    that knows the machine replaces them.
+    """
+
+    def __init__(
+        self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
+        workload: Workload, baseline: Baseline,
+    ) -> None:  # fmt: skip
+        self._planned = plan
+        self._plan = _with_sums(plan, config, workload.passes)
+        self._config = config
+        self._model = model
+        self._facts = facts
+        self._baseline = baseline
+        self._passes = workload.passes
+        self._in_backward = config.optimizer.in_backward is True
+        self._itemsize = ITEMSIZE[config.precision]
+        self._homes = self._all_homes()
+        self._window = plan.activations.window_nbytes if plan.activations is not None else 0
+        self._beside = self._homes[Tier.HOST].nbytes + self._staging + self._window
+        room = plan.budgets[Tier.HOST] - self._beside
+        self._copies = find_copies(self._plan, config, model, workload.passes, room)
+
+    def estimate(self) -> MemoryEstimate:
+        from offload.planning.plan.checkpoint_size import checkpoint_nbytes
+
+        places = {Tier.HOST: self._ram()}
+        if self._plan.gpu:
+            places[Tier.DEVICE] = self._gpu()
+        if self._plan.opens_files:
+            places[Tier.NVME] = self._disk()
+        return MemoryEstimate(
+            places=places,
+            ledger_peaks={
+                Tier.DEVICE: self._device_peak(),
+                Tier.HOST: self._beside + self._copies.nbytes,
+                Tier.NVME: sum(self._on_nvme().values()),
+            },
+            checkpoint_nbytes=checkpoint_nbytes(self._plan, self._config, self._model),
+            bounds=frozenset({Tier.NVME} if self.nvme_is_bound else ()),
+        )
+
+    # ---------------------------------------------------------------- homes
+    def _all_homes(self) -> dict[Tier, _Homes]:
+        plan = self._plan
+        exact = {tier: _no_bytes() for tier in Tier}
+        whole = dict.fromkeys(Tier, 0)
+        for index, (group, shape) in enumerate(zip(plan.groups, self._model.groups, strict=True)):
+            trainable, frozen = own_numel(group.layout, plan.sharding.rank)
+            numel = trainable + frozen if plan.sharding.parameters else shape.numel
+            home = plan.parameters[index]
+            exact[home][MemoryClass.PARAMETERS] += numel * self._itemsize
+            whole[home] += group.parameters
+            home = plan.gradients[index]
+            itemsize = 4 if group.summed else self._itemsize
+            exact[home][MemoryClass.GRADIENTS] += trainable * itemsize
+            whole[home] += group.gradients
+            # gaps between parameters are spread over the chunks
+            share = trainable / max(1, group.layout.shard_trainable)
+            for kind in record_kinds(group, plan.records[index], plan.chunk_numel):
+                kept = plan.record_formats[kind.tier]
+                master, states = _record_split(kept, int(kind.numel * share))
+                exact[kind.tier][MemoryClass.MASTER] += master * kind.count
+                exact[kind.tier][MemoryClass.OPTIMIZER] += states * kind.count
+                whole[kind.tier] += kind.nbytes * kind.count
+        return {tier: _Homes(exact[tier], whole[tier] - sum(exact[tier].values())) for tier in Tier}
+
+    @property
+    def _staging(self) -> int:
+        """Of the host ledger: buffers of the update and, on a CPU, what is where it computes."""
+        return self._update_buffers + self._where_it_computes * (not self._plan.gpu)
+
+    @property
+    def _update_buffers(self) -> int:
+        return self._plan.staging_buffers * self._plan.staging_nbytes
+
+    @property
+    def _where_it_computes(self) -> int:
+        """Sums of micro-batches, and what working with other ranks takes."""
+        return self._plan.sums_nbytes + self._with_ranks
+
+    # ---------------------------------------------------------------- other ranks
+    @cached_property
+    def _with_ranks(self) -> int:
+        """What working with other ranks takes where the model computes, as long as reductions keep
+        up with backward."""
+        shared = self._plan.shared
+        if shared is None:
+            return 0
+        sequence = collective_sequence(self._config, self._model, self._plan.sharding, self._passes)
+        gathered = min(shared.gather_nbytes, sequence.gathered_nbytes)
+        return gathered + sum(self._buckets[:BUCKETS]) + shared.workspace_nbytes
+
+    @cached_property
+    def _buckets(self) -> list[int]:
+        """Of whole gradients of a group on their way to their owners, the largest first."""
+        numels = (group.layout.numel_trainable for group in self._plan.groups)
+        return sorted((pages(n * self._itemsize) for n in numels if n), reverse=True)
+
+    @property
+    def _late_buckets(self) -> int:
+        """More of them, where reductions fall behind backward."""
+        return sum(self._buckets[BUCKETS:]) if self._plan.shared is not None else 0
+
+    # ---------------------------------------------------------------- device
+    def _device_peak(self) -> int:
+        """On a GPU parameters from below have mirrors, as many as there is room for."""
+        plan, homes = self._plan, self._homes[Tier.DEVICE].nbytes
+        if not plan.gpu:
+            return homes
+        return min(plan.budgets[Tier.DEVICE], homes + self._kernel_buffers + self._mirrors)
+
+    @property
+    def _kernel_buffers(self) -> int:
+        device = self._plan.device
+        return self._where_it_computes + (device.total_nbytes if device is not None else 0)
+
+    @property
+    def _mirrors(self) -> int:
+        pairs = zip(self._plan.groups, self._plan.parameters, strict=True)
+        return sum(group.parameters for group, tier in pairs if tier is not Tier.DEVICE)
+
+    def _gpu(self) -> PlaceEstimate:
+        """The tier is one block, taken whole; activations and the context lie beside it."""
+        budget, homes = self._plan.budgets[Tier.DEVICE], self._homes[Tier.DEVICE]
+        by_class = dict(homes.by_class)
+        mirrors = self._device_peak() - homes.nbytes - self._kernel_buffers
+        by_class[MemoryClass.STAGING] = self._kernel_buffers + max(0, mirrors)
+        by_class[MemoryClass.FRAGMENTATION] = budget - sum(by_class.values())
+        by_class[MemoryClass.ACTIVATIONS] = self._tensors
+        by_class[MemoryClass.FRAMEWORK] = self._baseline.gpu_nbytes
+        capacity = budget + self._tensors + self._baseline.gpu_nbytes
+        return PlaceEstimate(capacity, _without_zeros(by_class))
+
+    # ---------------------------------------------------------------- RAM
+    @property
+    def _tensors(self) -> int:
+        """Where the model computes: at the peak of one forward and backward. What finds no place
+        in the window or on the disk stays there."""
+        if self._plan.activations is None:
+            return self._facts.peak_nbytes
+        stayed = self._facts.saved_nbytes - self._parked
+        return min(self._facts.peak_nbytes, self._facts.peak_elsewhere_nbytes + stayed)
+
+    @property
+    def _heap_holes(self) -> int:
+        """Of the C library, where the model computes on a CPU."""
+        if self._plan.gpu:
+            return 0
+        return heap_holes_nbytes(self._facts, leaves=self._plan.activations is not None)
+
+    @property
+    def _parked(self) -> int:
+        """What forward saves and another tier takes."""
+        activations = self._plan.activations
+        room = self._window + activations.disk_nbytes if activations is not None else 0
+        return min(self._facts.saved_nbytes, room)
+
+    @property
+    def nvme_is_bound(self) -> bool:
+        """Whether the ledger's peak of nvme depends on how fast moves are, and what is predicted
+        is the most it can be."""
+        by_class = self._on_nvme()
+        moving = by_class[MemoryClass.STAGING] + by_class[MemoryClass.ACTIVATIONS]
+        return moving > 0 or (self._in_backward and by_class[MemoryClass.GRADIENTS] > 0)
+
+    @property
+    def host_slack_nbytes(self) -> int:
+        """What the host ledger's peak may be off by the moment: gradients that an update within
+        backward has not given back yet, and those that other ranks have not taken yet, as far as
+        there is room. One group's on a quiet machine; on a busy one it falls behind by more."""
+        late = 0 if self._plan.gpu else self._late_buckets
+        if self._in_backward:
+            pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
+            gradients = sorted(group.gradients for group, tier in pairs if tier is Tier.NVME)
+            late += sum(gradients[-_MOST_LATE:])
+        left = self._plan.budgets[Tier.HOST] - self._beside - self._copies.nbytes
+        return min(late, max(0, left))
+
+    @property
+    def _activations_on_disk(self) -> int:
+        """None if half of the window takes them, which is kept unwritten; else any of them may be
+        there."""
+        activations = self._plan.activations
+        if activations is None or self._parked <= self._window // 2:
+            return 0
+        return min(activations.disk_nbytes, self._parked)
+
+    @property
+    def _framework(self) -> int:
+        return self._baseline.ram_nbytes + self._baseline.more_nbytes(self._config)
+
+    def _ram(self) -> PlaceEstimate:
+        states, tensors = self._states_in_ram(), 0 if self._plan.gpu else self._tensors
+        held = sum(states.values())
+        steps = {
+            **states,
+            MemoryClass.ACTIVATIONS: min(self._window, self._parked) + tensors,
+            MemoryClass.FRAMEWORK: self._framework,
+        }
+        steps[MemoryClass.FRAGMENTATION] += self._heap_holes
+        loading = {
+            **states,
+            MemoryClass.GRADIENTS: 0,
+            MemoryClass.STAGING: sum(self._copies.by_class.values())
+            - self._copies.by_class.get(StateClass.GRADIENTS, 0)
+            + self._largest_values,
+            MemoryClass.FRAMEWORK: self._framework,
+        }
+        by_class = max((steps, loading), key=lambda moment: sum(moment.values()))
+        capacity = self._plan.budgets[Tier.HOST] + sum(by_class.values()) - held
+        if not self._plan.gpu:
+            capacity += self._plan.budgets[Tier.DEVICE]
+        return PlaceEstimate(capacity, _without_zeros(by_class))
+
+    def _states_in_ram(self) -> ByClass:
+        """Of the arenas what was ever touched, after some steps."""
+        tiers = [Tier.HOST] if self._plan.gpu else [Tier.HOST, Tier.DEVICE]
+        by_class = _no_bytes()
+        for tier in tiers:
+            for name, nbytes in self._homes[tier].by_class.items():
+                by_class[name] += nbytes
+            by_class[MemoryClass.FRAGMENTATION] += self._homes[tier].padding_nbytes
+        copies, used = self._copies, self._copies.staged or self._plan.gpu
+        by_class[MemoryClass.STAGING] += copies.nbytes + self._staging
+        by_class[MemoryClass.STAGING] -= 0 if used else self._update_buffers
+        by_class[MemoryClass.FRAGMENTATION] += copies.touched_nbytes - copies.nbytes
+        return by_class
+
+    @property
+    def _largest_values(self) -> int:
+        """While the largest group is loaded: its values and a chunk of them in fp32."""
+        largest = max((group.numel for group in self._model.groups), default=0)
+        return 4 * (largest + min(largest, self._plan.chunk_numel))
+
+    # ---------------------------------------------------------------- nvme
+    def _on_nvme(self) -> ByClass:
+        """Of the ledger, at most."""
+        by_class = _no_bytes()
+        for state_class, nbytes in nvme_most(self._planned, self._activations_on_disk).items():
+            by_class[MemoryClass(str(state_class))] += nbytes
+        return by_class
+
+    def _disk(self) -> PlaceEstimate:
+        """Files: what is reserved when they are made, or lengthened in steps of 256 MiB."""
+        by_class = self._on_nvme()
+        homes = self._homes[Tier.NVME]
+        total, optimizer = sum(by_class.values()), by_class[MemoryClass.OPTIMIZER]
+        states = homes.by_class[MemoryClass.OPTIMIZER] + homes.by_class[MemoryClass.MASTER]
+        if states:
+            by_class[MemoryClass.MASTER] = optimizer * homes.by_class[MemoryClass.MASTER] // states
+            by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
+        reserved = needed_nbytes(self._plan, Tier.NVME)
+        if total > reserved:
+            reserved = max(reserved, round_up(total, _FILE_GROWTH_NBYTES))
+        budget = self._plan.budgets[Tier.NVME]
+        by_class[MemoryClass.FRAGMENTATION] = max(0, min(reserved, budget) - total)
+        return PlaceEstimate(budget, _without_zeros(by_class))
+
+
+def _with_sums(plan: Plan, config: OffloadConfig, passes: int) -> Plan:
+    """The plan with gradients as they will be. Those of several passes are summed in fp32, planned
+    or not; sums that were not planned are on host where the plan says nvme."""
+    if config.precision == "fp32" or max(passes, config.gradient_accumulation_steps) == 1:
+        return plan
+    groups = tuple(
+        replace(group, gradients=pages(group.layout.shard_trainable * 4), summed=True)
+        for group in plan.groups
+    )
+    gradients = tuple(Tier.HOST if tier is Tier.NVME else tier for tier in plan.gradients)
+    return replace(plan, groups=groups, gradients=gradients)
+
+
+def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:
+    """Bytes of a record's master and of its states, scales included, without gaps."""
+    master = states = 0
+    for field in kept.fields:
+        nbytes = field.numel(numel) * field.dtype.itemsize
+        if field.name in ("low", "master"):
+            master += nbytes
+        else:
+            states += nbytes
+    return master, states
+
+
+def _no_bytes() -> ByClass:
+    return dict.fromkeys(MemoryClass, 0)
+
+
+def _without_zeros(by_class: Mapping[MemoryClass, int]) -> ByClass:
+    return {name: nbytes for name, nbytes in by_class.items() if nbytes}

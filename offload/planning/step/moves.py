@@ -1,0 +1,51 @@
+"""What an action of a step moves: bytes over each link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.planning.step.program import Action
+
+
+@dataclass(slots=True)
+class Bytes:
+    """Over each link, and requests of nvme."""
+
+    read: int = 0
+    written: int = 0
+    to_device: int = 0
+    to_host: int = 0
+    requests: int = 0
+
+    def from_nvme(self, nbytes: int, requests: int) -> None:
+        self.read += nbytes
+        self.requests += requests
+
+    def to_nvme(self, nbytes: int, requests: int) -> None:
+        self.written += nbytes
+        self.requests += requests
+
+    def add(self, other: Bytes) -> None:
+        self.read += other.read
+        self.written += other.written
+        self.to_device += other.to_device
+        self.to_host += other.to_host
+        self.requests += other.requests
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Parameters asked for by an action: for its own group, or ahead."""
+
+    group: int
+    read_nbytes: int
+    to_device_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An action with all bytes that it moves; `fetches` tells those of parameters by group."""
+
+    action: Action
+    nbytes: Bytes
+    fetches: tuple[Fetch, ...] = ()

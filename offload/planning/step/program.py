@@ -1,0 +1,131 @@
+"""What one step does with each group, in the order in which it does it.
+
+    forward    update(0) use(0) update(1) use(1) ...      updates of the step before, each in time
+    backward   ... use(1) gradient(1) use(0) gradient(0)  with `in_backward`: update(1) update(0)
+
+Groups are used in module order, and in backward in the reverse of it. A module in front of the
+blocks that has one matrix (an embedding, or any layer whose input needs no gradient) is not needed
+again in backward.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.planning.plan.sizes import late_groups
+from offload.zero.model_shape import ModelShape, UnitShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+
+class Verb(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRADIENT = "gradient"  # the last gradient of a group in this pass is there
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that happens to a group. `position` is how many uses of the step came before."""
+
+    verb: Verb
+    group: int
+    position: int
+    number: int = 0  # of the pass
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A step, and the uses (groups, in order) that the runtime's trace learns of it."""
+
+    actions: tuple[Action, ...]
+    uses: tuple[int, ...]
+
+
+def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> StepProgram:
+    """The program of a step of `passes` backward passes.
+
+    Updates behind the next forward are made just before their group is needed, as where they take
+    longer than the forward.
+    """
+    forward, backward = _forward_uses(model), _backward_uses(model)
+    ends = _gradient_ends(model)
+    ahead = config.optimizer.in_backward is True
+    late = late_groups(config, model)
+    trained = {i for i, group in enumerate(model.groups) if group.layout.numel_trainable}
+    behind = sorted(trained if not ahead else trained & late, key=_rank(forward, len(trained)))
+    uses: list[int] = []
+    actions: list[Action] = []
+    for number in range(passes):
+        pending = list(behind) if number == 0 else []
+        for group in forward:
+            while group in pending:
+                actions.append(Action(Verb.UPDATE, pending.pop(0), len(uses), number))
+            actions.append(Action(Verb.FORWARD, group, len(uses), number))
+            _note(uses, group)
+        actions += [Action(Verb.UPDATE, group, len(uses), number) for group in pending]
+        done: set[int] = set()
+        waiting: list[int] = []  # updates that follow when the next gradients have come
+        for unit in range(len(model.units) - 1, -1, -1):
+            for group in backward.get(unit, ()):
+                actions.append(Action(Verb.BACKWARD, group, len(uses), number))
+                _note(uses, group)
+            for group in ends.get(unit, ()):
+                if group in trained and group not in done:
+                    done.add(group)
+                    actions.append(Action(Verb.GRADIENT, group, len(uses), number))
+                    updates = [Action(Verb.UPDATE, g, len(uses), number) for g in waiting]
+                    actions += updates
+                    behind_it = ahead and number == passes - 1 and group not in late
+                    waiting = [group] if behind_it else []
+        actions += [Action(Verb.UPDATE, group, len(uses), number) for group in waiting]
+    return StepProgram(tuple(actions), tuple(uses))
+
+
+def _rank(forward: list[int], otherwise: int) -> Callable[[int], int]:
+    order = {group: rank for rank, group in reversed(list(enumerate(forward)))}
+    return lambda group: order.get(group, otherwise)
+
+
+def _note(uses: list[int], group: int) -> None:
+    """A repeat in a row is one use."""
+    if not uses or uses[-1] != group:
+        uses.append(group)
+
+
+def _forward_uses(model: ModelShape) -> list[int]:
+    return [group for unit in model.units for group in unit.groups]
+
+
+def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
+    """Groups that backward needs, by unit."""
+    found: dict[int, list[int]] = {}
+    before_blocks = True
+    for index, unit in enumerate(model.units):
+        before_blocks = before_blocks and not unit.repeated
+        if not (before_blocks and _is_one_matrix(model, unit)):
+            found[index] = list(reversed(unit.groups))
+    return found
+
+
+def _is_one_matrix(model: ModelShape, unit: UnitShape) -> bool:
+    """Backward needs its matrix for the gradient of its input alone, which nothing asks for."""
+    own = [param for group in unit.groups for param in model.groups[group].params]
+    return len(own) == 1 and len(own[0].shape) == 2
+
+
+def _gradient_ends(model: ModelShape) -> dict[int, list[int]]:
+    """Groups whose last gradient comes in the backward of a unit: of the first that uses them."""
+    first: dict[int, int] = {}
+    for index, unit in enumerate(model.units):
+        for group in unit.groups:
+            first.setdefault(group, index)
+    ends: dict[int, list[int]] = {}
+    for group, index in first.items():
+        ends.setdefault(index, []).append(group)
+    return ends

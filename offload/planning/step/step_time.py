@@ -1,0 +1,359 @@
+"""How long a step takes: its program run over links that work side by side.
+
+    nvme read    ├ U0 ┤├ U1 ┤├ U2 ┤      ├ 1 ┤├ 0 ┤
+    optimizer         ├ U0 ┤├ U1 ┤├ U2 ┤
+    compute                 ├ F0 ┤├ F1 ┤├ F2 ┤├ B2 ┤├ B1 ┤├ B0 ┤
+    nvme write             ├ U0 ┤├ U1 ┤├ U2 ┤     ├ g2 ┤├ g1 ┤├ g0 ┤
+
+Each action begins when its link is free and what it waits for is there: a group's update for its
+record and gradient, its forward for its update, its backward for its parameters, which were asked
+for as many groups ahead as the runtime fetches. Steps are run one after the other until they take
+equally long: what is left to do at the end of one is done in the next.
+
+With other ranks, collectives (`collective_sequence`) have a link of their own, `network`: a group
+is computed with when it is gathered, and its gradient goes home when it is reduced. A gather that
+is asked for ahead runs beside the use before it.
+
+Where the model computes on a CPU, compute and optimizer are one link: both use all cores. What they
+and I/O lose to each other beyond that is measured (`Speeds.optimizer_lost_share`,
+`io_lost_s_per_byte`), and so is what an update's pipeline gets of the disk while its threads wait
+for each other and for a core (`update_disk_share`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.planning.plan.estimate import LinkTime, Span, StepEstimate
+from offload.planning.plan.plan import Plan
+from offload.planning.step.collective_sequence import Collective, collective_sequence
+from offload.planning.step.moves import Move
+from offload.planning.step.program import Action, Verb
+from offload.planning.step.traffic import StepTraffic, step_traffic
+from offload.planning.step.work_time import gradient_s, pass_s, update_s
+from offload.tiers.errors import ConfigError
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.planning.activations.facts import ActivationFacts
+    from offload.planning.machine.speeds import Speeds
+    from offload.planning.plan.workload import Workload
+
+COMPUTE, OPTIMIZER = "compute", "optimizer"
+READ, WRITE = "nvme read", "nvme write"
+TO_DEVICE, TO_HOST = "host to device", "device to host"
+NETWORK = "network"
+
+MOST_PASSES = 6  # that are simulated one by one
+_STEPS = 4  # of which the last one counts
+# What one request takes of the interpreter, which the model's thread has to share: measured where
+# chunks are chosen (`tuning`), on two cores of an AMD EPYC.
+_REQUEST_CALL_S = 150e-6
+_GAP_SHARE = 0.002  # of a step: spans of one kind this close are drawn as one
+
+
+def estimate_step(
+    plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
+    workload: Workload, speeds: Speeds,
+) -> StepEstimate:  # fmt: skip
+    """One step of a long run on hardware with these `speeds`. Takes milliseconds.
+
+    Of many passes the first ones are simulated (and drawn), the others are like the last.
+    """
+
+    def of(passes: int) -> StepEstimate:
+        some = replace(workload, passes=passes)
+        traffic = step_traffic(plan, config, model, facts, some)
+        return _Pipeline(plan, config, model, facts, some, speeds, traffic).estimate()
+
+    beyond = workload.passes - MOST_PASSES
+    if beyond <= 0:
+        return of(workload.passes)
+    return _longer(of(MOST_PASSES - 1), of(MOST_PASSES), beyond, workload.tokens)
+
+
+def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -> StepEstimate:
+    """`step` with `more` passes, each of which adds what its last one added to `shorter`."""
+    before = {link.name: link for link in shorter.links}
+    links = tuple(
+        LinkTime(
+            link.name,
+            link.seconds + more * (link.seconds - before[link.name].seconds),
+            link.nbytes + more * (link.nbytes - before[link.name].nbytes),
+        )
+        for link in step.links
+    )
+    slowest = max(links, key=lambda link: link.seconds)
+    seconds = step.seconds + more * (step.seconds - shorter.seconds)
+    return StepEstimate(max(seconds, slowest.seconds), links, slowest.name, tokens, step.spans)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When a link is free, and how long it was at work."""
+
+    free_s: float = 0.0
+    busy_s: float = 0.0
+
+    def take(self, ready_s: float, seconds: float) -> tuple[float, float]:
+        """Begin and end of work that could begin at `ready_s`."""
+        start_s = max(self.free_s, ready_s)
+        self.free_s = start_s + seconds
+        self.busy_s += seconds
+        return start_s, self.free_s
+
+
+class _Pipeline:
+    def __init__(
+        self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
+        workload: Workload, speeds: Speeds, traffic: StepTraffic,
+    ) -> None:  # fmt: skip
+        self._plan, self._config, self._speeds = plan, config, speeds
+        self._traffic, self._workload = traffic, workload
+        self._clocks: dict[str, _Clock] = defaultdict(_Clock)
+        self._there: dict[int, float] = defaultdict(float)  # parameters of a group, by group
+        self._whole: dict[int, float] = defaultdict(float)  # the same with the other ranks' shards
+        self._updated: dict[int, float] = defaultdict(float)
+        self._gradient_home: dict[int, float] = defaultdict(float)
+        self._arrived: list[float] = []  # when the model's thread came to each use
+        self._begun_s = 0.0
+        self._spans: list[Span] = []
+        self._cost = self._costs(model, facts)
+        self._update_s = [
+            update_s(plan, group, config.precision, speeds) for group in range(len(plan.groups))
+        ]
+        self._disk_overlap = _disk_overlap(speeds)
+        self._exchanges = self._collectives(model) if plan.sharding.world_size > 1 else {}
+
+    def _collectives(self, model: ModelShape) -> dict[Action, list[Collective]]:
+        """By the action that asks for them."""
+        sequence = collective_sequence(
+            self._config, model, self._plan.sharding, self._workload.passes
+        )
+        found: dict[Action, list[Collective]] = defaultdict(list)
+        for each in (*sequence.gathers, *sequence.reductions):
+            found[each.action].append(each)
+        return found
+
+    def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
+        """Seconds of each use: a pass, shared out by parameters among groups backward needs."""
+        precision = self._config.precision
+        first = [move.action for move in self._traffic.moves if move.action.number == 0]
+        uses = {
+            verb: [action.group for action in first if action.verb is verb]
+            for verb in (Verb.FORWARD, Verb.BACKWARD)
+        }
+        needed = set(uses[Verb.BACKWARD])
+        costs: dict[tuple[Verb, int], float] = {}
+        for verb, cost in ((Verb.FORWARD, facts.forward), (Verb.BACKWARD, facts.backward)):
+            total = pass_s(cost, precision, self._speeds)
+            weights = {g: model.groups[g].numel if g in needed else 0 for g in uses[verb]}
+            whole = sum(weights[g] for g in uses[verb])
+            for group, weight in weights.items():
+                costs[verb, group] = total * (weight / whole if whole else 1 / len(uses[verb]))
+        return costs
+
+    # ---------------------------------------------------------------- running
+    def estimate(self) -> StepEstimate:
+        ends = [0.0]
+        for _ in range(_STEPS):
+            for clock in self._clocks.values():
+                clock.busy_s = 0.0
+            self._spans, self._arrived, self._begun_s = [], [], ends[-1]
+            for move in self._traffic.moves:
+                self._run(move)
+            ends.append(self._clocks[COMPUTE].free_s)
+        links = self._links()
+        slowest = max(links, key=lambda link: link.seconds)
+        # nothing waits for writes: where they are the slowest they fall ever further behind
+        seconds = max(ends[-1] - ends[-2], slowest.seconds)
+        return StepEstimate(
+            seconds=seconds, links=links, bottleneck=slowest.name, tokens=self._workload.tokens,
+            spans=_drawn(self._spans, self._begun_s, seconds),
+        )  # fmt: skip
+
+    def _links(self) -> tuple[LinkTime, ...]:
+        total = self._traffic.total
+        nbytes = {
+            READ: total.read, WRITE: total.written, TO_DEVICE: total.to_device,
+            TO_HOST: total.to_host,
+        }  # fmt: skip
+        exchanged = (each.nbytes for some in self._exchanges.values() for each in some)
+        nbytes[NETWORK] = sum(exchanged)
+        names = [COMPUTE, OPTIMIZER, *(name for name, moved in nbytes.items() if moved)]
+        return tuple(
+            LinkTime(name, self._clocks[name].busy_s, nbytes.get(name, 0)) for name in names
+        )
+
+    def _run(self, move: Move) -> None:
+        if move.action.verb is Verb.UPDATE:
+            self._update(move)
+        elif move.action.verb is Verb.GRADIENT:
+            self._gradient(move)
+        else:
+            self._use(move)
+
+    def _use(self, move: Move) -> None:
+        group, moved, plan = move.action.group, move.nbytes, self._plan
+        compute = self._clocks[COMPUTE]
+        came_s = compute.free_s
+        self._arrived.append(came_s)
+        fetched_read = fetched_sent = 0
+        for fetch in move.fetches:
+            asked_s = came_s
+            if self._plan.gpu and fetch.group == group:  # asked for as soon as it was updated
+                ahead = max(0, len(self._arrived) - 1 - self._plan.prefetch)
+                asked_s = self._arrived[ahead]
+            there_s = self._read(max(asked_s, self._updated[fetch.group]), fetch.read_nbytes)
+            self._there[fetch.group] = self._send(there_s, fetch.to_device_nbytes, TO_DEVICE)
+            fetched_read += fetch.read_nbytes
+            fetched_sent += fetch.to_device_nbytes
+        # what is left are activations: read ahead by one group, written behind
+        before_s = self._arrived[max(0, len(self._arrived) - 2)]
+        saved_s = self._read(before_s, moved.read - fetched_read)
+        saved_s = self._send(saved_s, moved.to_device - fetched_sent, TO_DEVICE)
+        for collective in self._exchanges.get(move.action, ()):
+            other = collective.group
+            asked_s = came_s if plan.sharding.parameters else self._begun_s
+            ready_s = max(asked_s, self._there[other], self._updated[other])
+            self._whole[other] = self._exchange(ready_s, collective, "all-gather")
+        ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
+        seconds = self._cost[move.action.verb, group] + self._lost_s(move)
+        start_s, end_s = compute.take(max(came_s, ready_s), seconds)
+        self._note(COMPUTE, str(move.action.verb.value), start_s, end_s)
+        self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written, "activations")
+
+    def _gradient(self, move: Move) -> None:
+        group, moved, plan = move.action.group, move.nbytes, self._plan
+        there_s = self._clocks[COMPUTE].free_s
+        numel = plan.groups[group].layout.shard_trainable
+        seconds = gradient_s(
+            numel, self._config.precision, self._speeds,
+            summed=plan.groups[group].summed, first=move.action.number == 0,
+        )  # fmt: skip
+        before_s = self._read(there_s, moved.read)
+        for collective in self._exchanges.get(move.action, ()):
+            there_s = self._exchange(there_s, collective, "reduce")
+        if plan.gpu:
+            there_s = self._send(there_s, moved.to_host, TO_HOST)
+        else:
+            _, there_s = self._clocks[COMPUTE].take(before_s, seconds + self._lost_s(move))
+        self._gradient_home[group] = self._write(there_s, moved.written, "gradients")
+
+    def _update(self, move: Move) -> None:
+        group, moved, plan = move.action.group, move.nbytes, self._plan
+        asked_s = max(self._begun_s, self._gradient_home[group])
+        if self._config.optimizer.in_backward is True:
+            asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
+        share = self._speeds.update_disk_share
+        ready_s = self._read(asked_s, moved.read, share)
+        ready_s = self._send(ready_s, moved.to_device, TO_DEVICE)
+        seconds = self._update_s[group]
+        optimizer = self._clocks[OPTIMIZER]
+        if plan.gpu:
+            start_s, end_s = optimizer.take(ready_s, seconds)
+        else:
+            seconds *= self._speeds.optimizer_lost_share
+            busy = seconds + self._lost_s(move)
+            compute = self._clocks[COMPUTE]
+            start_s, end_s = compute.take(ready_s, busy)
+            compute.busy_s -= busy
+            optimizer.busy_s += busy
+        self._note(OPTIMIZER, "update", start_s, end_s)
+        end_s = self._send(end_s, moved.to_host, TO_HOST)
+        self._updated[group] = end_s
+        for collective in self._exchanges.get(move.action, ()):  # other ranks wait for it, too
+            self._whole[group] = self._exchange(end_s, collective, "all-gather")
+        self._write(end_s, moved.written, "update", share)
+
+    def _lost_s(self, move: Move) -> float:
+        """What the cores lose to the bytes that an action moves."""
+        if self._speeds.gpu:
+            return 0.0
+        moved = move.nbytes
+        bytes_s = (moved.read + moved.written) * self._speeds.io_lost_s_per_byte
+        return bytes_s + moved.requests * _REQUEST_CALL_S
+
+    # ---------------------------------------------------------------- links
+    def _read(self, asked_s: float, nbytes: int, share: float = 1.0) -> float:
+        """When the bytes are there; `share` is what of the disk's speed they get."""
+        if not nbytes:
+            return asked_s
+        seconds = nbytes / (share * self._disk_rate(self._speeds.nvme_read_bytes_per_s))
+        start_s, end_s = self._clocks[READ].take(asked_s, seconds)
+        self._hold_up(WRITE, seconds)
+        self._note(READ, "read", start_s, end_s)
+        return end_s
+
+    def _write(self, ready_s: float, nbytes: int, label: str, share: float = 1.0) -> float:
+        if not nbytes:
+            return ready_s
+        seconds = nbytes / (share * self._disk_rate(self._speeds.nvme_write_bytes_per_s))
+        start_s, end_s = self._clocks[WRITE].take(ready_s, seconds)
+        self._hold_up(READ, seconds)
+        self._note(WRITE, label, start_s, end_s)
+        return end_s
+
+    def _disk_rate(self, rate: float) -> float:
+        if rate <= 0:
+            raise ConfigError(
+                f"placement: states are on nvme, and the speed of a disk of {self._speeds.name} is "
+                "not known; measure it (memest calibrate), or name an SSD"
+            )
+        return rate
+
+    def _hold_up(self, other: str, seconds: float) -> None:
+        """A disk that does not read and write side by side does one for the other's time."""
+        self._clocks[other].free_s += (1 - self._disk_overlap) * seconds
+
+    def _send(self, ready_s: float, nbytes: int, link: str) -> float:
+        rate = (
+            self._speeds.host_to_device_bytes_per_s if link == TO_DEVICE
+            else self._speeds.device_to_host_bytes_per_s
+        )  # fmt: skip
+        if not nbytes or not rate:
+            return ready_s
+        start_s, end_s = self._clocks[link].take(ready_s, nbytes / rate)
+        self._note(link, "copy", start_s, end_s)
+        return end_s
+
+    def _exchange(self, ready_s: float, collective: Collective, label: str) -> float:
+        network, sharding = self._speeds.network, self._plan.sharding
+        if network is None or not network.knows(sharding):
+            return ready_s
+        seconds = sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
+        start_s, end_s = self._clocks[NETWORK].take(ready_s, seconds)
+        self._note(NETWORK, label, start_s, end_s)
+        return end_s
+
+    def _note(self, link: str, label: str, start_s: float, stop_s: float) -> None:
+        if stop_s > start_s:
+            self._spans.append(Span(link, label, start_s, stop_s))
+
+
+def _disk_overlap(speeds: Speeds) -> float:
+    """How much of the shorter direction's time passes beside the longer one's: 0 .. 1, from equal
+    bytes both ways at once. Where that was not measured a disk is taken to do one at a time."""
+    if not speeds.nvme_mixed_bytes_per_s or not speeds.nvme_read_bytes_per_s:
+        return 0.0
+    read_s = 1 / speeds.nvme_read_bytes_per_s
+    write_s = 1 / speeds.nvme_write_bytes_per_s
+    mixed_s = 2 / speeds.nvme_mixed_bytes_per_s
+    return min(1.0, max(0.0, (read_s + write_s - mixed_s) / min(read_s, write_s)))
+
+
+def _drawn(spans: list[Span], begun_s: float, seconds: float) -> tuple[Span, ...]:
+    """Spans of one step counted from its start, those of one kind that nearly touch as one."""
+    drawn: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.link, span.start_s)):
+        moved = Span(span.link, span.label, span.start_s - begun_s, span.stop_s - begun_s)
+        before = drawn[-1] if drawn and drawn[-1].link == span.link else None
+        near = before is not None and moved.start_s - before.stop_s <= _GAP_SHARE * seconds
+        if before is not None and near and before.label == moved.label:
+            drawn[-1] = Span(span.link, span.label, before.start_s, moved.stop_s)
+        else:
+            drawn.append(moved)
+    return tuple(sorted(drawn, key=lambda span: (span.start_s, span.link)))

@@ -1,0 +1,359 @@
+"""Steps of a plan, simulated without bytes: what the runtime will move over every link, action by
+action, and what copies host memory holds meanwhile.
+
+    use          parameters at home on nvme are read unless a copy is in host memory, and cross to
+                 the device unless one is there
+    gradient     leaves the device, is written where its home is nvme; what a second pass adds to
+                 is read back unless it is still in memory
+    update       reads weight, record and gradient as far as no copy is in memory; writes weight and
+                 record, always
+
+Counted in a step of a long run: the program is run until two steps move the same bytes.
+
+The permanent homes, staging buffers and the window of activations take their place in the host
+arena before anything else; copies share what is left of it, one stretch of addresses:
+
+    ├ window ┤├ staging ┤├ sums ┤├ homes of all groups ┤├──────────── copies ────────────┤
+
+Copies are kept until their place is needed, so they grow to all that may ever be copied or to the
+end of the budget. Between these two their peak depends on which sizes follow each other, and is
+taken from the simulated steps, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from offload.planning.plan.plan import Plan, spare_host_nbytes
+from offload.planning.plan.sizes import ITEMSIZE, RecordKind, own_numel, pages, record_kinds
+from offload.planning.step.activation_traffic import add_activations
+from offload.planning.step.held_copies import Copyable, HeldCopies
+from offload.planning.step.moves import Bytes, Fetch, Move
+from offload.planning.step.program import Action, Verb, write_program
+from offload.swap.trace import Trace
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.planning.activations.facts import ActivationFacts
+    from offload.planning.plan.workload import Workload
+
+_Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
+_MOST_PASSES = 3  # that are simulated: the first, one between, the last
+_MOST_CHUNKS = 1000  # whose copies are looked at one by one
+_MOST_STEPS = 6  # until the bytes repeat; they have after two or three
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """One step in the long run."""
+
+    moves: tuple[Move, ...]
+    total: Bytes = field(default_factory=Bytes)
+
+
+def step_traffic(
+    plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts | None,
+    workload: Workload,
+) -> StepTraffic:  # fmt: skip
+    """The bytes of one step. Without `facts`, those of activations are left out."""
+    room = plan.budgets[Tier.HOST] - plan.total(Tier.HOST)
+    moves = _all_passes(
+        StepRun(plan, config, model, workload.passes, room).moves,
+        write_program(config, model, workload.passes).actions,
+    )
+    if facts is not None:
+        add_activations(plan, model, facts, moves)
+    total = Bytes()
+    for move in moves:
+        total.add(move.nbytes)
+    return StepTraffic(tuple(moves), total)
+
+
+def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
+    """The moves of a step of `actions`: a pass that was not simulated is like the second one."""
+    few, many = moves[-1].action.number, actions[-1].number
+    by_pass: dict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        by_pass[move.action.number].append(move)
+    same = [
+        move for number in range(many + 1)
+        for move in by_pass[few if number == many else min(number, 1)]
+    ]  # fmt: skip
+    return [
+        Move(action, replace(move.nbytes), move.fetches)
+        for action, move in zip(actions, same, strict=True)
+    ]
+
+
+class StepRun:
+    """A program run step after step over the copies that memory holds, until two steps move the
+    same bytes: `moves` are those of the last one. `room_nbytes`: of host memory, for copies.
+
+    Of a step of many passes three are simulated: the first, one for all between, and the last.
+    """
+
+    def __init__(
+        self, plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
+    ) -> None:
+        passes = min(passes, _MOST_PASSES)
+        self._plan = plan
+        self._program = write_program(config, model, passes)
+        self._itemsize = ITEMSIZE[config.precision]
+        self._ahead = config.optimizer.in_backward is True
+        self._trace = Trace()
+        self.host = HeldCopies(room_nbytes, self._trace)
+        device = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
+        self._device = HeldCopies(device if plan.gpu else 0, self._trace)
+        self._name_states()
+        self._fetches: list[Fetch] = []
+        self._current: set[int] = set()  # groups whose mirror on the device is valid
+        self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
+        self._has_gradients: set[int] = set()  # groups, since the first step
+        self._pending: set[int] = set()
+        self._staged = False  # a record had no copy
+        self._working: int | None = None
+        self._passes = passes
+        # what lies in a file was planned; sums that were not planned stay in memory
+        self._trainable = [  # of a GPU's gradients; reduced: this rank's part
+            own_numel(group.layout, plan.sharding.rank)[0] for group in plan.groups if plan.gpu
+        ]
+        self._load()
+        self.moves = self._settled()
+
+    def _name_states(self) -> None:
+        """States by group, called as the runtime calls them."""
+        plan = self._plan
+        self._weights: list[Copyable] = []
+        self._gradients: list[Copyable] = []
+        self._records: list[list[Copyable]] = []  # on nvme
+        self._kinds: list[list[RecordKind]] = []
+        on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
+        together = max(1, -(-on_nvme // _MOST_CHUNKS))
+        for index, (group, tiers) in enumerate(zip(plan.groups, plan.records, strict=True)):
+            name = "" if group.name == "(root)" else group.name
+            weights = Copyable(f"{name} parameters", index, group.parameters, StateClass.PARAMETERS)
+            gradients = Copyable(f"{name} gradients", index, group.gradients, StateClass.GRADIENTS)
+            numbers = [n for n, tier in enumerate(tiers) if tier is Tier.NVME]
+            joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
+            self._records.append([
+                Copyable(
+                    f"{name} optimizer chunk {some[0]}", index,
+                    sum(group.records[n] for n in some), StateClass.OPTIMIZER, len(some),
+                )
+                for some in joined
+            ])  # fmt: skip
+            self._weights.append(weights)
+            self._gradients.append(gradients)
+            self._kinds.append(list(record_kinds(group, tiers, plan.chunk_numel)))
+
+    def _settled(self) -> list[Move]:
+        moves, before = self._run(), -1
+        for _ in range(_MOST_STEPS):
+            moved = sum(m.nbytes.read + m.nbytes.to_device for m in moves)
+            if moved == before:
+                break
+            before, moves = moved, self._run()
+        return moves
+
+    @property
+    def stages(self) -> bool:
+        """Whether chunks without a copy pass through the update's buffers. An update that runs
+        ahead of the forward finds less room than here, where forward has reached its group."""
+        return self._staged or self.host.evictions > 0
+
+    def _load(self) -> None:
+        """The first values pass through memory group by group, and leave copies there."""
+        for index, weights in enumerate(self._weights):
+            self.host.work_on(weights)
+            if self._plan.parameters[index] is Tier.NVME:
+                self.host.demand(weights)
+            for record in self._records[index]:
+                self.host.demand(record)
+
+    def _run(self) -> list[Move]:
+        """One step; the first one learns what is used when."""
+        self._working = None
+        self.host.begin_step()
+        self._device.begin_step()
+        updated = {a.group for a in self._program.actions if a.verb is Verb.UPDATE}
+        self._pending = set() if self._ahead else updated & self._has_gradients
+        moves = [self._move(action) for action in self._program.actions]
+        self._trace.end_cycle()
+        return moves
+
+    def _move(self, action: Action) -> Move:
+        self._fetches = []
+        return Move(action, self._do(action), tuple(self._fetches))
+
+    def _do(self, action: Action) -> Bytes:
+        if action.verb is Verb.UPDATE:
+            return self._update(action)
+        if action.verb is Verb.GRADIENT:
+            return self._gradient(action)
+        return self._use(action)
+
+    # ---------------------------------------------------------------- parameters
+    def _use(self, action: Action) -> Bytes:
+        moved = Bytes()
+        group = self._working = action.group
+        self._trace.use(group)
+        self.host.work_on(self._weights[group])
+        self._device.work_on(self._weights[group])
+        self._bring(group, moved, HeldCopies.demand)
+        if self._plan.prefetch and self._trace.learnt:
+            self._fetch_ahead(moved)
+        return moved
+
+    def _fetch_ahead(self, moved: Bytes) -> None:
+        for group in itertools.islice(self._trace.upcoming(), self._plan.prefetch):
+            if group not in self._pending and not self._bring(group, moved, HeldCopies.offer):
+                return
+
+    def _bring(self, group: int, moved: Bytes, take: _Take) -> bool:
+        """To where it is computed with, if `take` finds room for copies."""
+        plan, home = self._plan, self._plan.parameters[group]
+        if home is Tier.DEVICE:
+            return True
+        if plan.gpu and self._weights[group] in self._device and group in self._current:
+            return True
+        read, sent = moved.read, moved.to_device
+        there = home is not Tier.NVME or self._bring_host(group, moved, take)
+        there = there and (not plan.gpu or self._mirror(group, moved, take))
+        if (moved.read, moved.to_device) != (read, sent):
+            self._fetches.append(Fetch(group, moved.read - read, moved.to_device - sent))
+        return there
+
+    def _bring_host(self, group: int, moved: Bytes, take: _Take) -> bool:
+        weights = self._weights[group]
+        if weights in self.host:
+            return True
+        if not take(self.host, weights):
+            return False
+        moved.from_nvme(weights.nbytes, self._chunks(group))
+        return True
+
+    def _mirror(self, group: int, moved: Bytes, take: _Take) -> bool:
+        weights = self._weights[group]
+        if weights in self._device and group in self._current:
+            return True
+        if not take(self._device, weights):
+            return False
+        self._current.add(group)
+        moved.to_device += self._plan.groups[group].home_numel * self._itemsize
+        return True
+
+    def _chunks(self, group: int) -> int:
+        return -(-self._plan.groups[group].home_numel // self._plan.chunk_numel)
+
+    # ---------------------------------------------------------------- gradients
+    def _gradient(self, action: Action) -> Bytes:
+        moved = Bytes()
+        group, plan = action.group, self._plan
+        home, sizes = plan.gradients[group], plan.groups[group]
+        self._has_gradients.add(group)
+        if plan.gpu and home is not Tier.DEVICE:
+            # a first gradient leaves in the accumulator's format, a later one in its own
+            own = self._itemsize
+            itemsize = 4 if sizes.summed and action.number == 0 else own
+            moved.to_host += self._trainable[group] * itemsize
+        if home is not Tier.NVME:
+            return moved
+        gradients = self._gradients[group]
+        held = gradients in self.host
+        self.host.work_on(self._weights[group], gradients)
+        self.host.demand(gradients)
+        if action.number > 0 and not held:
+            moved.from_nvme(sizes.gradients, len(sizes.records))
+        last = action.number == self._passes - 1
+        if self._ahead and last and gradients in self.host:
+            self.host.pin(gradients)
+        else:
+            moved.to_nvme(sizes.gradients, len(sizes.records))
+        return moved
+
+    # ---------------------------------------------------------------- updates
+    def _update(self, action: Action) -> Bytes:
+        moved = Bytes()
+        group, plan = action.group, self._plan
+        if group not in self._has_gradients:
+            return moved  # behind the step before the first one
+        busy = {group} if self._working is None or self._ahead else {group, self._working}
+        self.host.work_on(self._gradients[group], *(self._weights[other] for other in busy))
+        by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
+        if plan.parameters[group] is Tier.NVME:
+            self._bring_host(group, moved, HeldCopies.offer)
+        for record in self._records[group]:
+            self._record(record, moved)
+        for kind in self._kinds[group]:  # of states that are locked: records do not displace them
+            self._update_kind(group, kind, moved)
+        self.host.drop(self._gradients[group])
+        self._pending.discard(group)
+        if not by_device:
+            self._current.discard(group)
+        return moved
+
+    def _record(self, record: Copyable, moved: Bytes) -> None:
+        if record not in self.host:
+            self._staged |= not (self._keep_records and self.host.offer(record))
+            moved.from_nvme(record.nbytes, record.chunks)
+        moved.to_nvme(record.nbytes, record.chunks)
+
+    def _update_kind(self, group: int, kind: RecordKind, moved: Bytes) -> None:
+        """Weights and gradients of chunks whose records are alike."""
+        plan, tier = self._plan, kind.tier
+        sizes = plan.groups[group]
+        numel, gradient_itemsize = kind.numel * kind.count, 4 if sizes.summed else self._itemsize
+        stepped_there = tier is Tier.DEVICE and plan.gpu
+        mirrored = self._weights[group] in self._device and group in self._current
+        if plan.parameters[group] is Tier.NVME:
+            nbytes = kind.count * pages(kind.numel * self._itemsize)
+            if self._weights[group] not in self.host and not (stepped_there and mirrored):
+                moved.from_nvme(nbytes, kind.count)
+            moved.to_nvme(nbytes, kind.count)
+        if plan.gradients[group] is Tier.NVME and self._gradients[group] not in self.host:
+            nbytes = kind.count * pages(kind.numel * gradient_itemsize)
+            moved.from_nvme(nbytes, kind.count)
+        if not plan.gpu:
+            return
+        if stepped_there:
+            at_home = plan.parameters[group] is Tier.DEVICE
+            moved.to_device += 0 if at_home or mirrored else numel * self._itemsize
+            moved.to_host += 0 if at_home else numel * self._itemsize
+            there = plan.gradients[group] is Tier.DEVICE
+            moved.to_device += 0 if there else numel * gradient_itemsize
+        else:
+            if plan.parameters[group] is Tier.DEVICE:
+                moved.to_host += numel * self._itemsize
+                moved.to_device += numel * self._itemsize
+            if plan.gradients[group] is Tier.DEVICE:
+                moved.to_host += numel * gradient_itemsize
+
+
+@dataclass(frozen=True)
+class PeakCopies:
+    """The host tier's copies of what lives on nvme, at their peak. Bytes."""
+
+    by_class: dict[StateClass, int]  # copies in host memory, when they are most
+    touched_nbytes: int  # of host memory that copies have ever lain in
+    staged: bool  # whether chunks pass through the staging buffers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.by_class.values())
+
+
+def find_copies(
+    plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
+) -> PeakCopies:
+    """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`."""
+    if not plan.uses_nvme:
+        return PeakCopies({}, 0, staged=False)
+    run = StepRun(plan, config, model, passes, room_nbytes)
+    return PeakCopies(run.host.most, run.host.high_water_nbytes, run.stages)

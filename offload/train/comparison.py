@@ -1,0 +1,114 @@
+"""A run beside the same run in plain PyTorch: both processes counted in the same way."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.child import Child
+from offload.config import OffloadConfig
+from offload.runs.metrics import MetricsFile, StepMetrics
+from offload.tiers.units import format_bytes
+from offload.train.display import make_display
+from offload.train.summary import MemoryUse
+
+PROGRAM = "offload.train.plain:train"
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one of both has shown: a row per step, and its memory."""
+
+    rows: Sequence[StepMetrics]
+    memory: MemoryUse
+    state_nbytes: int  # most in RAM of parameters, gradients, masters and optimizer states
+    disk_nbytes: int = 0  # and on disk
+
+    @property
+    def usual_step_s(self) -> float:
+        return statistics.median(row.seconds for row in self.rows)
+
+
+def cannot_compare(config: OffloadConfig, ranks: int, *, resumed: bool) -> str:
+    """Why plain PyTorch cannot train the same; empty where it can."""
+    if resumed:
+        return "not of a run that was resumed: plain PyTorch would have to start anew"
+    if ranks > 1:
+        return "not of several ranks"
+    if config.optimizer.type != "adamw" or config.optimizer.amsgrad:
+        return "only of optimizer.type: adamw without amsgrad"
+    if config.precision == "fp16":
+        return "only of precision fp32 or bf16"
+    return ""
+
+
+def run_plain(config: OffloadConfig, file: MetricsFile, console: Console) -> Process:
+    """Train it in a process of its own, shown on `console`, its rows in `file`. Blocks until done;
+    ChildFailed with what it said if it fails."""
+    steps = config.train.steps
+    rows = []
+    file.begin(0)
+    with tempfile.TemporaryDirectory() as folder, make_display(console, 0, steps) as display:
+        child = Child("plain PyTorch", PROGRAM, {"config": config.to_dict()}, Path(folder))
+        try:
+            for _ in range(steps):
+                row = StepMetrics(**child.answer())
+                rows.append(row)
+                for logger in (file, display):
+                    logger.log(row.values(), row.step)
+            found = child.answer()
+            child.close()
+        finally:
+            child.kill()
+    memory = MemoryUse(found["baseline_nbytes"], found["peak_nbytes"])
+    return Process(rows, memory, found["state_nbytes"])
+
+
+def comparison_table(ours: Process, plain: Process) -> Table:
+    """Memory and seconds of both, counted alike."""
+    table = Table(title="beside plain PyTorch", title_justify="left", box=None, header_style="bold")
+    for heading in ("", "offload", "plain PyTorch"):
+        table.add_column(heading, justify="right" if heading else "left")
+
+    def add(name: str, of_ours: int, of_plain: int) -> None:
+        table.add_row(name, format_bytes(of_ours), format_bytes(of_plain))
+
+    add("peak RAM of the process (RSS)", ours.memory.peak_nbytes, plain.memory.peak_nbytes)
+    add("  parameters, gradients, optimizer states", ours.state_nbytes, plain.state_nbytes)
+    add(
+        "  Python and PyTorch, before the model",
+        ours.memory.baseline_nbytes, plain.memory.baseline_nbytes,
+    )  # fmt: skip
+    add("  activations, kernels, the rest", _rest(ours), _rest(plain))
+    add("on disk", ours.disk_nbytes, plain.disk_nbytes)
+    table.add_row(
+        "seconds per step (median)", f"{ours.usual_step_s:.3f}", f"{plain.usual_step_s:.3f}"
+    )
+    table.add_row(
+        "loss of the last step", f"{ours.rows[-1].loss:.6f}", f"{plain.rows[-1].loss:.6f}"
+    )
+    return table
+
+
+def _rest(process: Process) -> int:
+    known = process.memory.baseline_nbytes + process.state_nbytes
+    return max(0, process.memory.peak_nbytes - known)
+
+
+def agreement(ours: Sequence[StepMetrics], plain: Sequence[StepMetrics]) -> str:
+    """How far the losses of both coincide, and whether to the bit or to rounding."""
+    differences = [abs(a.loss - b.loss) for a, b in zip(ours, plain, strict=True)]
+    equal = sum(difference == 0 for difference in differences)
+    if equal == len(differences):
+        return f"the losses of all {equal} steps are those of plain PyTorch, bit for bit"
+    return (
+        f"loss against plain PyTorch: equal to the last bit in {equal} of {len(differences)} "
+        f"steps, at most {max(differences):.1g} apart in the others (rounding: offload's AdamW "
+        "fuses multiply and add; where states live changes no bit)"
+    )

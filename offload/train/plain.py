@@ -1,0 +1,167 @@
+"""Plain PyTorch: the built-in model trained as one writes it without offload.
+
+    python -m offload.child offload.train.plain:train OPTIONS.json
+
+trains a whole run in a process of its own, on the batches of `offload train`, from the same first
+weights: what `train.compare_plain` and the benches compare with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload.gpt import LanguageModel, build_meta_model
+from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.materialise import MetaInitialiser
+from offload.runs.metrics import StepMetrics
+from offload.train.batches import Batch, Batches
+from offload.train.schedule import lr_factor
+
+if TYPE_CHECKING:
+    from offload.child import Parent
+    from offload.config import OffloadConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One optimizer step. `forward_backward_s` is a part of `seconds`; `known_at`, on
+    `time.perf_counter`, is when the loss was known."""
+
+    loss: float
+    seconds: float
+    forward_backward_s: float
+    known_at: float
+
+
+class LossOnly(nn.Module):
+    """The hooks of others find tensors in tensors, tuples and dicts, not in a dataclass."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor | None = self.model(inputs, targets).loss
+        assert loss is not None, "targets were given"
+        return loss
+
+
+def build_model(config: OffloadConfig) -> LanguageModel:
+    """The whole model in memory, with the very weights that ours begins with."""
+    meta = build_meta_model(config)
+    values = MetaInitialiser(meta, config.seed).values(dict(meta.named_parameters()))
+    checkpoint = config.placement.activations.checkpoint is not False
+    model = LanguageModel(config.train.model, checkpoint_activations=checkpoint)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(values.pop(name))
+    return model.to(DTYPES[config.precision])
+
+
+def adamw_arguments(config: OffloadConfig) -> dict[str, Any]:
+    """What torch and DeepSpeed call the numbers of an AdamW."""
+    adam = config.optimizer
+    assert adam.betas is not None, "an adamw configuration has them filled in"
+    return {
+        "lr": adam.lr, "betas": tuple(adam.betas), "eps": adam.eps,
+        "weight_decay": adam.weight_decay,
+    }  # fmt: skip
+
+
+class Plain:
+    """Fused AdamW; with bf16 weights, fp32 masters."""
+
+    keeps_masters = True
+
+    def __init__(self, config: OffloadConfig, device: torch.device | None = None) -> None:
+        self.model = self.wrapped(LossOnly(build_model(config).to(device)))
+        self.gradient_norm: float | None = None  # of the last step, before clipping
+        self._clip = config.clip_grad_norm
+        params = list(self.model.parameters())
+        self._params = self._masters = params
+        self._mixed = self.keeps_masters and config.precision != "fp32"
+        if self._mixed:
+            self._masters = [p.detach().float().requires_grad_() for p in params]  # type: ignore[misc]
+        arguments = adamw_arguments(config)
+        self.optimizer = torch.optim.AdamW(self._masters, fused=True, **arguments)
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        """As it is trained."""
+        return model
+
+    def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
+        """One optimizer step over all of `micro_batches`; its loss is their mean."""
+        started = time.perf_counter()
+        losses = []
+        for inputs, targets in micro_batches:
+            loss = self.model(inputs, targets) / len(micro_batches)
+            loss.backward()
+            losses.append(loss.item())
+        computed = time.perf_counter()
+        if self._clip is not None:
+            self.gradient_norm = float(nn.utils.clip_grad_norm_(self._params, self._clip))
+        self._update()
+        ended = time.perf_counter()
+        return StepTimes(sum(losses), ended - started, computed - started, computed)
+
+    def _update(self) -> None:
+        if self._mixed:
+            for master, param in zip(self._masters, self._params, strict=True):
+                assert param.grad is not None, "every parameter takes part"
+                master.grad, param.grad = param.grad.float(), None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self._mixed:
+            with torch.no_grad():
+                for master, param in zip(self._masters, self._params, strict=True):
+                    param.copy_(master)
+
+    def state_nbytes(self) -> int:
+        """Bytes of parameters, their gradients, masters and the optimizer's states, as they are."""
+        states = [t for s in self.optimizer.state.values() for t in s.values()]
+        masters = self._masters if self._mixed else []
+        return sum(tensor.nbytes for tensor in (*self._params, *self._params, *masters, *states))
+
+
+# ---------------------------------------------------------------- a run, in a process of its own
+def train(options: Mapping[str, Any], parent: Parent) -> None:
+    """Answers the values of each step's `StepMetrics`, and in the end what the process took."""
+    from offload.config import OffloadConfig
+
+    config = OffloadConfig.load(options["config"])
+    baseline_nbytes = rss_nbytes()
+    batches = Batches.of(config)
+    plain = Plain(config, batches.device)
+    for step in range(config.train.steps):
+        metrics = _step(config, plain, batches, step)
+        parent.answer({"step": metrics.step, **metrics.values()})
+    parent.answer(
+        {
+            "baseline_nbytes": baseline_nbytes, "peak_nbytes": peak_rss_nbytes(),
+            "state_nbytes": plain.state_nbytes(),
+        }
+    )  # fmt: skip
+
+
+def _step(config: OffloadConfig, plain: Plain, batches: Batches, step: int) -> StepMetrics:
+    began = time.perf_counter()
+    lr = config.optimizer.lr * lr_factor(config.train.schedule, step, config.train.steps)
+    for group in plain.optimizer.param_groups:
+        group["lr"] = lr
+    passes = config.gradient_accumulation_steps
+    times = plain.step([batches.train_at(step, micro_step) for micro_step in range(passes)])
+    seconds = time.perf_counter() - began
+    tokens = config.train.batch * config.train.sequence * passes
+    return StepMetrics(
+        step=step + 1, loss=times.loss, lr=lr, seconds=seconds, tokens_per_second=tokens / seconds,
+        gradient_norm=plain.gradient_norm, skipped_steps=0, rss_nbytes=rss_nbytes(),
+        tiers={}, moved={},
+    )  # fmt: skip

@@ -1,0 +1,279 @@
+"""Backward passes and steps in every order that PyTorch allows.
+
+Most compare with plain PyTorch. Parameters, gradients and optimizer states are on nvme unless a
+test says otherwise.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload.errors import StateError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    WIDTH,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    bits,
+    gradients_of,
+    losses_of,
+    parameters_of,
+    seeded,
+    states_of,
+)
+from tests.offload.plain_training import (
+    EVERYWHERE,
+    MakeEngine,
+    assert_close,
+    check,
+    floats,
+    noise,
+    plain_optimizer,
+    square_loss,
+    tokens_loss,
+)
+
+
+# ----------------------------------------------------------------------- backward and step
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_several_backward_passes_add_up_in_fp32(make: MakeEngine, precision: str) -> None:
+    """Also unannounced, with gradient_accumulation_steps left at 1."""
+    data = batches(3)
+    alone: dict[str, Tensor] = {}
+    for tokens in data:
+        engine = make(seeded(TinyLM), precision=precision)
+        tokens_loss(engine.module, tokens).backward()
+        for name, gradient in gradients_of(engine).items():
+            alone[name] = alone[name] + gradient.float() if name in alone else gradient.float()
+        engine.close()
+
+    engine = make(seeded(TinyLM), precision=precision)
+    for tokens in data:
+        tokens_loss(engine.module, tokens).backward()
+    together = gradients_of(engine)
+
+    assert {gradient.dtype for gradient in together.values()} == {torch.float32}
+    assert_same_bits(together, alone)
+
+
+def test_losses_of_two_forwards_may_go_back_in_any_order(make: MakeEngine) -> None:
+    first, second = batches(2)
+
+    def loss_of(model: Any, _: Tensor) -> Tensor:
+        a, b = tokens_loss(model, first), tokens_loss(model, second)
+        a.backward(retain_graph=True)
+        return b
+
+    check(make, TinyLM, loss_of, batches(2))
+
+
+def test_evaluation_without_gradients_does_not_change_the_trajectory(make: MakeEngine) -> None:
+    plain = make(seeded(TinyLM))
+    expected = losses_of(plain, batches(4))
+    engine = make(seeded(TinyLM))
+    losses = []
+    for number, tokens in enumerate(batches(4)):
+        losses += losses_of(engine, [tokens])
+        engine.module.eval()
+        context = torch.inference_mode() if number % 2 else torch.no_grad()
+        with context:
+            for other in batches(2, seed=9):
+                assert tokens_loss(engine.module, other).isfinite()
+        engine.module.train()
+    assert losses == expected
+    assert_same_bits(states_of(engine), states_of(plain))
+
+
+def test_gradients_kept_over_a_step_are_added_to_as_in_torch(make: MakeEngine) -> None:
+    data = batches(4)
+    model = seeded(TinyLM)
+    optimizer = plain_optimizer(model)
+    engine = make(seeded(TinyLM))
+    for tokens in data:
+        tokens_loss(model, tokens).backward()
+        optimizer.step()  # no zero_grad
+        tokens_loss(engine.module, tokens).backward()
+        engine.optimizer.step()
+    assert_close(parameters_of(engine), dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("round_number", range(3))
+def test_two_steps_in_a_row_use_the_same_gradients_twice_as_in_torch(
+    make: MakeEngine, round_number: int
+) -> None:
+    model = seeded(TinyLM, round_number)
+    optimizer = plain_optimizer(model)
+    engine = make(seeded(TinyLM, round_number))
+    for tokens in batches(3):
+        for trained, each in ((model, optimizer), (engine.module, engine.optimizer)):
+            tokens_loss(trained, tokens).backward()
+            each.step()
+            each.step()
+            each.zero_grad()
+    assert_close(parameters_of(engine), dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("precision", "skip", "skipped"),
+    [("fp16", "auto", True), ("fp32", True, True), ("fp32", "auto", False)],
+)
+def test_a_non_finite_gradient_skips_the_step_or_not_and_is_said_once(
+    make: MakeEngine, caplog: pytest.LogCaptureFixture, precision: str, skip: Any, skipped: bool
+) -> None:
+    model = nn.Linear(4, 4)
+    engine = make(model, precision=precision, skip_nonfinite=skip)
+    before = engine.values.full(model.weight)
+    scale = engine.report().loss_scale
+    dtype = before.dtype
+    for _ in range(2):
+        engine.backward(model(torch.ones(1, 4, dtype=dtype)).sum() * float("inf"))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    after = engine.values.full(model.weight)
+    assert engine.report().skipped_steps == (2 if skipped else 0)
+    assert torch.equal(before, after) is skipped
+    assert bool(after.isfinite().all()) is skipped
+    if scale is not None:
+        assert engine.report().loss_scale == scale / 4
+    said = [r.message for r in caplog.records if "gradient norm is not finite" in r.message]
+    assert len(said) == 1
+    assert ("skipped" if skipped else "applied") in said[0]
+
+
+def test_a_step_without_gradients_changes_nothing(make: MakeEngine) -> None:
+    engine = make(seeded(TinyLM))
+    losses_of(engine, batches(1))
+    before = states_of(engine)
+    engine.optimizer.step()
+    assert_same_bits(states_of(engine), before)
+
+
+def test_zero_grad_before_the_step_drops_the_gradients(make: MakeEngine) -> None:
+    engine = make(seeded(TinyLM))
+    before = parameters_of(engine)
+    tokens_loss(engine.module, batches(1)[0]).backward()
+    engine.optimizer.zero_grad()
+    engine.optimizer.step()
+    assert gradients_of(engine) == {}
+    assert_same_bits(parameters_of(engine), before)
+
+
+def test_backward_of_a_graph_older_than_a_step_is_an_error(make: MakeEngine) -> None:
+    for placement in (NVME, HOST):
+        engine = make(seeded(TinyLM), placement)
+        old = tokens_loss(engine.module, batches(1)[0])
+        losses_of(engine, batches(1))
+        with pytest.raises(StateError, match=r"run backward before optimizer\.step"):
+            old.backward()
+
+
+def test_a_changed_activation_is_an_error_in_backward_as_in_torch(make: MakeEngine) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).exp()  # exp keeps its result for backward
+            y.add_(1)
+            return y
+
+    engine = make(seeded(Changes))
+    loss = square_loss(engine.module, noise(2, WIDTH))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_gradient_penalty_differentiates_twice(make: MakeEngine) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = model(x).sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out.square() + (slope.norm(dim=1) - 1).square().mean()
+
+    check(make, build, loss_of, floats())
+
+
+def test_autograd_grad_returns_gradients_and_accumulates_none(make: MakeEngine) -> None:
+    model = seeded(TinyLM)
+    tokens = batches(1)[0]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(tokens_loss(model, tokens), trainable)
+    engine = make(seeded(TinyLM))
+    trainable = [p for p in engine.module.parameters() if p.requires_grad]
+    found = torch.autograd.grad(tokens_loss(engine.module, tokens), trainable)
+    assert [bits(g) for g in found] == [bits(g) for g in expected]
+    assert gradients_of(engine) == {}
+
+
+def test_sparse_embedding_gradients_count_as_dense_ones(make: MakeEngine) -> None:
+    def train(sparse: bool) -> dict[str, Tensor]:
+        engine = make(seeded(lambda: nn.Embedding(50, WIDTH, sparse=sparse)))
+        losses_of(engine, batches(3), loss_of=square_loss)
+        return states_of(engine)
+
+    assert_same_bits(train(True), train(False))
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_parameter_changed_in_its_forward_keeps_the_change(
+    make: MakeEngine, placement: Any, precision: str
+) -> None:
+    """`max_norm` writes into the weight during the forward."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 2))
+
+    tokens = batches(1)[0]
+    if precision == "fp32":
+        check(make, build, square_loss, batches(4), placement)
+    engine = make(seeded(build), placement, precision=precision)
+    with torch.no_grad():
+        engine.module(tokens)
+    model: Any = engine.module
+    with engine.gathered():
+        norms = model[0].weight[tokens.flatten()].float().norm(dim=1)
+        assert model[0].weight.float().norm(dim=1).max() > 2
+    assert norms.max() <= 1.01
+    master = engine.values.read(model[0].weight, "master")
+    assert bits(master.to(model[0].weight.dtype)) == bits(parameters_of(engine)["0.weight"])
+
+
+# ----------------------------------------------------------------------- the optimizer's interface
+def test_one_cycle_schedules_lr_and_beta_as_with_torch(make: MakeEngine) -> None:
+    model = seeded(TinyLM)
+    optimizer: torch.optim.Optimizer = plain_optimizer(model)
+    engine = make(seeded(TinyLM))
+    for trained, each in ((model, optimizer), (engine.module, engine.optimizer)):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.02, total_steps=6)
+        for tokens in batches(6):
+            tokens_loss(trained, tokens).backward()
+            each.step()
+            each.zero_grad()
+            schedule.step() if schedule.last_epoch < 5 else None
+    assert_close(parameters_of(engine), dict(model.named_parameters()), atol=1e-5)
+
+
+def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(make: MakeEngine) -> None:
+    engine = make(seeded(TinyLM))
+    expected = make(seeded(TinyLM))
+    losses = []
+    for tokens in batches(3):
+
+        def closure(tokens: Tensor = tokens) -> Tensor:
+            engine.optimizer.zero_grad()
+            loss = tokens_loss(engine.module, tokens)
+            loss.backward()
+            return loss
+
+        losses.append(engine.optimizer.step(closure).item())
+    assert losses == losses_of(expected, batches(3))
+    assert_same_bits(states_of(engine), states_of(expected))

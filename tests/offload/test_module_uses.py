@@ -1,0 +1,225 @@
+"""What models do besides calling their modules once in order, and checkpointed blocks.
+
+Most compare with plain PyTorch. Parameters, gradients and optimizer states are on nvme unless a
+test says otherwise.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.offload.engine_cases import (
+    HOST,
+    WIDTH,
+    Block,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    bits,
+    losses_of,
+    parameters_of,
+    seeded,
+)
+from tests.offload.plain_training import (
+    EVERYWHERE,
+    MakeEngine,
+    check,
+    floats,
+    square_loss,
+    tokens_loss,
+)
+
+
+# ----------------------------------------------------------------------- ways to use modules
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.out = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(0)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = block(x)
+        y: Tensor = self.out(self.out.weight[:1] * x)
+        return y
+
+
+def test_a_module_used_twice_in_a_forward_gets_both_gradients(make: MakeEngine) -> None:
+    check(make, Twice, square_loss, floats())
+
+
+class Borrowing(nn.Module):
+    """Uses its embedding's weight as a head, outside the embedding's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2100, WIDTH)  # large enough for a group of its own
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.mix(self.embed(tokens))
+        return nn.functional.linear(x, self.embed.weight)
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_a_parameter_used_outside_its_modules_forward_is_gathered(
+    make: MakeEngine, placement: Any
+) -> None:
+    check(make, Borrowing, square_loss, batches(3), placement)
+
+
+class WideAttention(nn.Module):
+    """Reads `out_proj.weight` without calling `out_proj`; too large to be one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(160, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x)[0]
+        return y
+
+
+def test_multihead_attention_reads_its_projection_without_calling_it(make: MakeEngine) -> None:
+    data = floats(1, 2, 3, 160)  # one step: its key bias has no gradient but rounding
+    engine = check(make, WideAttention, square_loss, data)
+    assert len(engine.runtime.groups) > 1
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_keep_their_own_list_of_weights(make: MakeEngine, kind: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = kind(WIDTH, 8, num_layers=2, bidirectional=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.net(x)[0]
+            return y
+
+    check(make, Recurrent, square_loss, floats(3, 3, 2, WIDTH))
+
+
+class ReturnsItsParameter(nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(6, WIDTH))
+        self.whole = whole
+
+    def forward(self, length: int) -> Tensor:
+        return self.position if self.whole else self.position[:length]
+
+
+class UsesReturned(nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.position = ReturnsItsParameter(whole)
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.last = nn.Linear(2 * WIDTH, 2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = self.position(len(x))[: len(x)]
+        hidden = self.first(x)
+        y: Tensor = self.last(hidden + self.first(position)) * self.scale
+        return y
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["a view", "all of it"])
+def test_a_module_may_return_its_parameter(make: MakeEngine, whole: bool) -> None:
+    check(make, lambda: UsesReturned(whole), square_loss, floats())
+
+
+def test_a_returned_view_keeps_its_values_while_other_groups_come_and_go(make: MakeEngine) -> None:
+    engine = make(seeded(TinyLM))
+    view = ReturnsItsParameter(False)
+    engine2 = make(seeded(lambda: view))
+    expected = parameters_of(engine2)["position"][:3]
+    found = view(3)
+    losses_of(engine, batches(2))
+    assert bits(found) == bits(expected)
+
+
+@pytest.mark.parametrize("optimizer", ["host", "nvme"])
+def test_between_steps_a_parameter_in_ram_never_shows_half_an_update(
+    make: MakeEngine, optimizer: str
+) -> None:
+    model = seeded(TinyLM)
+    with make(model, {**HOST, "optimizer": optimizer}) as engine:
+        model.loss(batches(1)[0]).backward()
+        engine.optimizer.step()
+        weight = model.embed.weight.detach().clone()
+        final = engine.values.full(model.embed.weight)
+        assert_same_bits({"weight": weight}, {"weight": final})
+        model.loss(batches(1)[0])
+        assert_same_bits({"weight": model.embed.weight.detach()}, {"weight": final})
+
+
+def test_a_parameter_in_no_param_group_is_left_alone_as_in_torch(make: MakeEngine) -> None:
+    model = seeded(TinyLM)
+    before = model.blocks[0].mlp[0].weight.detach().clone()
+    others = [p for p in model.parameters() if p is not model.blocks[0].mlp[0].weight]
+    engine = make(model, parameters=[p for p in others if p.requires_grad])
+    model.loss(batches(1)[0]).backward()
+    engine.optimizer.step()
+    after = engine.values.full(model.blocks[0].mlp[0].weight)
+    assert_same_bits({"weight": before}, {"weight": after})
+
+
+def test_a_released_parameter_reads_as_what_it_is(make: MakeEngine) -> None:
+    engine = make(seeded(TinyLM))
+    losses_of(engine, batches(1))
+    model: Any = engine.module
+    outside = model.norm.weight.detach().clone()
+    with engine.gathered(model.norm.weight):
+        assert torch.equal(outside, model.norm.weight)
+
+
+# ----------------------------------------------------------------------- checkpointing
+class Checkpointed(TinyLM):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(blocks=3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_checkpointed_blocks_train_as_plain_ones(
+    make: MakeEngine, placement: Any, use_reentrant: bool
+) -> None:
+    check(make, lambda: Checkpointed(use_reentrant), tokens_loss, batches(3), placement)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_checkpoint_around_the_whole_model_trains_as_without(
+    make: MakeEngine, use_reentrant: bool
+) -> None:
+    def loss_of(model: Any, tokens: Tensor) -> Tensor:
+        start = torch.zeros((), requires_grad=True)  # reentrant: some input must require one
+
+        def run(tokens: Tensor, start: Tensor) -> Tensor:
+            return tokens_loss(model, tokens) + start
+
+        loss: Tensor = checkpoint(run, tokens, start, use_reentrant=use_reentrant)
+        return loss
+
+    check(make, TinyLM, loss_of, batches(3))
+
+
+def test_save_on_cpu_around_the_model_still_sees_its_activations(make: MakeEngine) -> None:
+    def loss_of(model: Any, tokens: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return tokens_loss(model, tokens)
+
+    check(make, TinyLM, loss_of, batches(2))

@@ -1,0 +1,13 @@
+"""Imported once by the process that ranks are forked from: what each of them would load anew.
+
+Numba's tables of all that it can compile take half of the time that a rank with a small model has.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offload.kernels.convert import encode
+from offload.kernels.floats import Float
+
+encode(np.zeros(8, np.float32), np.zeros(8, np.uint16), Float.BF16)

@@ -1,0 +1,163 @@
+"""Every kind of state, with every kind of home, passes the conformance class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.swap.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device_state import MirroredState
+from offload.swap.slot_pool import SlotPool
+from offload.swap.slot_state import SlotState
+from offload.swap.state import State
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.ledger import StateClass
+from tests.swap.state_conformance import (
+    NBYTES,
+    PIECE_NBYTES,
+    BorrowingConformance,
+    FileHomeConformance,
+    InPlaceConformance,
+    Places,
+    StateConformance,
+    content,
+    make_places,
+    staging,
+)
+from tests.swap.stream_simulation import World
+
+
+class TestMemoryState(InPlaceConformance):
+    def make(self, places: Places, name: str) -> State:
+        return places.in_memory(name)
+
+    def test_the_update_may_stage_its_pieces(self, filled: Callable[[int], State]) -> None:
+        state = filled(1)
+        staged = staging(state.span(2))
+        state.read_piece(2, staged).wait()
+        expected = content(1, state.nbytes)
+        assert torch.equal(staged, expected[state.span(2)])
+        state.write_piece(2, staged.fill_(7)).wait()
+        expected[state.span(2)] = 7
+        assert torch.equal(state.tensor(), expected)
+
+
+class TestFileState(BorrowingConformance, FileHomeConformance):
+    def pool(self, places: Places) -> SlotPool:
+        return places.host
+
+    def make(self, places: Places, name: str) -> SlotState:
+        return places.in_file(name)
+
+
+class OnADevice(StateConformance):
+    """A state that a device computes with."""
+
+    def test_what_the_device_updated_is_seen_by_the_model_and_at_home(
+        self, filled: Callable[[int], State]
+    ) -> None:
+        state = filled(1)
+        state.tensor()
+        self.begin_update(state)
+        expected = content(1, state.nbytes)
+        expected[state.span(1)] = 7
+        piece = state.device_piece(1)
+        assert piece is not None
+        self.synchronize()
+        piece.fill_(7)
+        state.used_device_piece(1)
+        if not state.at_home_on_device:  # the caller takes the bytes home, too
+            self.update(state, 1, piece)
+        del piece
+        assert torch.equal(self.computed_with(state), expected)
+        assert torch.equal(state.host_tensor(), expected)
+
+    def test_a_piece_that_the_cpu_updated_is_right_on_the_device_or_not_there(
+        self, filled: Callable[[int], State]
+    ) -> None:
+        state = filled(1)
+        state.tensor()
+        self.update_all(state, content(2, state.nbytes))
+        for piece in range(state.pieces):
+            there = state.device_piece(piece)
+            self.synchronize()
+            if there is not None:
+                assert torch.equal(there, content(2, state.nbytes)[state.span(piece)])
+        assert state.at_home_on_device is (there is not None)
+
+
+class TestMirrorOfMemory(BorrowingConformance, OnADevice):
+    has_blank = False
+
+    def home(self, places: Places, name: str) -> State:
+        return places.in_memory(name)
+
+    def pool(self, places: Places) -> SlotPool:
+        return places.device
+
+    def make(self, places: Places, name: str) -> SlotState:
+        home = self.home(places, name)
+        return MirroredState(home, places.device, places.links, places.reads, places.use_of(name))
+
+
+class TestMirrorOfAFile(TestMirrorOfMemory, FileHomeConformance):
+    def home(self, places: Places, name: str) -> State:
+        return places.in_file(name)
+
+
+class TestDeviceHomeState(InPlaceConformance, OnADevice):
+    def make(self, places: Places, name: str) -> State:
+        lease = places.homes.lease(NBYTES, owner=name, state_class=StateClass.PARAMETERS)
+        return DeviceHomeState(name, NBYTES, PIECE_NBYTES, lease, places.links)
+
+
+class TestDeviceRecordState(OnADevice):
+    def make(self, places: Places, name: str) -> State:
+        lease = places.homes.lease(NBYTES, owner=name, state_class=StateClass.OPTIMIZER)
+        return DeviceRecordState(name, NBYTES, PIECE_NBYTES, lease, places.links)
+
+
+class OnALaggingDevice(StateConformance):
+    """Copies happen only when something waits for them: a missing wait is a wrong byte."""
+
+    world: World
+
+    @pytest.fixture
+    def places(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
+        self.world = World(monkeypatch, eager_model=False)
+        yield from make_places(tmp_path, self.world)
+
+    def synchronize(self) -> None:
+        self.world.model.synchronize()
+
+
+class TestLaggingMirrorOfMemory(OnALaggingDevice, TestMirrorOfMemory):
+    pass
+
+
+class TestLaggingMirrorOfAFile(OnALaggingDevice, TestMirrorOfAFile):
+    pass
+
+
+class TestLaggingDeviceHomeState(OnALaggingDevice, TestDeviceHomeState):
+    pass
+
+
+class TestLaggingDeviceRecordState(OnALaggingDevice, TestDeviceRecordState):
+    pass
+
+
+@pytest.mark.parametrize("stride_pages", [1, 3, 4, 5, 8, 10, 11])
+def test_pieces_begin_anew_with_each_owners_part(tmp_path: Path, stride_pages: int) -> None:
+    for places in make_places(tmp_path):
+        stride = stride_pages * PAGE_NBYTES
+        state = places.in_memory("shared", stride=stride)
+        spans = [state.span(piece) for piece in range(state.pieces)]
+        assert [span.stop for span in spans] == [*(span.start for span in spans[1:]), NBYTES]
+        for start in range(0, NBYTES, stride):
+            assert any(span.start == start for span in spans)
+        assert all(0 < span.stop - span.start <= PIECE_NBYTES for span in spans)
+        state.close()

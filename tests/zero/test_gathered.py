@@ -1,0 +1,339 @@
+"""Parameters that several ranks share: both kinds of state pass the conformance class, and gather
+what other ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offload.swap.fences import Fences
+from offload.swap.slot_pool import SlotPool
+from offload.swap.state import State
+from offload.swap.transfer import Transfer
+from offload.tiers.errors import UnsupportedError
+from offload.zero.collectives import Wire
+from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.layout import Layout, ParamShape, lay_out
+from offload.zero.ranks import Ranks
+from offload.zero.sharding import codes_nbytes
+from tests.ranks.processes import run_ranks
+from tests.swap.state_conformance import (
+    NBYTES,
+    FileHomeConformance,
+    Places,
+    StateConformance,
+    content,
+    fill,
+    make_places,
+)
+
+CPU = torch.device("cpu")
+ITEMSIZE = 4
+ALONE = lay_out([ParamShape(("w",), (NBYTES // ITEMSIZE - 256,)), ParamShape(("b",), (256,))])
+
+
+@dataclass
+class Shared:
+    """One rank's gatherer, and the states it gathers."""
+
+    gatherer: Gatherer
+    ranks: Ranks
+    held: set[str] = field(default_factory=set)  # names of states that a module has entered
+    updates: dict[str, Transfer[None]] = field(default_factory=dict)  # pending, by name
+
+    def gathered(self, home: State, layout: Layout = ALONE) -> GatheredState:
+        return GatheredState(
+            home, layout, ITEMSIZE, self.gatherer, lambda: home.name in self.held,
+            lambda: self.updates.get(home.name),
+        )  # fmt: skip
+
+    def replicated(self, home: State, layout: Layout = ALONE) -> ReplicatedState:
+        return ReplicatedState(
+            home, layout, ITEMSIZE, self.gatherer, self.ranks.sharding.rank,
+            lambda: self.updates.get(home.name),
+        )  # fmt: skip
+
+
+@contextmanager
+def shared(pool: SlotPool, room_nbytes: int, codes: torch.Tensor | None = None) -> Iterator[Shared]:
+    ranks = Ranks.meet(3, None, CPU, timeout_s=30)
+    gatherer = Gatherer(
+        ranks.collectives(Wire()), pool, room_nbytes, CPU, Fences(), torch.float32, codes
+    )
+    try:
+        yield Shared(gatherer, ranks)
+    finally:
+        gatherer.close()
+        ranks.watch.close()
+
+
+@pytest.fixture(scope="module")
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class OneRank(StateConformance):
+    """What is gathered from one rank is its own shard: the whole way but for other ranks' bytes."""
+
+    @pytest.fixture
+    def places(self, tmp_path: Path, _one_rank: None) -> Iterator[Places]:
+        for places in make_places(tmp_path):
+            with shared(places.device, 2 * NBYTES) as self.shared:
+                yield places
+
+    def begin_update(self, state: State) -> None:
+        assert isinstance(state, GatheredState | ReplicatedState)
+        state.invalidate_gathered()
+
+
+class TestGatheredFromMemory(OneRank):
+    has_blank = False
+
+    def make(self, places: Places, name: str) -> State:
+        return self.shared.gathered(places.in_memory(name))
+
+
+class TestGatheredFromAFile(OneRank, FileHomeConformance):
+    has_blank = False
+
+    def make(self, places: Places, name: str) -> State:
+        return self.shared.gathered(places.in_file(name))
+
+
+class TestReplicatedInMemory(OneRank):
+    def make(self, places: Places, name: str) -> State:
+        return self.shared.replicated(places.in_memory(name))
+
+
+class TestReplicatedInAFile(OneRank, FileHomeConformance):
+    def make(self, places: Places, name: str) -> State:
+        return self.shared.replicated(places.in_file(name))
+
+
+# ------------------------------------------------------------------ which copies are kept
+# Room for two whole copies. What is kept follows from the order of uses alone.
+@pytest.fixture
+def bench(tmp_path: Path, _one_rank: None) -> Iterator[tuple[Places, Shared]]:
+    for places in make_places(tmp_path):
+        with shared(places.device, 2 * NBYTES) as found:
+            yield places, found
+
+
+def three(places: Places, found: Shared) -> list[GatheredState]:
+    """Filled with `content(0)`, `content(1)`, `content(2)`."""
+    states = [found.gathered(places.in_memory(f"group {number}")) for number in range(3)]
+    for number, state in enumerate(states):
+        fill(state, content(number, NBYTES))
+    return states
+
+
+def are_gathered(states: list[GatheredState]) -> list[bool]:
+    return [state.is_gathered for state in states]
+
+
+def test_the_copy_used_longest_ago_makes_room(bench: tuple[Places, Shared]) -> None:
+    states = three(*bench)
+    for number in (0, 1):
+        states[number].tensor()
+    bench[1].gatherer.used(states[0])
+    states[2].tensor()
+    assert are_gathered(states) == [True, False, True]
+
+
+def test_a_copy_that_a_module_holds_does_not_make_room(bench: tuple[Places, Shared]) -> None:
+    states = three(*bench)
+    bench[1].held = {"group 0", "group 1"}
+    for state in states:  # more than the room says: what is needed is gathered all the same
+        state.tensor()
+    assert are_gathered(states) == [True, True, True]
+    bench[1].held = {"group 0"}
+    bench[1].gatherer.begin_pass()
+    assert are_gathered(states) == [True, False, False]
+
+
+def test_what_is_needed_next_is_gathered_if_there_is_room_beside_what_is_needed_now(
+    bench: tuple[Places, Shared],
+) -> None:
+    states = three(*bench)
+    for number in (0, 1):
+        states[number].tensor()
+    bench[1].gatherer.expect(states[2], now=states[0])  # though that was used longest ago
+    assert are_gathered(states) == [True, False, True]
+    bench[1].held = {"group 2"}
+    bench[1].gatherer.expect(states[1], now=states[0])
+    assert are_gathered(states) == [True, False, True]
+    assert torch.equal(states[2].tensor(), content(2, NBYTES))
+
+
+def test_a_view_of_a_copy_that_was_given_up_keeps_its_memory_until_it_is_gone(
+    bench: tuple[Places, Shared],
+) -> None:
+    places, found = bench
+    states = three(places, found)
+    view = states[0].tensor()
+    found.gatherer.begin_pass()
+    account = places.device.tier.account
+    assert not states[0].is_gathered
+    assert account.used_nbytes == NBYTES
+    for state in states:
+        state.tensor()
+    assert torch.equal(view, content(0, NBYTES))
+    found.gatherer.begin_pass()
+    del view
+    for _ in range(2):
+        for state in states:
+            state.tensor()  # in three slots: the view's is one of them again
+    assert account.peak_nbytes == 3 * NBYTES
+
+
+def test_a_copy_is_gathered_after_the_update_that_it_shows(bench: tuple[Places, Shared]) -> None:
+    places, found = bench
+    state = found.gathered(places.in_memory("group"))
+    fill(state, content(0, NBYTES))
+    update = found.updates["group"] = Transfer[None]("the update of group")
+    found.gatherer.gather(state)  # begun: it waits on the thread that gathers
+    for piece in range(state.pieces):
+        state.host_piece(piece).wait().copy_(content(1, NBYTES)[state.span(piece)])
+        state.wrote_piece(piece)
+    update.complete(None)
+    assert torch.equal(state.tensor(), content(1, NBYTES))
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_codes_are_exact_where_that_is_asked_for_and_are_never_written_home(
+    tmp_path: Path,
+) -> None:
+    values = torch.randn(NBYTES // ITEMSIZE).view(torch.uint8)
+    room = torch.empty(codes_nbytes(NBYTES // ITEMSIZE), dtype=torch.uint8)
+    for places in make_places(tmp_path):
+        with shared(places.device, 2 * NBYTES, room) as found:
+            state = found.gathered(places.in_memory("group"))
+            fill(state, values)
+            coded = state.tensor().clone()
+            assert not torch.equal(coded, values)
+            torch.testing.assert_close(
+                coded.view(torch.float32), values.view(torch.float32), atol=0.05, rtol=0.0
+            )
+            with pytest.raises(UnsupportedError, match=r"group was written while .* 8-bit codes"):
+                state.wrote()
+            with found.gatherer.exactly():
+                assert torch.equal(state.tensor(), values)
+                state.wrote()
+            state.invalidate_gathered()
+            assert torch.equal(state.tensor(), coded)
+            state.close()
+
+
+# ------------------------------------------------------------------ several ranks
+SHAPES = [
+    ParamShape(("w",), (3000,)), ParamShape(("b",), (77,)),
+    ParamShape(("frozen",), (2500,), trainable=False),
+]  # fmt: skip
+
+
+def whole(version: int, layout: Layout) -> torch.Tensor:
+    return content(version, layout.numel * ITEMSIZE)
+
+
+def part(values: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """What a rank owns: its part of what is trained, and of what is not."""
+    cut = layout.numel_trainable * ITEMSIZE
+    trained, frozen = layout.shard_trainable * ITEMSIZE, layout.shard_frozen * ITEMSIZE
+    own = values[:cut][rank * trained : (rank + 1) * trained]
+    return torch.cat([own, values[cut:][rank * frozen : (rank + 1) * frozen]])
+
+
+def gather_and_write(folder: str) -> list[torch.Tensor]:
+    """Each rank has its shard of version 0; the ranks write versions 1 and 2 on two ways. What this
+    rank computes with after each."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    layout, seen = lay_out(SHAPES, count), []
+    for places in make_places(Path(folder)):
+        with shared(places.device, 4 * layout.numel * ITEMSIZE) as found:
+            state = found.gathered(places.in_memory("g", layout.shard_numel * ITEMSIZE), layout)
+            fill(state, part(whole(0, layout), layout, rank))
+            seen.append(state.tensor().clone())
+            state.tensor().copy_(whole(1, layout))  # as `gathered` does it on every rank
+            state.wrote()
+            state.invalidate_gathered()
+            seen.append(state.tensor().clone())
+            trained = slice(0, layout.shard_trainable * ITEMSIZE)
+            for piece in range(state.pieces):
+                span = state.span(piece)
+                span = slice(span.start, min(span.stop, trained.stop))
+                here = state.host_piece(piece).wait()[: max(0, span.stop - span.start)]
+                here.copy_(part(whole(2, layout), layout, rank)[span])
+                state.wrote_piece(piece)
+            state.invalidate_gathered()
+            seen.append(state.tensor().clone())
+            state.close()
+    return seen
+
+
+def update_and_refresh(folder: str) -> list[torch.Tensor]:
+    """All ranks have all of version 0. Each of them updates its own trainable part to version 1;
+    then each is given a whole version of its own."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    layout, seen = lay_out(SHAPES, count), []
+    own = layout.shard_trainable * ITEMSIZE
+    for places in make_places(Path(folder)):
+        with shared(places.device, 0) as found:
+            home = places.in_memory("g", layout.numel * ITEMSIZE, stride=own)
+            state = found.replicated(home, layout)
+            state.blank().copy_(whole(0, layout))
+            state.wrote()
+            seen.append(state.tensor().clone())
+            done = 0
+            for piece in range(home.pieces):  # counted from this rank's first one
+                span = state.span(piece)
+                if done == own:
+                    break
+                assert span.start == rank * own + done
+                state.host_piece(piece).wait().copy_(whole(1, layout)[span])
+                state.wrote_piece(piece)
+                done += span.stop - span.start
+            state.invalidate_gathered()
+            assert state.is_outdated
+            seen.append(state.tensor().clone())
+            assert not state.is_outdated
+            fill(state, whole(10 + rank, layout))
+            seen.append(state.tensor().clone())
+            state.close()
+    return seen
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_shards_are_gathered_whole_and_each_rank_keeps_its_part_of_what_is_written(
+    tmp_path: Path, count: int
+) -> None:
+    layout = lay_out(SHAPES, count)
+    cut = layout.numel_trainable * ITEMSIZE
+    updated = torch.cat([whole(2, layout)[:cut], whole(1, layout)[cut:]])
+    for seen in run_ranks(count, tmp_path, gather_and_write, str(tmp_path)):
+        assert [torch.equal(*pair) for pair in zip(
+            seen, (whole(0, layout), whole(1, layout), updated), strict=True
+        )] == [True, True, True]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_replicas_get_the_other_ranks_parts_after_an_update_and_after_being_overwritten(
+    tmp_path: Path, count: int
+) -> None:
+    layout = lay_out(SHAPES, count)
+    cut = layout.numel_trainable * ITEMSIZE
+    updated = torch.cat([whole(1, layout)[:cut], whole(0, layout)[cut:]])
+    parts = [part(whole(10 + rank, layout), layout, rank) for rank in range(count)]
+    own = layout.shard_trainable * ITEMSIZE
+    given = torch.cat([*(each[:own] for each in parts), *(each[own:] for each in parts)])
+    for seen in run_ranks(count, tmp_path, update_and_refresh, str(tmp_path)):
+        assert [torch.equal(*pair) for pair in zip(
+            seen, (whole(0, layout), updated, given), strict=True
+        )] == [True, True, True]  # fmt: skip

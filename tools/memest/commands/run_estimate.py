@@ -1,0 +1,213 @@
+"""`memest MODEL`: read, judge, show, write."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from offload import machine
+from offload.config import OffloadConfig
+from offload.config.training import MOST_TOKENS
+from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.workload import Workload
+from offload.tiers.errors import ConfigError
+from offload.tools.memest.commands.options import (
+    EstimateOptions,
+    Format,
+    ModelOptions,
+    OutputOptions,
+    WorkOptions,
+)
+from offload.tools.memest.commands.output import deliver, write_file
+from offload.tools.memest.commands.run_hardware import profile_of, speeds_of
+from offload.tools.memest.estimate.answer import estimate
+from offload.tools.memest.estimate.case import Case, Question
+from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.source.model_source import ModelSource, SourceKind, UntraceableError
+from offload.tools.memest.source.read_model import read_model, read_stated
+from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
+
+DOES_NOT_FIT = 1
+_USUAL_SEQUENCE = 2048
+
+
+def read_question(asked: EstimateOptions) -> Question:
+    """Everything that an answer depends on. ConfigError or PathError naming what is wrong."""
+    named = _named_config(asked.work)
+    source = source_of(asked.model, named)
+    config, assumed = _config_of(asked, source, named)
+    workload, more = _workload_of(asked.work, source, config)
+    profile = profile_of(asked.machine, config)
+    speeds = speeds_of(profile, config, measure=source.has_graph and not asked.output.no_measure)
+    # `offload train` takes every step it begins; whose loop the others are in is not known
+    planned = config.owning_the_loop() if source.kind is SourceKind.YAML else config
+    case = Case(source, planned, workload, profile, speeds)
+    return Question(case, config, (*assumed, *more))
+
+
+def answered(
+    question: Question, judge: Judge | None = None,
+    *, advise: bool = False, by_node: bool = False,
+) -> tuple[Question, Estimate]:  # fmt: skip
+    """The estimate, assumptions first among its notes; of the states alone where the model's code
+    cannot be followed, which is noted."""
+    try:
+        found = estimate(question.case, judge, advise=advise, by_node=by_node)
+    except UntraceableError as error:
+        source = question.case.source.without_graph(str(error))
+        question = replace(question, case=replace(question.case, source=source))
+        found = estimate(question.case, judge, advise=advise, by_node=by_node)
+    return question, replace(found, notes=(*question.assumed, *found.notes))
+
+
+def run_estimate(asked: EstimateOptions) -> int:
+    """Print or write the answer. 0 if the model fits, 1 if not."""
+    question, found = answered(read_question(asked), advise=asked.output.advise)
+    _show(found, asked.output)
+    if asked.output.write is not None:
+        _write_config(found, question, asked.output.write)
+    return 0 if found.fits else DOES_NOT_FIT
+
+
+# ---------------------------------------------------------------- what is asked about
+def _named_config(work: WorkOptions) -> OffloadConfig | None:
+    return None if work.config is None else OffloadConfig.load(work.config, work.all_overrides)
+
+
+def source_of(asked: ModelOptions, config: OffloadConfig | None = None) -> ModelSource:
+    """The model that was named or stated; `config` may name its blocks."""
+    if asked.source is not None:
+        blocks = config.groups.blocks if config is not None else ()
+        return read_model(asked.source, blocks=blocks)
+    params = parse_count(asked.params) if asked.params is not None else None
+    return read_stated(
+        StatedSizes(
+            params=params, layers=asked.layers, hidden=asked.hidden, heads=asked.heads,
+            kv_heads=asked.kv_heads, mlp=asked.mlp, vocab=asked.vocab, tied=asked.tied,
+        )
+    )  # fmt: skip
+
+
+def _config_of(
+    asked: EstimateOptions, source: ModelSource, named: OffloadConfig | None
+) -> tuple[OffloadConfig, list[str]]:
+    """The configuration, and what of it was assumed."""
+    overrides = asked.work.all_overrides
+    if source.config is not None:
+        if named is not None:
+            raise ConfigError(
+                f"--config {asked.work.config} contradicts {asked.model.source}, which is a "
+                "configuration itself; leave one of them out"
+            )
+        config = OffloadConfig.load(Path(str(asked.model.source)), overrides)
+        return config, []
+    if named is not None:
+        if named.written_for is not None:
+            named.written_for.check(source.name, source.shape.numel)
+        return named, []
+    precision = _usual_precision(asked)
+    chosen = [f"precision={precision}", "placement.activations.checkpoint=auto"]
+    config = OffloadConfig.load({}, [*chosen, *overrides])
+    given = asked.work.precision is not None or any(
+        text.partition("=")[0].strip() == "precision" for text in overrides
+    )
+    return config, [] if given else [f"precision: {precision}, as none was asked for"]
+
+
+def _usual_precision(asked: EstimateOptions) -> str:
+    """bf16 where it is fast: on a GPU, and on a CPU with instructions for it."""
+    gpu = asked.machine.gpu or asked.machine.profile
+    fast = {"avx512f", "amx_bf16", "bf16", "asimddp"}
+    return "bf16" if gpu not in (None, "none") or fast & machine.cpu_features() else "fp32"
+
+
+def _workload_of(
+    work: WorkOptions, source: ModelSource, config: OffloadConfig
+) -> tuple[Workload, list[str]]:
+    """A step's input, and what of it was assumed."""
+    # a configuration that was written for a model says what it was written with
+    given = config.train if source.kind is SourceKind.YAML else config.written_for
+    longest = min(_USUAL_SEQUENCE, source.context or _USUAL_SEQUENCE)
+    batch = work.batch or (given.batch if given else 1)
+    sequence = work.sequence or (given.sequence if given else longest)
+    for option, value in (("--batch", work.batch), ("--sequence", work.sequence)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}: at least 1")
+    if batch * sequence > MOST_TOKENS:
+        raise ConfigError(
+            f"--batch {batch} with --sequence {sequence}: {batch * sequence:,} tokens in a pass; "
+            f"at most {MOST_TOKENS:,}"
+        )
+    return Workload(batch, sequence, config.gradient_accumulation_steps), list(
+        _workload_notes(work, source, Workload(batch, sequence), assumed=given is None)
+    )
+
+
+def _workload_notes(
+    work: WorkOptions, source: ModelSource, found: Workload, *, assumed: bool
+) -> Iterator[str]:
+    if assumed and work.batch is None:
+        yield f"batch: {found.batch}, as none was asked for"
+    if assumed and work.sequence is None:
+        yield f"sequence: {found.sequence:,} tokens, as none was asked for"
+    if source.context is not None and found.sequence > source.context:
+        yield f"sequences are longer than the {source.context:,} tokens the model was made for"
+
+
+# ---------------------------------------------------------------- the answer
+def _show(found: Estimate, output: OutputOptions) -> None:
+    if output.chosen is Format.TABLE and output.out is None:
+        _print_table(found)
+    else:
+        deliver(_content(found, output), output.out)
+
+
+def _content(found: Estimate, output: OutputOptions) -> str | bytes:
+    if output.chosen is Format.PNG:
+        from offload.tools.memest.show.render_png import to_png
+
+        return to_png(found, dark=output.dark)
+    if output.chosen is Format.HTML:
+        from offload.tools.memest.show.render_html import to_html
+
+        return to_html(found)
+    if output.chosen is Format.JSON:
+        from offload.tools.memest.show.render_json import to_json
+
+        return to_json(found)
+    return _table_text(found)
+
+
+def _print_table(found: Estimate) -> None:
+    from rich.console import Console
+
+    from offload.tools.memest.show.render_table import to_table
+
+    console = Console()
+    if not console.encoding.lower().startswith("utf") and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # blocks and dots that it has no letters for
+    console.print(to_table(found))
+
+
+def _table_text(found: Estimate) -> str:
+    import io
+
+    from rich.console import Console
+
+    from offload.tools.memest.show.render_table import to_table
+
+    text = io.StringIO()
+    Console(file=text, width=100, color_system=None).print(to_table(found))
+    return text.getvalue()
+
+
+def _write_config(found: Estimate, question: Question, path: Path) -> None:
+    from offload.tools.memest.show.write_config import config_yaml
+    from offload.tools.memest.systems.subject import ranks_of
+
+    case = question.case
+    text = config_yaml(found, case.source, question.asked, str(path), ranks_of(case.profile))
+    write_file(path, text.encode(), "--write")
+    print(f"wrote {path}", file=sys.stderr)

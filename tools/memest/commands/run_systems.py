@@ -1,0 +1,221 @@
+"""`memest compare`, `max`, `history` and `deepspeed`: other systems, as tables or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from offload.planning.plan.estimate import PlaceEstimate
+from offload.planning.plan.workload import Workload
+from offload.tiers.errors import ConfigError
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.tools.memest.commands.options import (
+    EstimateOptions,
+    Format,
+    MachineOptions,
+    ModelOptions,
+)
+from offload.tools.memest.commands.run_estimate import (
+    DOES_NOT_FIT,
+    answered,
+    read_question,
+    source_of,
+)
+from offload.tools.memest.commands.run_hardware import profile_of
+from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.hardware.part_names import read_count
+from offload.tools.memest.hardware.profiles import HardwareProfile
+from offload.tools.memest.show import wording
+from offload.tools.memest.show.picture import PLACE_TITLES
+from offload.tools.memest.show.render_json import places
+from offload.tools.memest.show.summary import model_text, workload_text
+from offload.tools.memest.show.tables import bullets, ruled, show, show_json
+from offload.tools.memest.systems.compare import Row, compare
+from offload.tools.memest.systems.deepspeed_estimator import Setup, estimate, lines
+from offload.tools.memest.systems.headlines import Finding, findings
+from offload.tools.memest.systems.largest import Largest, largest_of_all
+from offload.tools.memest.systems.memory import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
+
+Places = Mapping[Tier, PlaceEstimate]
+_NODE_TITLES = {**PLACE_TITLES, Tier.HOST: "RAM of a node", Tier.NVME: "disk of a node"}
+
+
+# ---------------------------------------------------------------- compare
+def run_compare(asked: EstimateOptions) -> int:
+    """One model under every system, ours last. 0 if ours fits, 1 if not."""
+    _check_format(asked)
+    judge = Judge()
+    question, ours = answered(read_question(asked), judge, by_node=True)
+    case = question.case
+    facts = judge.facts(case, ours.config)
+    speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times
+    rows = compare(case.source.shape, facts, ours, case.profile, speeds)
+    if asked.output.chosen is Format.JSON:
+        systems = [_row_values(row) for row in rows]
+        show_json({"schema": "memest-compare/1", "systems": systems, "notes": list(ours.notes)})
+    else:
+        title = f"{model_text(ours, ours.model)}\n{ours.hardware}, {workload_text(ours)}"
+        notes = [*ours.notes, *(note for row in rows for note in row.notes)]
+        show(Text(title), compare_table(rows), "", bullets(notes))
+    return 0 if ours.fits else DOES_NOT_FIT
+
+
+def _check_format(asked: EstimateOptions) -> None:
+    output = asked.output
+    if output.chosen not in (Format.TABLE, Format.JSON) or output.out or output.write:
+        raise ConfigError("compare: prints a table or --format json; leave --out and --write out")
+
+
+def compare_table(rows: Sequence[Row]) -> Table:
+    """One line per system: what it takes of each place, its step, what is short."""
+    tiers = [tier for tier in Tier if any(tier in row.places for row in rows)]
+    there = [next(row.places[tier] for row in rows if tier in row.places) for tier in tiers]
+    heads = [
+        f"{_NODE_TITLES[tier]}\nof {format_bytes(place.capacity_nbytes)}"
+        for tier, place in zip(tiers, there, strict=True)
+    ]
+    table = ruled("system", *heads, "step", "fits", left=["fits"])
+    for row in rows:
+        cells = [_used(row.places, tier, short=tier in row.full) for tier in tiers]
+        step = "-" if row.step_s is None else wording.duration(row.step_s)
+        fits = Text("yes", style="green") if row.fits else Text("no", style="red")
+        table.add_row(str(row.system), *cells, step, fits)
+    return table
+
+
+def _used(places: Places, tier: Tier, *, short: bool) -> Text:
+    place = places.get(tier)
+    if place is None or not place.peak_nbytes:
+        return Text("-")
+    return Text(format_bytes(place.peak_nbytes), style="red" if short else "")
+
+
+def _row_values(row: Row) -> dict[str, Any]:
+    return {
+        "system": str(row.system),
+        "fits": row.fits,
+        "step_s": row.step_s,
+        "places": places(row.places),
+        "short": [str(tier) for tier in row.full],
+        "notes": list(row.notes),
+    }
+
+
+# ---------------------------------------------------------------- max
+def run_max(
+    family: str, machine: MachineOptions, batch: int, sequence: int, *, as_json: bool
+) -> None:
+    """The largest model of a family that trains on the hardware, under every system."""
+    from offload.config import OffloadConfig
+
+    if batch < 1 or sequence < 1 or batch * sequence > 1 << 32:
+        raise ConfigError(f"--batch {batch} --sequence {sequence}: at least 1 token, at most 2^32")
+    profile = profile_of(machine, OffloadConfig())
+    found = largest_of_all(family, profile, Workload(batch, sequence))
+    if as_json:
+        show_json({"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]})
+    else:
+        title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam"
+        notes = [*_taken_aside(profile), *(each.note for each in found if each.note)]
+        show(Text(title), max_table(found), "", bullets(notes))
+
+
+def _taken_aside(profile: HardwareProfile) -> Iterator[str]:
+    """What neither model nor activations may fill, of any system."""
+    ram = f"{format_bytes(HOST_FRAMEWORK_NBYTES)} of RAM per rank"
+    gpu = f" and {format_bytes(GPU_FRAMEWORK_NBYTES)} of each GPU" if profile.gpu_nbytes else ""
+    yield (
+        f"interpreter and libraries are taken to need {ram}{gpu}, of every system alike; "
+        "`memest MODEL` counts what is known of ours"
+    )
+    if profile.reserve_note:
+        yield profile.reserve_note
+
+
+def max_table(found: Sequence[Largest]) -> Table:
+    """One line per system: its largest model, and what the next one does not fit into."""
+    table = ruled("system", "largest", "shape", "bound by", left=["shape", "bound by"])
+    for each in found:
+        bound = ", ".join(_NODE_TITLES[tier] for tier in each.bound)
+        size = wording.counted(each.numel) if each.shape else "none"
+        table.add_row(str(each.system), size, each.shape.label if each.shape else "-", bound or "-")
+    return table
+
+
+def _largest_values(each: Largest) -> dict[str, Any]:
+    return {
+        "system": str(each.system),
+        "parameters": each.numel,
+        "shape": each.shape.label if each.shape else None,
+        "bound": [str(tier) for tier in each.bound],
+        "places": places(each.places),
+        "note": each.note,
+    }
+
+
+# ---------------------------------------------------------------- history
+def print_history() -> None:
+    """Published capacities beside what the formulas say of the same machines."""
+    found = findings()
+    notes = [
+        f"{each.headline.system} {wording.counted(each.headline.claim)}: {each.headline.source}"
+        + (f". {each.headline.why}" if each.headline.why else "")
+        for each in found
+    ]
+    show(history_table(found), "", bullets(notes))
+
+
+def history_table(found: Sequence[Finding]) -> Table:
+    table = ruled("system", "published", "computed", "apart", "machine", left=["machine"])
+    for each in found:
+        style = "" if each.within else "yellow"
+        table.add_row(
+            str(each.headline.system), wording.counted(each.headline.claim),
+            wording.counted(each.numel), Text(f"{each.difference:+.0%}", style=style),
+            each.headline.machine,
+        )  # fmt: skip
+    return table
+
+
+# ---------------------------------------------------------------- deepspeed
+def run_deepspeed(
+    model: ModelOptions, gpus: int | None, nodes: int | None, stage: int | None,
+    largest_layer: str | None,
+) -> None:  # fmt: skip
+    """What DeepSpeed's own estimator says of the same model."""
+    from offload.tools.memest.source.stated_sizes import parse_count
+
+    numel, layer = _numel_and_layer(model)
+    if largest_layer is not None:
+        layer = parse_count(largest_layer)
+    setup = Setup(
+        read_count(gpus, "--gpus", 1) or 1,
+        read_count(nodes, "--nodes", 1) or 1,
+    )
+    stages = (2, 3) if stage is None else (stage,)
+    found = [line for each in stages for line in lines(each, estimate(each, numel, layer, setup))]
+    print(
+        f"{numel:,} parameters, the largest layer {layer:,}; {_several(setup.nodes, 'node')} "
+        f"with {_several(setup.gpus_per_node, 'GPU')}; DeepSpeed 0.19.8's estimator, which counts "
+        "no activations"
+    )
+    print("\n".join(found))
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _numel_and_layer(asked: ModelOptions) -> tuple[int, int]:
+    """All parameters, and those of the largest module without its children."""
+    shape = source_of(asked).shape
+    owners: dict[str, int] = {}
+    for group in shape.groups:
+        for param in group.params:
+            owner = param.names[0].rpartition(".")[0]
+            owners[owner] = owners.get(owner, 0) + param.numel
+    return shape.numel, max(owners.values(), default=0)

@@ -1,0 +1,76 @@
+"""Everything `memest` says about one case, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from offload.planning.plan.estimate import Estimate
+from offload.planning.step.step_time import MOST_PASSES
+from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.estimate.changes import changes
+from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.hardware.parts import NCCL
+from offload.tools.memest.source.model_source import SourceKind
+
+
+def estimate(
+    case: Case, judge: Judge | None = None, *, advise: bool = False, by_node: bool = False
+) -> Estimate:
+    """What training takes, with what would make it fit where it does not.
+
+    `judge`: one that has seen the model before. `advise`: also what would make a step faster, which
+    takes longer. `by_node`: the reader makes nodes' memory of it, and shows no times of several
+    ranks.
+    """
+    judge = judge or Judge()
+    found = judge(case)
+    notes = (*_notes(case), *found.notes, *_missing(case), *_ranks(case, by_node=by_node))
+    if not found.fits:
+        return replace(found, notes=notes, changes=changes(case, found, judge))
+    return replace(found, notes=notes, changes=judge.advice(case) if advise else ())
+
+
+def _notes(case: Case) -> Iterator[str]:
+    yield from case.source.notes
+    if case.source.has_graph and case.source.traced is not None:
+        yield case.source.traced(case.workload.sequence)
+    yield from case.profile.notes
+    if case.profile.reserve_note:
+        yield case.profile.reserve_note
+
+
+def _missing(case: Case) -> Iterator[str]:
+    if case.source.kind is SourceKind.SAFETENSORS:
+        yield (
+            "weights alone do not tell what forward keeps: activations are not counted, and there "
+            "are no times; put the config.json beside them"
+        )
+    elif case.speeds is not None and case.workload.passes > MOST_PASSES:
+        yield (
+            f"of {case.workload.passes:,} passes per step {MOST_PASSES} are gone through (and "
+            "drawn); each further one is taken to be like the last of these"
+        )
+    elif case.source.has_graph and case.speeds is None:
+        yield "no times: speeds are not known; `memest calibrate` measures this machine's"
+
+
+def _ranks(case: Case, *, by_node: bool) -> Iterator[str]:
+    """Who the numbers are of, and what is not known of the others."""
+    if case.profile.ranks == 1:
+        return
+    sharding, stage = case.sharding, case.config.zero.stage
+    groups = "" if sharding.replicas == 1 else f" in {sharding.replicas} shard groups"
+    if not by_node:
+        yield (
+            f"memory and disk (but for the checkpoint) are of one of {case.profile.ranks} ranks"
+            f"{groups}, ZeRO stage {stage}"
+        )
+    if stage in (1, 2):
+        yield "under `no_sync` a rank holds whole gradients, which are not counted here"
+    if by_node:
+        return
+    if case.timed:
+        yield f"collectives are timed by the ratings of the links; latencies: {NCCL.source}"
+    elif case.speeds is not None and case.source.has_graph:
+        yield "no times: the network between the ranks is not known; name a machine (--profile)"

@@ -1,0 +1,54 @@
+"""One thing to be judged: a model, a configuration, a step's input, hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.config import OffloadConfig
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.workload import Workload
+from offload.tools.memest.hardware.profiles import HardwareProfile
+from offload.tools.memest.source.model_source import ModelSource
+from offload.zero.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that an answer depends on. `speeds` are one rank's; None where they are not known."""
+
+    source: ModelSource
+    config: OffloadConfig
+    workload: Workload
+    profile: HardwareProfile
+    speeds: Speeds | None
+
+    @property
+    def sharding(self) -> Sharding:
+        """Of the first rank, whose shards are as long as all others'. ConfigError if shard groups
+        do not come out even."""
+        zero = self.config.zero
+        return Sharding.of(zero.stage, zero.shard_group, self.profile.ranks, 0)
+
+    @property
+    def timed(self) -> bool:
+        """Whether a step can be predicted: work, speeds and, between ranks, the network known."""
+        if self.speeds is None or not self.source.has_graph:
+            return False
+        network = self.speeds.network
+        alone = self.profile.ranks == 1
+        return alone or (network is not None and network.knows(self.sharding))
+
+    @property
+    def hardware(self) -> Hardware:
+        """What that rank's plan may use."""
+        return self.profile.hardware(self.sharding)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked, read: a case, the configuration as it was given, and what was assumed."""
+
+    case: Case
+    asked: OffloadConfig
+    assumed: tuple[str, ...]

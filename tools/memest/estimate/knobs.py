@@ -1,0 +1,206 @@
+"""What can be changed of a case that does not fit, each from the mildest to the strongest change.
+
+What leaves the result as it is comes first, then what approximates, then what has to be bought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from offload.config import OffloadConfig
+from offload.planning.plan.estimate import Estimate
+from offload.tiers.errors import ConfigError
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.hardware.profiles import HardwareProfile, with_ram
+from offload.tools.memest.source.divisors import divisors
+
+GIB = 1 << 30
+# Round figures, a quarter apart at most: the smallest that fits is named.
+_MEMORY_SIZES = tuple(
+    n * GIB for n in (1, 2, 3, *(k << p for p in range(11) for k in (4, 5, 6, 7)), 8192)
+)
+_GPU_SIZES = tuple(n * GIB for n in (4, 6, 8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192))
+_DISK_SIZES = tuple(n * GIB for n in (*(k << p for p in range(16) for k in (2, 3)), 128 << 10))
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One change: what to set, what that does in words, and the case with it. None where the
+    configuration refuses it beside what else is set."""
+
+    settings: Mapping[str, str]
+    text: str
+    apply: Callable[[Case], Case | None]
+
+
+Ladder = Sequence[Rung]
+
+
+def knobs(case: Case, found: Estimate, peak_at: str) -> list[Ladder]:
+    """Every ladder that could help against what `found` lacks; empty ladders left out. `peak_at`:
+    where in the model a pass holds the most."""
+    tiers = {shortfall.tier for shortfall in found.shortfalls}
+    return [ladder for ladder in _all(case, found, peak_at, tiers) if ladder]
+
+
+def _all(case: Case, found: Estimate, peak_at: str, tiers: set[Tier]) -> Iterator[Ladder]:
+    compute = Tier.DEVICE if case.profile.gpu_nbytes else Tier.HOST
+    if compute in tiers:
+        yield _recompute(case)
+        yield _batch(case)
+        yield _micro_batches(case, peak_at)
+    if tiers - {Tier.NVME}:
+        yield from _budget(case, found, Tier.DEVICE)
+        yield from _budget(case, found, Tier.HOST)
+        yield from _placements(case)
+    yield from _budget(case, found, Tier.NVME)
+    yield _chunk(case)
+    yield _precision(case)
+    yield _states(case)
+    yield from _hardware(case, tiers)
+
+
+# ---------------------------------------------------------------- the configuration
+def _set(text: str, settings: Mapping[str, str]) -> Rung:
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+
+    def apply(case: Case) -> Case | None:
+        try:
+            return replace(case, config=OffloadConfig.load(case.config, overrides))
+        except ConfigError:
+            return None
+
+    return Rung(dict(settings), text, apply)
+
+
+def _recompute(case: Case) -> Ladder:
+    now = case.config.placement.activations.checkpoint
+    key = "placement.activations.checkpoint"
+    selective = _set("keep only products and attention of a block", {key: "selective"})
+    whole = _set("recompute every block in backward", {key: "true"})
+    ladders: dict[object, Ladder] = {False: (selective, whole), "selective": (whole,)}
+    return ladders.get(now, ())
+
+
+def _micro_batches(case: Case, peak_at: str) -> Ladder:
+    """Of use where the peak is in a block that is repeated: outside, the batch stays whole."""
+    names = {unit.name for unit in case.source.shape.units if unit.repeated}
+    place = peak_at.rpartition(" ")[2]
+    if not any(place == name or place.startswith(f"{name}.") for name in names):
+        return ()
+    now, batch = case.config.micro_batches, case.workload.batch
+    if not isinstance(now, int) or now < 1:
+        return ()
+    pieces = [n for n in divisors(batch) if n >= 2 * now]
+    return [
+        _set(
+            f"each block over {n} pieces of the batch, one after the other",
+            {"micro_batches": str(n)},
+        )
+        for n in pieces
+    ]
+
+
+def _batch(case: Case) -> Ladder:
+    """Fewer sequences per pass and more passes: the same step, for a user's own loop."""
+    rungs = []
+    work = case.workload
+    for parts in divisors(work.batch)[1:]:
+        batch, passes = work.batch // parts, work.passes * parts
+        text = f"{passes} passes of {batch} instead of {work.passes} of {work.batch} per step"
+        rungs.append(Rung({"--batch": str(batch), "--accumulate": str(passes)}, text,
+                          lambda case, b=batch, p=passes: _passes(case, b, p)))  # type: ignore[misc]  # fmt: skip
+    return rungs
+
+
+def _passes(case: Case, batch: int, passes: int) -> Case | None:
+    changed = _set("", {"gradient_accumulation_steps": str(passes)}).apply(case)
+    workload = replace(case.workload, batch=batch, passes=passes)
+    return None if changed is None else replace(changed, workload=workload)
+
+
+def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Ladder]:
+    """Raise a budget that was given and is too small, as far as the machine goes."""
+    if getattr(case.config.budget, tier) is None:
+        return
+    for shortfall in found.shortfalls:
+        if shortfall.tier is tier and shortfall.key == f"budget.{tier}":
+            needed = -(-shortfall.needed_nbytes // (64 << 20)) * 64
+            text = f"what it needs, instead of {format_bytes(shortfall.capacity_nbytes)}"
+            yield (_set(text, {f"budget.{tier}": f"{needed}MiB"}),)
+
+
+def _placements(case: Case) -> Iterator[Ladder]:
+    """Homes that were asked for: given up, or moved to disk."""
+    for name in ("optimizer", "gradients", "parameters"):
+        split = getattr(case.config.placement, name)
+        if split is None or split.tiers == (TierName.NVME,):
+            continue
+        key = f"placement.{name}"
+        rungs = [_set(f"{name} wherever there is room", {key: "auto"})]
+        if not (name == "gradients" and case.config.sums_gradients):
+            rungs.append(_set(f"{name} on disk", {key: "nvme"}))
+        yield rungs
+    if case.config.placement.activations.tier != "nvme" and case.profile.nvme_nbytes:
+        gpu = case.profile.gpu_nbytes > 0 and case.config.placement.activations.tier == "device"
+        key = "placement.activations.tier"
+        host = [_set("saved activations wait in RAM", {key: "host"})] if gpu else []
+        yield (*host, _set("saved activations wait on disk", {key: "nvme"}))
+
+
+def _chunk(case: Case) -> Ladder:
+    numel = case.config.chunk_numel if case.config.optimizer.chunk != "auto" else 1 << 20
+    smaller = [n for n in (1 << 18, 1 << 16) if n < numel]
+    return [_set(f"smaller buffers: {n:,} elements", {"optimizer.chunk": str(n)}) for n in smaller]
+
+
+def _precision(case: Case) -> Ladder:
+    if case.config.precision != "fp32":
+        return ()
+    return (_set("parameters and gradients in 16 bits, with exact masters", {"precision": "bf16"}),)
+
+
+def _states(case: Case) -> Ladder:
+    order = ("fp32", "bf16", "int8")
+    states = case.config.optimizer.states
+    now = max(order.index(states.of(tier)) for tier in Tier)
+    size = {"bf16": "2 bytes", "int8": "1 byte"}
+    return [
+        _set(f"optimizer states in {size[name]}, an approximation", {"optimizer.states": name})
+        for name in order[now + 1 :]
+    ]
+
+
+# ---------------------------------------------------------------- hardware
+def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Ladder]:
+    profile = case.profile
+    ranks = profile.ranks_per_node
+    if Tier.HOST in tiers:
+        sizes = [n for n in _MEMORY_SIZES if n > profile.ram_nbytes]
+        yield [_bought("--ram", n, "more RAM", with_ram) for n in sizes]
+    if Tier.DEVICE in tiers and profile.gpu_nbytes and not profile.whole:
+        sizes = [n for n in _GPU_SIZES if n > profile.gpu_nbytes]
+        yield [_bought("--gpu", n, "a GPU with more memory, as fast", _with_gpu) for n in sizes]
+    if profile.nvme_nbytes // ranks < _DISK_SIZES[-1]:
+        sizes = [n for n in _DISK_SIZES if n > profile.nvme_nbytes]
+        yield [_bought("--nvme", n, "more free disk", _with_disk) for n in sizes]
+
+
+def _bought(
+    option: str, nbytes: int, text: str, change: Callable[[HardwareProfile, int], HardwareProfile]
+) -> Rung:
+    size = format_bytes(nbytes).replace(".0 ", "")
+    return Rung(
+        {option: size}, text, lambda case: replace(case, profile=change(case.profile, nbytes))
+    )
+
+
+def _with_gpu(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    return replace(profile, gpu_nbytes=nbytes, gpu_free_nbytes=nbytes)
+
+
+def _with_disk(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    return replace(profile, nvme_nbytes=nbytes)

@@ -1,0 +1,36 @@
+"""What a case needs at least: said without a plan, to leave out changes that cannot be enough."""
+
+from __future__ import annotations
+
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.plan.sizes import ITEMSIZE, record_formats
+from offload.tiers.tier import Tier
+from offload.tools.memest.estimate.case import Case
+
+_NUMEL = 1 << 24  # of so many, the gaps between arrays are next to nothing
+
+
+def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
+    """Whether no placement whatsoever can hold it: too many bytes for all places together, or what
+    one pass works on for the place where the model computes. False decides nothing."""
+    hardware = case.hardware
+    there = {
+        Tier.DEVICE: hardware.device_nbytes,
+        Tier.HOST: hardware.host_nbytes,
+        Tier.NVME: hardware.nvme_free_nbytes,
+    }
+    compute = Tier.DEVICE if hardware.device_nbytes else Tier.HOST
+    working = facts.peak_nbytes
+    if case.config.placement.activations.tier != "device":
+        working = min(working, facts.peak_elsewhere_nbytes)
+    states = states_nbytes(case) // case.sharding.ranks
+    return working > there[compute] or states + working > sum(there.values())
+
+
+def states_nbytes(case: Case) -> int:
+    """Parameters, gradients and optimizer states, where they are smallest, without padding."""
+    config, shape = case.config, case.source.shape
+    per_gradient = 4 if config.sums_gradients else ITEMSIZE[config.precision]
+    record = min(kept.nbytes(_NUMEL) for kept in record_formats(config).values()) / _NUMEL
+    trained = shape.numel_trainable
+    return int(shape.numel * ITEMSIZE[config.precision] + trained * (per_gradient + record))

@@ -1,0 +1,208 @@
+"""What GPUs, links, SSDs and whole machines are rated at, each figure with its source.
+
+Rates are peaks, as their makers print them; bytes per second in one direction. Dense matrix
+products with 32-bit sums (what training uses), not the figures for sparse matrices or 16-bit sums.
+What of a peak is reached in practice is for `profiles` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MIB, GIB = 1 << 20, 1 << 30
+GB, TB = 10**9, 10**12
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class LinkPart:
+    """A connection of a GPU to its host, or to the other GPUs of its machine."""
+
+    name: str
+    bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """What a machine around a GPU usually is, per GPU socket or per desktop."""
+
+    name: str
+    cores: int
+    bytes_per_s: float  # of RAM, all channels
+    source: str
+
+
+@dataclass(frozen=True)
+class GpuPart:
+    """One GPU. `flops_per_s`: dense matrix products by precision of their inputs."""
+
+    name: str
+    nbytes: int
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    link: LinkPart
+    host: HostPart
+    source: str
+
+
+@dataclass(frozen=True)
+class SsdPart:
+    """One drive. A swap file is rewritten all the time: `write_bytes_per_s` is what a drive keeps
+    up, not what its cache takes for a minute."""
+
+    name: str
+    nbytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    endurance_nbytes: int  # rated: may be written in all
+    source: str
+
+
+@dataclass(frozen=True)
+class MachinePart:
+    """A machine that has a name."""
+
+    name: str
+    gpu: GpuPart
+    gpus: int
+    ram_nbytes: int
+    cores: int
+    ram_bytes_per_s: float
+    uplinks: int  # links of the GPUs' kind that reach the host, shared by all GPUs
+    ssd: SsdPart | None
+    ssds: int
+    network_bytes_per_s: float  # of one machine to the others
+    source: str
+    inside: LinkPart | None = None  # of one GPU to the others; None: through the host
+
+
+_PCIE_SOURCE = "PCI-SIG: 8, 16, 32 GT/s x 16 lanes, 128b/130b encoding"
+PCIE3 = LinkPart("PCIe 3.0 x16", 15.75 * GB, _PCIE_SOURCE)
+PCIE4 = LinkPart("PCIe 4.0 x16", 31.5 * GB, _PCIE_SOURCE)
+PCIE5 = LinkPart("PCIe 5.0 x16", 63.0 * GB, _PCIE_SOURCE)
+NVLINK_C2C = LinkPart("NVLink-C2C", 450.0 * GB, "NVIDIA GH200 data sheet: 900 GB/s both ways")
+LINKS = (PCIE3, PCIE4, PCIE5, NVLINK_C2C)
+
+# Through switches that all GPUs of a machine are connected to at this rate.
+NVLINK2 = LinkPart("NVLink 2", 150.0 * GB, "NVIDIA V100 data sheet (SXM): 300 GB/s both ways")
+NVLINK3 = LinkPart("NVLink 3", 300.0 * GB, "NVIDIA A100 data sheet (SXM): 600 GB/s both ways")
+NVLINK4 = LinkPart("NVLink 4", 450.0 * GB, "NVIDIA H100 data sheet (SXM): 900 GB/s both ways")
+INSIDE_LINKS = (NVLINK2, NVLINK3, NVLINK4)
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Times of a collective that do not depend on its bytes."""
+
+    begin_s: float
+    inside_step_s: float  # of a ring, from one GPU to the next
+    between_step_s: float  # ... from one machine to the next
+    message_s: float  # where each rank sends to each
+    source: str
+
+
+NCCL = Latencies(
+    8.4e-6, 3.4e-6, 14e-6, 1e-6,
+    "NCCL, src/graph/tuning.cc: base and hardware latencies of a ring, simple protocol, over "
+    "NVLink and network; 1 us for each message of an all-to-all is assumed",
+)  # fmt: skip
+
+_JEDEC = "JEDEC transfer rate x 8 bytes x channels"
+DESKTOP_DDR4 = HostPart("desktop, DDR4-3200 x 2", 16, 51.2 * GB, _JEDEC)
+DESKTOP_DDR5 = HostPart("desktop, DDR5-5600 x 2", 16, 89.6 * GB, _JEDEC)
+SERVER_2018 = HostPart("server, DDR4-2666 x 6", 24, 128.0 * GB, _JEDEC)
+SERVER_2020 = HostPart("server, DDR4-3200 x 8", 64, 204.8 * GB, _JEDEC)
+SERVER_2023 = HostPart("server, DDR5-4800 x 8", 56, 307.2 * GB, _JEDEC)
+GRACE = HostPart("Grace, LPDDR5X", 72, 512.0 * GB, "NVIDIA GH200 data sheet: up to 512 GB/s")
+
+
+def _gpu(
+    name: str, mib: int, tflops: tuple[float, float], gb_per_s: float, link: LinkPart,
+    host: HostPart, source: str, *, bf16: bool = True,
+) -> GpuPart:  # fmt: skip
+    """`tflops`: of fp32 (without TF32, PyTorch's default) and of 16-bit inputs."""
+    fp32, half = (each * TERA for each in tflops)
+    # a GPU without bf16 units computes it in fp32
+    flops = {"fp32": fp32, "bf16": half if bf16 else fp32, "fp16": half}
+    return GpuPart(name, mib * MIB, flops, gb_per_s * GB, link, host, source)
+
+
+# Memory is what nvidia-smi calls total. Names in order of age.
+GPUS = (
+    _gpu("V100-32", 32768, (15.7, 125.0), 900, PCIE3, SERVER_2018,
+         "NVIDIA V100 data sheet (SXM)", bf16=False),
+    _gpu("A100-40", 40960, (19.5, 312.0), 1555, PCIE4, SERVER_2020, "NVIDIA A100 data sheet (SXM)"),
+    _gpu("A100-80", 81920, (19.5, 312.0), 2039, PCIE4, SERVER_2020, "NVIDIA A100 data sheet (SXM)"),
+    _gpu("RTX 3090", 24576, (35.6, 71.0), 936, PCIE4, DESKTOP_DDR4,
+         "NVIDIA GA102 white paper, fp32 accumulate"),
+    _gpu("RTX 4090", 24564, (82.6, 165.2), 1008, PCIE4, DESKTOP_DDR5,
+         "NVIDIA Ada white paper, fp32 accumulate"),
+    _gpu("H100", 81559, (66.9, 989.4), 3352, PCIE5, SERVER_2023, "NVIDIA H100 data sheet (SXM)"),
+    _gpu("H200", 143771, (66.9, 989.4), 4800, PCIE5, SERVER_2023, "NVIDIA H200 data sheet (SXM)"),
+    _gpu("GH200", 97871, (66.9, 989.4), 4000, NVLINK_C2C, GRACE,
+         "NVIDIA GH200 data sheet (96 GB HBM3)"),
+    _gpu("RTX 5090", 32607, (104.8, 209.5), 1792, PCIE5, DESKTOP_DDR5,
+         "NVIDIA RTX Blackwell white paper, fp32 accumulate"),
+)  # fmt: skip
+
+
+def _ssd(
+    name: str, nbytes: int, read_mb: float, write_mb: float, endurance_tb: float, source: str
+) -> SsdPart:
+    mb = 1e6
+    return SsdPart(name, nbytes, read_mb * mb, write_mb * mb, int(endurance_tb * TB), source)
+
+
+GEN3 = _ssd("Gen3 SSD", 2 * TB, 3500, 1750, 1200,
+            "Samsung 970 EVO Plus 2 TB data sheet; write beyond its TurboWrite buffer")  # fmt: skip
+# Beyond their caches consumer drives write at about a fifth of what is printed; few makers say so.
+_BEYOND_CACHE = 0.2
+GEN4 = _ssd("Gen4 SSD", 2 * TB, 7450, 6900 * _BEYOND_CACHE, 1200,
+            "Samsung 990 PRO 2 TB data sheet; write beyond its cache: a fifth of 6900 MB/s, "
+            "assumed")  # fmt: skip
+GEN5 = _ssd("Gen5 SSD", 2 * TB, 14500, 12700 * _BEYOND_CACHE, 1200,
+            "Crucial T705 2 TB data sheet; write beyond its cache: a fifth of 12700 MB/s, "
+            "assumed")  # fmt: skip
+GEN3_SERVER = _ssd("Gen3 server SSD", 3840 * GB, 3200, 2000, 5466,
+                   "Samsung PM983 3.84 TB data sheet, 1.3 drive writes a day for 3 "
+                   "years")  # fmt: skip
+GEN4_SERVER = _ssd("Gen4 server SSD", 3840 * GB, 6800, 4000, 7008,
+                   "Samsung PM9A3 3.84 TB data sheet, 1 drive write a day for 5 years")  # fmt: skip
+GEN5_SERVER = _ssd("Gen5 server SSD", 7680 * GB, 12000, 6800, 14016,
+                   "Samsung PM9D3a 7.68 TB data sheet, 1 drive write a day for 5 "
+                   "years")  # fmt: skip
+SSDS = (GEN3, GEN4, GEN5, GEN3_SERVER, GEN4_SERVER, GEN5_SERVER)
+
+_BY_NAME = {gpu.name: gpu for gpu in GPUS}
+
+MACHINES = (
+    MachinePart("DGX-2", _BY_NAME["V100-32"], 16, 1536 * GIB, 48, 256 * GB, 4, GEN3_SERVER, 8,
+                100 * GB, "NVIDIA DGX-2 data sheet: 16 V100-32, 1.5 TB RAM, 30 TB NVMe, 8 x 100 "
+                "Gb/s; four x16 uplinks, as ZeRO-Infinity (2104.07857) measures 3 GB/s a GPU",
+                NVLINK2),
+    MachinePart("DGX A100-40", _BY_NAME["A100-40"], 8, 1024 * GIB, 128, 409.6 * GB, 4, GEN4_SERVER,
+                4, 200 * GB, "NVIDIA DGX A100 data sheet (320 GB): 1 TB RAM, 15 TB NVMe, 8 x 200 "
+                "Gb/s; two GPUs share an x16 switch port to the host", NVLINK3),
+    MachinePart("DGX A100-80", _BY_NAME["A100-80"], 8, 2048 * GIB, 128, 409.6 * GB, 4, GEN4_SERVER,
+                8, 200 * GB, "NVIDIA DGX A100 data sheet (640 GB): 2 TB RAM, 30 TB NVMe, 8 x 200 "
+                "Gb/s", NVLINK3),
+    MachinePart("ND A100 v4", _BY_NAME["A100-40"], 8, 900 * GIB, 96, 409.6 * GB, 4, GEN4, 3,
+                200 * GB, "Azure ND A100 v4 series: 96 cores, 900 GiB RAM, 6.5 TB local NVMe, 8 x "
+                "200 Gb/s", NVLINK3),
+    MachinePart("DGX H100", _BY_NAME["H100"], 8, 2048 * GIB, 112, 614.4 * GB, 8, GEN4_SERVER, 8,
+                400 * GB, "NVIDIA DGX H100 data sheet: 2 TB RAM, 8 x 3.84 TB NVMe, 8 x 400 Gb/s",
+                NVLINK4),
+    MachinePart("GH200", _BY_NAME["GH200"], 1, 480 * GB, 72, 512 * GB, 1, None, 0,
+                25 * GB, "NVIDIA GH200 data sheet: 480 GB LPDDR5X"),
+)  # fmt: skip
+
+
+def machine_named(name: str) -> MachinePart:
+    """KeyError where there is none of exactly that name."""
+    return {machine.name: machine for machine in MACHINES}[name]
+
+
+def gpu_named(name: str) -> GpuPart:
+    return _BY_NAME[name]

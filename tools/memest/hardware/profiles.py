@@ -1,0 +1,202 @@
+"""Hardware that need not be here: named parts, given sizes, or this machine, as a plan sees it.
+
+A profile describes one node and how many there are; `hardware` and `speeds` are one rank's even
+share (one rank per GPU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from offload import machine
+from offload.planning.machine.network import Network
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.tuning import rated_bandwidth
+from offload.tiers.errors import ConfigError
+from offload.tiers.units import format_bytes
+from offload.tools.memest.hardware.parts import NCCL, GpuPart, LinkPart, SsdPart
+from offload.zero.sharding import ALONE, Sharding
+
+# What of a rated peak a training step reaches in the long run.
+MATMUL_SHARE = 0.5  # PaLM (2204.02311) counts 46 % of the peak, Megatron-LM (2104.04473) 44-52 %
+MEMORY_SHARE = 0.8  # GPU and host: STREAM copies reach 75-90 % of what the modules are rated at
+LINK_SHARE = 0.8  # pinned copies of megabytes: 12.3 of 15.75, 25 of 31.5 GB/s
+NETWORK_SHARE = 0.8  # of links between ranks: assumed to be as good as that of copies
+SSD_SHARE = 0.9  # large requests, several in flight, through a file system
+OPERATION_S = 6e-6  # PyTorch's eager dispatch takes 4-10 us per operation
+SYSTEM_NBYTES = 2 << 30  # of RAM, for the rest of an idle system
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One node, and how many there are. Bytes and bytes per second; rates are peaks."""
+
+    name: str
+    gpu: GpuPart | None  # None: the model computes on the CPU
+    gpu_nbytes: int
+    gpu_free_nbytes: int
+    gpus: int  # per node
+    nodes: int
+    ram_nbytes: int
+    ram_free_nbytes: int
+    cores: int
+    ram_bytes_per_s: float  # 0: unknown
+    link: LinkPart | None
+    uplinks: int  # links that reach the host; all GPUs share them
+    nvme_nbytes: int  # free
+    ssds: tuple[SsdPart, ...]  # empty: rates and endurance unknown
+    network_bytes_per_s: float = 0.0  # of one node; 0: unknown
+    inside: LinkPart | None = None  # of one GPU to those beside it; None: as to the host
+    here: bool = False  # it computes where we are: speeds can be measured
+    whole: bool = False  # a machine by name: no option gives it other GPUs
+    reserve_nbytes: int | None = None  # of RAM, kept for the system; None: the default
+    own_ram: bool = False  # the RAM is this machine's, as this process sees it
+    notes: tuple[str, ...] = ()  # what was assumed
+
+    @property
+    def text(self) -> str:
+        """The name; of this machine also what it has."""
+        if self.name != "this machine":
+            return self.name
+        parts = [machine.cpu_model(), f"{self.cores} cores"]
+        if self.gpu_nbytes:
+            name = self.gpu.name if self.gpu is not None else "GPU"
+            count = f"{self.gpus} x " if self.gpus > 1 else ""
+            parts.append(f"{count}{name} with {format_bytes(self.gpu_nbytes)}")
+        parts.append(f"{format_bytes(self.ram_nbytes)} RAM")
+        parts.append(f"{format_bytes(self.nvme_nbytes)} free disk")
+        return f"this machine ({', '.join(parts)})"
+
+    @property
+    def ranks_per_node(self) -> int:
+        return max(1, self.gpus)
+
+    @property
+    def ranks(self) -> int:
+        return self.ranks_per_node * self.nodes
+
+    @property
+    def usable_ram_nbytes(self) -> int:
+        """What a run may ever hold of a node: of RAM that is described, without the system's."""
+        return self.ram_nbytes if self.own_ram else self.ram_free_nbytes
+
+    @property
+    def system_nbytes(self) -> int:
+        """RAM of a node that is kept for the system."""
+        return self.ram_nbytes - self.usable_ram_nbytes
+
+    @property
+    def reserve_note(self) -> str:
+        """What of the RAM is left to the system, as a sentence; empty where nothing is."""
+        kept = self.system_nbytes
+        if not kept:
+            return ""
+        return (
+            f"of the {format_bytes(self.ram_nbytes)} of RAM, {format_bytes(kept)} are left to the "
+            f"system: {format_bytes(self.usable_ram_nbytes)} can be filled; --reserve 0 where a "
+            "container has them all"
+        )
+
+    def hardware(self, sharding: Sharding = ALONE) -> Hardware:
+        """What one rank's plan may use: its GPU, and an even share of the node's RAM and disk."""
+        ranks = self.ranks_per_node
+        read, write = self._ssd_rates()
+        return Hardware(
+            device_nbytes=self.gpu_free_nbytes,
+            host_nbytes=self.usable_ram_nbytes // ranks,
+            host_free_nbytes=self.ram_free_nbytes // ranks,
+            nvme_free_nbytes=self.nvme_nbytes // ranks,
+            measure_nvme=rated_bandwidth(read, write) if self.ssds else None,
+            kernels_missing=None if self.gpu_nbytes else "the model computes on the CPU",
+            sharding=sharding,
+        )
+
+    def speeds(self, measured: Speeds | None = None) -> Speeds | None:
+        """One rank's sustained rates; None where a GPU's, the RAM's or the link's are unknown.
+
+        `measured`: those of this machine, which hold where it computes; drives may be others.
+        """
+        if self.here:
+            return self._with_drives(measured) if measured is not None else None
+        gpu, link = self.gpu, self.link
+        if gpu is None or link is None or not self.ram_bytes_per_s:
+            return None
+        ranks = self.ranks_per_node
+        read, write = self._ssd_rates()
+        crossing = link.bytes_per_s * LINK_SHARE * min(1.0, self.uplinks / ranks)
+        return Speeds(
+            name=self.name,
+            gpu=True,
+            matmul_flops_per_s={p: rate * MATMUL_SHARE for p, rate in gpu.flops_per_s.items()},
+            compute_bytes_per_s=gpu.bytes_per_s * MEMORY_SHARE,
+            operation_s=OPERATION_S,
+            host_bytes_per_s=self.ram_bytes_per_s * MEMORY_SHARE / ranks,
+            nvme_read_bytes_per_s=read,
+            nvme_write_bytes_per_s=write,
+            host_to_device_bytes_per_s=crossing,
+            device_to_host_bytes_per_s=crossing,
+            endurance_nbytes=self._endurance_nbytes(),
+            network=self.network(),
+        )
+
+    def network(self) -> Network | None:
+        """Between all ranks; None where nothing is known of how GPUs are connected."""
+        inside = self.inside or self.link
+        if inside is None:
+            return None
+        # without links of their own they share the ways to the host
+        share = 1.0 if self.inside is not None else min(1.0, self.uplinks / self.ranks_per_node)
+        return Network(
+            ranks_per_machine=self.ranks_per_node,
+            inside_bytes_per_s=inside.bytes_per_s * NETWORK_SHARE * share,
+            between_bytes_per_s=self.network_bytes_per_s * NETWORK_SHARE,
+            begin_s=NCCL.begin_s,
+            inside_step_s=NCCL.inside_step_s,
+            between_step_s=NCCL.between_step_s,
+            message_s=NCCL.message_s,
+        )
+
+    def _with_drives(self, measured: Speeds) -> Speeds:
+        if not self.ssds:
+            return measured
+        read, write = self._ssd_rates()
+        return replace(
+            measured, name=self.name, nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write,
+            endurance_nbytes=self._endurance_nbytes(),
+        )  # fmt: skip
+
+    def _endurance_nbytes(self) -> int:
+        return sum(ssd.endurance_nbytes for ssd in self.ssds) // self.ranks_per_node
+
+    def _ssd_rates(self) -> tuple[float, float]:
+        """Sustained read and write of one rank's share of all drives."""
+        share = SSD_SHARE / self.ranks_per_node
+        return (
+            sum(ssd.read_bytes_per_s for ssd in self.ssds) * share,
+            sum(ssd.write_bytes_per_s for ssd in self.ssds) * share,
+        )
+
+
+def with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    """With `nbytes` of RAM in a node; of it `profile.reserve_nbytes` are kept for the system, or by
+    default what an idle one takes."""
+    free = max(nbytes // 2, nbytes - SYSTEM_NBYTES)
+    if profile.reserve_nbytes is not None:
+        free = max(0, nbytes - profile.reserve_nbytes)
+    return replace(profile, ram_nbytes=nbytes, ram_free_nbytes=free, own_ram=False)
+
+
+def with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
+    """With `gpus` of the same kind in a node. ConfigError where there is none."""
+    if not profile.gpu_nbytes:
+        if gpus:
+            raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")
+        return profile
+    uplinks = max(1, round(profile.uplinks * gpus / max(1, profile.gpus)))
+    return replace(profile, gpus=gpus, uplinks=uplinks)
+
+
+def without_gpus(profile: HardwareProfile) -> HardwareProfile:
+    """The model computes on the CPU."""
+    return replace(profile, gpu=None, gpu_nbytes=0, gpu_free_nbytes=0, gpus=0, link=None)

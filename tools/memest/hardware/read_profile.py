@@ -1,0 +1,251 @@
+"""The hardware that options describe, read into a profile."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from offload import machine
+from offload.tiers.errors import ConfigError
+from offload.tiers.units import format_bytes
+from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus
+from offload.tools.memest.hardware.part_names import (
+    find_part,
+    plain_name,
+    read_count,
+    read_size,
+    unknown_part,
+)
+from offload.tools.memest.hardware.parts import GEN4, GPUS, MACHINES, SSDS, TB, GpuPart, MachinePart
+from offload.tools.memest.hardware.profiles import (
+    SYSTEM_NBYTES,
+    HardwareProfile,
+    with_gpus,
+    with_ram,
+    without_gpus,
+)
+
+FILE_SYSTEM_SHARE = 0.95  # ext4 keeps 5 % for the administrator
+_LEAST_MEMORY, _MOST_MEMORY = 256 << 20, 1 << 50
+_LEAST_DISK, _MOST_DISK = 1 << 30, 1 << 60
+
+
+def read_profile(
+    gpu: str | None = None, ram: str | None = None, nvme: str | None = None,
+    gpus: int | None = None, nodes: int | None = None, *, nvme_paths: Sequence[Path] = (),
+    reserve: str | None = None, ssd: str | None = None, profile: str | None = None,
+) -> HardwareProfile:  # fmt: skip
+    """The hardware that options describe; what they leave open is as on this machine.
+
+    `gpu`, or `profile`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`;
+    `ram`: a size, of which `reserve` (a size, 0 in a container) is kept for the system;
+    `nvme`: a size, a drive (`Gen4 SSD`) or several (`4 x Gen4 SSD`); `ssd`: the drives, of which
+    `nvme` then says how much is free. ConfigError, naming the option, for anything else.
+    """
+    named = gpu if profile is None else profile
+    open_ = ram is None or (nvme is None and ssd is None)
+    found = _around(named, "--gpu" if profile is None else "--profile", nvme_paths, open_=open_)
+    if ram is not None:
+        found = with_ram(found, read_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
+    if reserve is not None:
+        found = _with_reserve(found, read_size(reserve, "--reserve", 0, _MOST_MEMORY))
+    found = _with_drives(found, nvme, ssd)
+    count = read_count(gpus, "--gpus", 0 if found.gpu_nbytes == 0 else 1)
+    if count is not None:
+        found = with_gpus(found, count)
+    found = replace(found, nodes=read_count(nodes, "--nodes", 1) or found.nodes)
+    whole = named is None or find_part(named, MACHINES) is not None
+    if not whole or (ram, nvme, ssd, gpus) != (None,) * 4:
+        return replace(found, name=_title(found))
+    return replace(found, name=f"{nodes} x {found.name}" if found.nodes > 1 else found.name)
+
+
+def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
+    """What this process may use of the machine it runs on; `nvme_paths`: folders for swap files."""
+    gpus = local_gpus()
+    first = min(gpus, key=lambda each: each.free_nbytes, default=None)
+    part = _known_gpu(first)
+    return HardwareProfile(
+        name="this machine",
+        gpu=part,
+        gpu_nbytes=first.nbytes if first else 0,
+        gpu_free_nbytes=first.free_nbytes if first else 0,
+        gpus=len(gpus),
+        nodes=1,
+        ram_nbytes=machine.memory_limit_nbytes(),
+        ram_free_nbytes=machine.available_memory_nbytes(),
+        cores=machine.cpu_count(),
+        ram_bytes_per_s=0.0,
+        link=part.link if part else None,
+        uplinks=max(1, len(gpus)),
+        nvme_nbytes=_free_disk(nvme_paths),
+        ssds=(),
+        here=True,
+        own_ram=True,
+    )
+
+
+def _free_disk(paths: Sequence[Path]) -> int:
+    """Free under all folders (a temporary one where there are none), once per file system."""
+    free: dict[int, int] = {}
+    for path in paths or [Path(tempfile.gettempdir())]:
+        there = next((each for each in [path, *path.resolve().parents] if each.exists()), None)
+        if there is not None:
+            status = os.statvfs(there)
+            free[there.stat().st_dev] = status.f_bavail * status.f_frsize
+    return sum(free.values())
+
+
+def _known_gpu(found: LocalGpu | None) -> GpuPart | None:
+    """The named part that a GPU of this machine is, by its name and memory."""
+    if found is None:
+        return None
+    name = plain_name(found.name)
+    fitting = [gpu for gpu in GPUS if plain_name(gpu.name.partition("-")[0]) in name]
+    return min(fitting, key=lambda gpu: abs(gpu.nbytes - found.nbytes), default=None)
+
+
+def _around(
+    gpu: str | None, option: str, nvme_paths: Sequence[Path], *, open_: bool
+) -> HardwareProfile:  # fmt: skip
+    """The profile of a GPU or machine, with this machine's RAM and disk where it has none. `open_`:
+    some of these will stay."""
+    here = this_machine(nvme_paths)
+    if gpu is None:
+        return here
+    whole = find_part(gpu, MACHINES)
+    if whole is not None:
+        return _of_machine(whole)
+    notes = ["RAM and disk, where not given, are this machine's"] if open_ else []
+    if plain_name(gpu) in ("none", "cpu", "0"):
+        local = here.gpu_nbytes == 0
+        return replace(without_gpus(here), here=local, notes=() if local else tuple(notes))
+    part = find_part(gpu, GPUS)
+    if part is None:
+        part, assumed = _of_size(gpu, option)
+        notes.append(assumed)
+    notes.append(f"RAM as fast as in a {part.host.name} ({part.host.bytes_per_s / 1e9:.0f} GB/s)")
+    return replace(
+        here, gpu=part, gpu_nbytes=part.nbytes, gpu_free_nbytes=part.nbytes, gpus=1, uplinks=1,
+        link=part.link, ram_bytes_per_s=part.host.bytes_per_s, here=False, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _of_machine(part: MachinePart) -> HardwareProfile:
+    ssds = (part.ssd,) * part.ssds if part.ssd is not None else ()
+    return HardwareProfile(
+        name=part.name,
+        gpu=part.gpu,
+        gpu_nbytes=part.gpu.nbytes,
+        gpu_free_nbytes=part.gpu.nbytes,
+        gpus=part.gpus,
+        nodes=1,
+        ram_nbytes=part.ram_nbytes,
+        ram_free_nbytes=part.ram_nbytes - SYSTEM_NBYTES,
+        cores=part.cores,
+        ram_bytes_per_s=part.ram_bytes_per_s,
+        link=part.gpu.link,
+        uplinks=part.uplinks,
+        nvme_nbytes=int(sum(ssd.nbytes for ssd in ssds) * FILE_SYSTEM_SHARE),
+        ssds=ssds,
+        network_bytes_per_s=part.network_bytes_per_s,
+        inside=part.inside,
+        whole=True,
+        notes=(part.source,),
+    )
+
+
+def _of_size(text: str, option: str) -> tuple[GpuPart, str]:
+    """A GPU of which only the memory is known, with the rates of the named one nearest in size."""
+    if not text.strip()[:1].isdigit():
+        raise ConfigError(f"{option} {text}: {unknown_part(text, [*GPUS, *MACHINES])}")
+    nbytes = read_size(text, option, _LEAST_MEMORY, _MOST_MEMORY)
+    near = min(GPUS, key=lambda gpu: (abs(gpu.nbytes - nbytes), gpu.flops_per_s["bf16"]))
+    name = f"{format_bytes(nbytes)} GPU"
+    note = f"a GPU's speed does not follow from its memory: assumed to be that of an {near.name}"
+    return replace(near, name=name, nbytes=nbytes, source=f"assumed as {near.name}"), note
+
+
+def _with_reserve(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    """With `nbytes` of a node's RAM kept for the system. ConfigError where the RAM is this
+    machine's, or nothing would be left."""
+    if profile.own_ram:
+        raise ConfigError(
+            "--reserve: of this machine what is free now is known; it goes with --ram or a machine "
+            "by name"
+        )
+    if nbytes > profile.ram_nbytes - _LEAST_MEMORY:
+        raise ConfigError(
+            f"--reserve {format_bytes(nbytes)}: leaves less than {format_bytes(_LEAST_MEMORY)} of "
+            f"the {format_bytes(profile.ram_nbytes)} of RAM; write less, 0 in a container"
+        )
+    return with_ram(replace(profile, reserve_nbytes=nbytes), profile.ram_nbytes)
+
+
+def _with_drives(profile: HardwareProfile, nvme: str | None, ssd: str | None) -> HardwareProfile:
+    if ssd is not None:
+        drives = _with_nvme(profile, ssd, "--ssd")
+        if nvme is None:
+            return drives
+        if not drives.ssds:
+            raise ConfigError(f"--ssd {ssd}: name a drive; its size is --nvme {nvme}")
+        return replace(drives, nvme_nbytes=_with_nvme(profile, nvme).nvme_nbytes)
+    if nvme is not None:
+        return _with_nvme(profile, nvme)
+    if not profile.here and profile.nvme_nbytes and not profile.ssds:
+        return _with_assumed_drive(profile, profile.nvme_nbytes)
+    return profile
+
+
+def _with_nvme(
+    profile: HardwareProfile, text: str, option: str = "--nvme"
+) -> HardwareProfile:  # fmt: skip
+    count, _, rest = text.partition("x")
+    several = int(count) if rest and count.strip().isdecimal() else 1
+    name = rest if rest and count.strip().isdecimal() else text
+    part = find_part(name, SSDS)
+    if part is not None:
+        if not 1 <= several <= 1024:
+            raise ConfigError(f"{option} {text}: {several} drives; write 1 to 1024")
+        free = int(part.nbytes * several * FILE_SYSTEM_SHARE)
+        return replace(profile, nvme_nbytes=free, ssds=(part,) * several)
+    if not name.strip()[:1].isdigit():
+        raise ConfigError(f"{option} {text}: {unknown_part(name, SSDS)}")
+    nbytes = 0
+    if name.strip() != "0":
+        nbytes = read_size(name, option, _LEAST_DISK, _MOST_DISK) * several
+    if not nbytes:
+        return replace(profile, nvme_nbytes=0, ssds=())
+    return _with_assumed_drive(profile, nbytes)
+
+
+def _with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    """A disk of which only the size is known: as fast, and for its size as durable, as a usual one.
+
+    This machine's speeds do not say: they hold where it computes, and were not asked for.
+    """
+    drive = replace(
+        GEN4, nbytes=nbytes, endurance_nbytes=int(GEN4.endurance_nbytes * nbytes / GEN4.nbytes)
+    )
+    note = (
+        f"a drive's speed does not follow from its size: assumed to be that of a {GEN4.name} with "
+        f"{GEN4.endurance_nbytes // (GEN4.nbytes // TB) // TB} TB written per TB"
+    )
+    return replace(profile, nvme_nbytes=nbytes, ssds=(drive,), notes=(*profile.notes, note))
+
+
+def _title(profile: HardwareProfile) -> str:
+    """`4 x RTX 4090, 64.0 GiB RAM, 1.0 TiB nvme, 2 nodes`."""
+    name = profile.gpu.name if profile.gpu else "GPU of this machine"
+    parts = [f"{profile.gpus} x {name}" if profile.gpus > 1 else name]
+    if not profile.gpu_nbytes:
+        parts = ["CPU only"]
+    parts.append(f"{format_bytes(profile.ram_nbytes)} RAM")
+    if profile.nvme_nbytes:
+        parts.append(f"{format_bytes(profile.nvme_nbytes)} nvme")
+    if profile.nodes > 1:
+        parts.append(f"{profile.nodes} nodes")
+    return ", ".join(parts)

@@ -1,0 +1,94 @@
+"""An estimate as JSON, for programs. docs/memest.md documents the fields.
+
+`SCHEMA` changes its number when a field changes its meaning or goes; new fields may come at any
+time. Bytes are whole numbers, seconds are floats, absent figures are null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from offload.planning.plan.estimate import Estimate, PlaceEstimate, StepEstimate
+from offload.planning.plan.plan import Plan, needed_nbytes
+from offload.tiers.tier import Tier
+
+SCHEMA = "memest/1"
+
+
+def to_json(estimate: Estimate) -> str:
+    """The text of `to_dict`, one screen wide, with a newline at its end."""
+    return json.dumps(to_dict(estimate), indent=2, allow_nan=False) + "\n"
+
+
+def to_dict(estimate: Estimate) -> dict[str, Any]:
+    """Plain values."""
+    memory = estimate.memory
+    workload = estimate.workload
+    return {
+        "schema": SCHEMA,
+        "fits": estimate.fits,
+        "model": {
+            "name": estimate.model,
+            "parameters": estimate.numel,
+            "trainable": estimate.numel_trainable,
+        },
+        "hardware": estimate.hardware,
+        "workload": {
+            "batch": workload.batch,
+            "sequence": workload.sequence,
+            "passes": workload.passes,
+            "tokens_per_step": workload.tokens,
+        },
+        "memory": places(memory.places),
+        "ledger_peaks": {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()},
+        "checkpoint_nbytes": memory.checkpoint_nbytes,
+        "step": None if estimate.step is None else _step(estimate.step),
+        "ssd": {
+            "endurance_nbytes": estimate.endurance_nbytes or None,
+            "life_steps": estimate.ssd_life_steps,
+        },
+        "plan": _plan(estimate.plan),
+        "shortfalls": [asdict(shortfall) for shortfall in estimate.shortfalls],
+        "changes": [asdict(change) for change in estimate.changes],
+        "notes": list(estimate.notes),
+        "config": estimate.config.to_dict(),
+    }
+
+
+def places(held: Mapping[Tier, PlaceEstimate]) -> dict[str, Any]:
+    return {
+        str(tier): {
+            "capacity_nbytes": place.capacity_nbytes,
+            "peak_nbytes": place.peak_nbytes,
+            "by_class": {str(name): nbytes for name, nbytes in place.by_class.items()},
+        }
+        for tier, place in held.items()
+    }
+
+
+def _step(step: StepEstimate) -> dict[str, Any]:
+    return {
+        "seconds": step.seconds,
+        "tokens_per_s": step.tokens_per_s,
+        "bottleneck": step.bottleneck,
+        "written_nbytes": step.written_nbytes,
+        "links": [asdict(link) for link in step.links],
+        "spans": [asdict(span) for span in step.spans],
+    }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "budgets": {str(tier): nbytes for tier, nbytes in plan.budgets.items()},
+        "needed_nbytes": {str(tier): needed_nbytes(plan, tier) for tier in Tier},
+        "placements": {
+            str(state_class): {str(tier): share for tier, share in placement.shares if share}
+            for state_class, placement in plan.placements.items()
+        },
+        "groups": len(plan.groups),
+        "chunk_numel": plan.chunk_numel,
+        "prefetch": plan.prefetch,
+    }

@@ -1,0 +1,235 @@
+"""An estimate as a configuration to train with: YAML, each key with what it does here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from offload.config import OffloadConfig
+from offload.config.file import dump_yaml
+from offload.config.training import TrainConfig
+from offload.config.written_for import WrittenFor
+from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.plan import needed_nbytes
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.tools.memest.show import summary, wording
+from offload.tools.memest.show.picture import bars
+from offload.tools.memest.source.model_source import ModelSource
+from offload.tools.memest.systems.subject import Ranks
+
+_MIB = 1 << 20
+_DEFAULTS = OffloadConfig()
+_ALONE = Ranks()
+
+
+def config_yaml(
+    estimate: Estimate, source: ModelSource, asked: OffloadConfig, file_name: str,
+    ranks: Ranks = _ALONE,
+) -> str:  # fmt: skip
+    """The text of a file that `offload.initialize(model, file_name)` takes, and, if the model is
+    one of the built-in ones, `offload train`.
+
+    `asked`: the configuration before the machine was looked at; what neither model nor budgets
+    decide stays as open as it is there.
+    """
+    lines = [*_header(estimate, source, file_name, ranks), *_compute(estimate), *_budget(estimate)]
+    lines += [*_nvme(asked), *_placement(estimate), *_optimizer(estimate, asked)]
+    lines += _step(estimate)
+    lines += _rest(asked)
+    lines += _written_for(estimate, source)
+    lines += _train(estimate, source)
+    return "\n".join(lines) + "\n"
+
+
+def _header(
+    estimate: Estimate, source: ModelSource, file_name: str, ranks: Ranks
+) -> Iterator[str]:  # fmt: skip
+    if not estimate.fits:
+        yield f"# DOES NOT FIT: {summary.missing_text(estimate)}"
+    yield f"# {summary.model_text(estimate, _one_line(estimate.model))}"
+    yield f"# on {_one_line(estimate.hardware)}, {summary.workload_text(estimate)}"
+    if estimate.step is not None:
+        time = wording.duration(estimate.step.seconds)
+        rate = wording.per_second(estimate.step.tokens_per_s)
+        yield (
+            f"# predicted: {time} per step ({rate} tokens/s), bound by {estimate.step.bottleneck}"
+        )
+    peaks = (f"{bar.title} {format_bytes(bar.peak_nbytes)}" for bar in bars(estimate.memory))
+    yield f"# predicted peaks: {', '.join(peaks)}"
+    if ranks.count > 1:
+        whose = f"one of {ranks.count} ranks"
+        yield f"# all of this is of {whose}; start one process per rank (torchrun)"
+    if source.train_model is not None and estimate.fits:
+        yield from _train_lines(f"offload train {_one_line(file_name)}", ranks)
+    else:
+        yield "# Use:"
+    yield f'#   engine = offload.initialize(model, "{_one_line(file_name)}")'
+    yield ""
+
+
+def _train_lines(command: str, ranks: Ranks) -> Iterator[str]:
+    if ranks.count == 1:
+        yield f"# Train with `{command}`, or in a loop of your own:"
+        return
+    nodes = ""
+    if ranks.nodes > 1:  # which have to find each other
+        nodes = f"--nnodes {ranks.nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 "
+    yield f"# Train{' on every node' if nodes else ''} with"
+    yield f"#   torchrun {nodes}--nproc-per-node {ranks.per_node} -m {command}"
+    yield "# or in a loop of your own:"
+
+
+def _compute(estimate: Estimate) -> Iterator[str]:
+    config = estimate.config
+    where = "cuda" if estimate.plan.gpu else "cpu"
+    yield _key("device", where, "where the model computes")
+    yield _key("precision", config.precision, f"parameters and gradients; master: {config.master}")
+    if config.seed != _DEFAULTS.seed:
+        yield _key("seed", config.seed, "of initialisation, data order and sampling")
+
+
+def _budget(estimate: Estimate) -> Iterator[str]:
+    """What was planned with, on the needed side of a round number."""
+    plan = estimate.plan
+    yield ""
+    yield "# most bytes each tier may hold; interpreter, libraries and activations come on top"
+    yield "budget:"
+    for tier in Tier:
+        budget, needed = plan.budgets[tier], needed_nbytes(plan, tier)
+        if not budget and not needed:
+            continue
+        whole = budget // _MIB * _MIB
+        shown = budget if whole < needed or not whole else whole
+        least = f"at least {format_bytes(needed)} needed" if needed else "nothing planned there"
+        yield _key(str(tier), _size(shown), least, 1)
+
+
+def _size(nbytes: int) -> str | int:
+    for unit, name in ((1 << 30, "GiB"), (_MIB, "MiB")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return nbytes
+
+
+def _nvme(config: OffloadConfig) -> Iterator[str]:
+    nvme = config.nvme
+    yield ""
+    yield "nvme:"
+    what = "swap files" if nvme.paths else "none: a temporary folder; name folders on fast disks"
+    yield _key("paths", list(nvme.paths), what, 1)
+    for name, value in _changed(nvme.model_dump(mode="json"), _DEFAULTS.nvme, {"paths"}):
+        yield _key(name, value, depth=1)
+
+
+def _placement(estimate: Estimate) -> Iterator[str]:
+    config, plan = estimate.config, estimate.plan
+    homes = {str(name): where for name, where in plan.placements.items()}
+    dumped = config.placement.model_dump(mode="json", exclude_none=True)
+    yield ""
+    yield "placement:"
+    for name, where in homes.items():
+        held = sum(getattr(group, name) for group in plan.groups)
+        yield _key(name, dumped.get(name, str(where.tiers[0])), f"{format_bytes(held)}", 1)
+    activations = config.placement.activations
+    yield "  activations:"
+    yield _key("tier", activations.tier, "where what forward saves waits for backward", 2)
+    yield _key("checkpoint", activations.checkpoint, "recompute blocks in backward", 2)
+
+
+def _optimizer(estimate: Estimate, asked: OffloadConfig) -> Iterator[str]:
+    update = {"chunk": estimate.plan.chunk_numel, "master": asked.master}
+    optimizer = asked.optimizer.model_copy(update=update)
+    dumped = optimizer.model_dump(mode="json", exclude_none=True)
+    texts = {
+        "type": "", "lr": "yours to choose", "master": "what exact 16-bit training keeps beside",
+        "states": "fp32 is exact; bf16 and int8 are approximations",
+        "chunk": "elements per piece streamed in the update",
+    }  # fmt: skip
+    yield ""
+    yield "optimizer:"
+    default = _DEFAULTS.optimizer.model_dump(mode="json", exclude_none=True)
+    for name, value in dumped.items():
+        if name in texts or value != default.get(name):
+            yield _key(name, value, texts.get(name, ""), 1)
+
+
+def _step(estimate: Estimate) -> Iterator[str]:
+    config = estimate.config
+    passes = config.gradient_accumulation_steps
+    yield ""
+    if config.clip_grad_norm is not None:
+        yield _key("clip_grad_norm", config.clip_grad_norm, "largest gradient norm")
+    yield _key("gradient_accumulation_steps", passes, "backward passes per step")
+    pieces = "pieces of a batch that each block runs over before the next"
+    yield _key("micro_batches", max(1, config.micro_batches), pieces)
+    yield _key("prefetch", config.prefetch, "groups fetched ahead")
+
+
+def _rest(config: OffloadConfig) -> Iterator[str]:
+    """Keys that were set to something else than their default, and say nothing of their own."""
+    said = {
+        "device", "precision", "seed", "budget", "nvme", "placement", "optimizer", "clip_grad_norm",
+        "gradient_accumulation_steps", "micro_batches", "prefetch", "train", "written_for",
+    }  # fmt: skip
+    dumped = config.model_dump(mode="json", exclude_none=True)
+    rest = dict(_changed(dumped, _DEFAULTS, said))
+    if rest:
+        yield ""
+        yield from dump_yaml(rest).rstrip("\n").splitlines()
+
+
+def _written_for(estimate: Estimate, source: ModelSource) -> Iterator[str]:
+    """The model, where no `train:` section describes it."""
+    if source.train_model is not None:
+        return
+    written = WrittenFor(
+        model=_one_line(source.name), parameters=estimate.numel, source=source.location,
+        batch=estimate.workload.batch, sequence=estimate.workload.sequence,
+    )  # fmt: skip
+    yield ""
+    yield "# what all of this was planned for; `offload plan` plans it again"
+    yield from dump_yaml({"written_for": written.model_dump(exclude_none=True)}).splitlines()
+
+
+def _train(estimate: Estimate, source: ModelSource) -> Iterator[str]:
+    """What `offload train` does, where it can build this model."""
+    if source.train_model is None:
+        return
+    work = estimate.workload
+    given = source.config.train if source.config is not None else None
+    train = given or TrainConfig(
+        model=source.train_model.model_copy(
+            update={"max_sequence": max(work.sequence, source.train_model.max_sequence)}
+        ),
+        sequence=work.sequence,
+    )
+    train = train.model_copy(update={"batch": work.batch, "sequence": work.sequence})
+    yield ""
+    yield "# `offload train`: the built-in model over bytes of text, to see that it works"
+    values = train.model_dump(mode="json", exclude_none=True)
+    default = TrainConfig().model_dump(mode="json", exclude_none=True)
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name in ("model", "steps", "batch", "sequence") or value != default.get(name)
+    }
+    yield from dump_yaml({"train": kept}).rstrip("\n").splitlines()
+
+
+def _changed(
+    values: Mapping[str, Any], default: Any, without: set[str]
+) -> Iterator[tuple[str, Any]]:
+    usual = default.model_dump(mode="json", exclude_none=True)
+    for name, value in values.items():
+        if name not in without and value is not None and value != usual.get(name):
+            yield name, value
+
+
+def _key(name: str, value: Any, comment: str = "", depth: int = 0) -> str:
+    text = f"{'  ' * depth}{name}: {dump_yaml(value, inline=True)}"
+    return f"{text:<38}  # {comment}" if comment else text
+
+
+def _one_line(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)[:200]

@@ -1,0 +1,116 @@
+"""Files that a user names: opened for reading only, up to a size, and never executed.
+
+Formats that hold code (pickles, PyTorch's zip archives) are known by their first bytes and refused
+unopened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.units import format_bytes
+
+MOST_JSON_NBYTES = 256 << 20  # the index of 10^6 tensors has about 100 MB
+
+_NOT_OPENED = "may hold code and is not opened; name the config.json, or convert to safetensors"
+_MAGIC = {
+    b"PK\x03\x04": f"a zip archive, as torch.save writes it: it {_NOT_OPENED}",
+    b"PK\x05\x06": "an empty zip archive",
+    b"\x1f\x8b": "gzip-compressed; unpack it first",
+    b"\xfd7zXZ": "xz-compressed; unpack it first",
+    b"GGUF": "a GGUF file, made for inference; name the config.json of the model it was made from",
+    b"\x89HDF": f"an HDF5 file (Keras): it {_NOT_OPENED}",
+    b"\x7fELF": "a program",
+}
+
+
+def status_of(path: Path) -> os.stat_result:
+    """What the file system says of `path`; PathError with its reason."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        raise PathError(f"{path}: no such file or folder") from None
+    except OSError as error:
+        named = str(path) if len(str(path)) <= 300 else f"{str(path)[:297]}..."
+        raise PathError(f"{named}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise PathError(f"{str(path)!r} is no name of a file: {error}") from None
+
+
+def file_nbytes(path: Path) -> int:
+    """Bytes of a regular file; PathError for anything else."""
+    status = status_of(path)
+    if stat.S_ISDIR(status.st_mode):
+        raise PathError(f"{path}: is a folder, a file was expected")
+    if not stat.S_ISREG(status.st_mode):
+        raise PathError(f"{path}: is not a regular file")
+    return status.st_size
+
+
+def read_start(path: Path, nbytes: int) -> bytes:
+    """The first `nbytes` of a file, or all it has; PathError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(nbytes)
+    except OSError as error:
+        raise PathError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def refuse_code(path: Path) -> bytes:
+    """The first 16 bytes of a file; ConfigError if they are those of a format not read here."""
+    file_nbytes(path)  # a pipe would be waited for
+    start = read_start(path, 16)
+    for magic, what in _MAGIC.items():
+        if start.startswith(magic):
+            raise ConfigError(f"{path}: is {what}")
+    # protocol 2 and later begin with 0x80 and their number
+    if len(start) >= 2 and start[0] == 0x80 and 2 <= start[1] <= 5 and start[8:9] != b"{":
+        raise ConfigError(f"{path}: is a pickle: it {_NOT_OPENED}")
+    return start
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. PathError if it cannot be read, ConfigError if it is no JSON,
+    or has a key twice.
+
+    `Infinity` and `NaN` are read: configurations of state-space models have them. As a size they
+    are refused where the size is asked for.
+    """
+    nbytes = file_nbytes(path)
+    if nbytes > MOST_JSON_NBYTES:
+        raise ConfigError(
+            f"{path}: {format_bytes(nbytes)} is too much for a description of a model; "
+            f"at most {format_bytes(MOST_JSON_NBYTES)} are read"
+        )
+    where, data = str(path), read_start(path, nbytes)
+    try:
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_unique(where))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: byte {error.start} is no UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        cut = error.pos >= len(data.rstrip()) or error.msg.startswith("Unterminated string")
+        hint = "; the file ends too early" if cut else ""
+        raise ConfigError(f"{where}:{error.lineno}: not valid JSON: {error.msg}{hint}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deep for a description of a model") from None
+    except ValueError as error:  # a number with thousands of digits
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+
+
+def _unique(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in counts.items() if count > 1)
+            raise ConfigError(f"{where}: {twice[:80]!r} is given twice")
+        return values
+
+    return build

@@ -1,0 +1,132 @@
+"""A model that memest reads, from any source: its shape, and the activations of its passes."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from offload.config import OffloadConfig
+from offload.config.training import ModelConfig
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.plan.workload import Workload
+from offload.tiers.errors import OffloadError, UnsupportedError
+from offload.tools.memest.source.answer_cache import key_of, remembered
+from offload.tools.memest.source.error_text import one_line
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class SourceKind(enum.StrEnum):
+    """What a model was read from."""
+
+    CONFIGURATION = "configuration"  # a Hugging Face config.json
+    SAFETENSORS = "safetensors"
+    FACTORY = "factory"  # module:function
+    YAML = "yaml"  # an offload configuration: the built-in model
+    STATED = "stated"  # numbers
+
+
+class UntraceableError(UnsupportedError):
+    """A model whose code cannot be followed without values: its states are known all the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model as memest knows it.
+
+    `shape` has the groups that `discover` finds in the module that will be trained.
+    """
+
+    name: str
+    kind: SourceKind
+    shape: ModelShape
+    fingerprint: str  # of all that the model's graph depends on
+    location: str | None = None  # where it was read from, so that it can be read again
+    context: int | None = None  # longest sequence in tokens, where one is known
+    notes: tuple[str, ...] = ()  # what was assumed, ignored, or took long
+    config: OffloadConfig | None = None  # of an offload YAML
+    train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does
+    # modules on the meta device whose trace is the model's for sequences of a length; loads torch
+    build: Callable[[int], nn.Module] | None = None
+    traced: Callable[[int], str] | None = None  # whose modules these are
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the model's code is known; weights alone do not say what it keeps."""
+        return self.build is not None
+
+    def without_graph(self, reason: str) -> ModelSource:
+        """The same states of a model whose code cannot be followed, for `reason`."""
+        note = f"activations are not counted, and there are no times: {reason}"
+        return replace(self, build=None, notes=(*self.notes, note))
+
+    def activations(
+        self, config: OffloadConfig, workload: Workload, device: str | None = None
+    ) -> ActivationFacts:
+        """Bytes and operations of one forward and backward pass, from the module's own graph.
+
+        `device` (cpu, cuda): whose kernels are meant, by default those of `config`, or of this
+        machine. Loads torch and takes seconds unless the answer is on disk. UnsupportedError where
+        no code is known, or where it fails for this input; UntraceableError where it cannot be
+        followed.
+        """
+        if self.build is None:
+            raise UnsupportedError(
+                f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
+                "beside them, or name the model's module:function"
+            )
+        find = partial(_traced, self.build, config, workload, device)
+        if self.fingerprint:
+            key = key_of({"model": self.fingerprint, **_pass_parts(config, workload, device)})
+            facts = remembered("activations", key, ActivationFacts | str, find)
+        else:
+            facts = find()
+        if isinstance(facts, str):
+            raise UntraceableError(facts)
+        return facts
+
+
+def _traced(
+    build: Callable[[int], nn.Module], config: OffloadConfig, workload: Workload,
+    device: str | None,
+) -> ActivationFacts | str:  # fmt: skip
+    """The facts, or why the model's code cannot be followed."""
+    from offload.planning.activations.trace import trace_activations
+
+    model = build(workload.sequence)
+    try:
+        return trace_activations(model, config, workload, device=device)
+    except UnsupportedError as error:
+        return str(error)
+    except OffloadError:
+        raise
+    except Exception as error:  # the model's own code: sizes that only it finds out about
+        raise UnsupportedError(
+            f"{type(model).__name__}: its forward fails for {workload.batch} x {workload.sequence} "
+            f"tokens: {one_line(error)}"
+        ) from error
+
+
+def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -> dict[str, Any]:
+    """Everything but the model that a trace depends on."""
+    chosen = device or config.device
+    # torch would say which it is on this machine: without it, what decides that is named
+    here = ("/dev/nvidiactl", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpu = [os.path.exists(here[0]), here[1]] if chosen == "auto" else None
+    return {
+        "torch": metadata.version("torch"),
+        "device": [chosen, gpu],
+        "precision": config.precision,
+        "blocks": config.groups.blocks,
+        "recompute": config.placement.activations.checkpoint,
+        "micro_batches": config.micro_batches,
+        "batch": workload.batch,
+        "sequence": workload.sequence,
+    }

@@ -1,0 +1,266 @@
+"""Every kind of source that memest reads, as a `ModelSource`."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.config import OffloadConfig
+from offload.config.training import MOST_PARAMS, ModelConfig
+from offload.config.written_for import WrittenFor
+from offload.planning.choice.durations import counted
+from offload.tiers.errors import ConfigError
+from offload.tools.memest.source.answer_cache import key_of
+from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.decoder_settings import own_model, traced_modules
+from offload.tools.memest.source.factory import build_named, is_named
+from offload.tools.memest.source.hugging_face import (
+    ModelConfiguration,
+    check_configuration,
+    family_tree,
+)
+from offload.tools.memest.source.input_files import read_json, refuse_code, status_of
+from offload.tools.memest.source.model_source import ModelSource, SourceKind
+from offload.tools.memest.source.safetensors_header import (
+    HeaderTensor,
+    read_files,
+    read_header,
+    read_index,
+)
+from offload.tools.memest.source.stated_sizes import StatedSizes, model_of
+from offload.tools.memest.source.transformers_models import (
+    build_on_meta,
+    fingerprint_parts,
+    library_model,
+)
+from offload.tools.memest.source.weight_names import tree_of_names
+from offload.zero.model_shape import ModelShape
+from offload.zero.module_tree import shape_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_INDEX = "model.safetensors.index.json"
+_CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
+    """The model that `source` names: a file, a folder or `module:function`.
+
+    `blocks`: class names of the repeated blocks, as `groups.blocks`. Nothing of a file is executed.
+    ConfigError with a one-line reason, PathError where a file cannot be read.
+    """
+    if not source:
+        raise ConfigError("the model's name is empty; name a file, a folder or module:function")
+    if is_named(source) and not os.path.exists(source):
+        return replace(read_named(source, blocks), location=source)
+    path = Path(source)
+    is_folder = stat.S_ISDIR(status_of(path).st_mode)
+    found = read_folder(path, blocks) if is_folder else read_file(path, blocks)
+    return replace(found, location=found.location or str(path.absolute()))
+
+
+def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
+    """The model that a file describes, by what is in it."""
+    suffix = path.suffix.lower()
+    start = refuse_code(path)
+    if suffix in (".yaml", ".yml"):
+        return read_yaml(path)
+    if suffix == ".json" or start.lstrip()[:1] == b"{":
+        return _read_json_file(path, blocks)
+    if suffix == ".safetensors" or start[8:9] == b"{":
+        return _from_tensors(read_header(path), path, blocks)
+    raise ConfigError(
+        f"{path}: is no description of a model; name a config.json, a safetensors file or index, "
+        "an offload YAML (.yaml), a folder with one of them, or module:function"
+    )
+
+
+def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
+    """The model of a folder: its config.json, else its safetensors files."""
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be listed: {error.strerror}") from None
+    if "config.json" in names:
+        return _read_json_file(path / "config.json", blocks)
+    if _INDEX in names:
+        return _read_json_file(path / _INDEX, blocks)
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    if files:
+        return _from_tensors(read_files([path / name for name in files]), path, blocks)
+    code = sorted(name for name in names if name.endswith(_CODE_SUFFIXES))
+    found = f"{code[0]} may hold code and is not opened" if code else f"{len(names)} other files"
+    raise ConfigError(
+        f"{path}: has neither config.json nor safetensors files ({found}); "
+        "put the model's config.json there, or name another source"
+    )
+
+
+def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
+    """The model that a function of the user's returns."""
+    from offload.zero.discovery import discover
+
+    model = build_named(source)
+    shape = discover(model, blocks).shape()
+    if not shape.numel:
+        raise ConfigError(f"{source}: the model has no parameters; nothing of it is trained")
+    none_trained = "no parameter is trained: all have requires_grad=False"
+    return ModelSource(
+        name=source,
+        kind=SourceKind.FACTORY,
+        shape=shape,
+        fingerprint="",  # code may change between two calls
+        notes=() if shape.numel_trainable else (none_trained,),
+        build=lambda sequence: model,
+    )
+
+
+def read_yaml(path: Path) -> ModelSource:
+    """The model that an offload configuration was written for, else its built-in one, with the
+    defaults where it names none."""
+    config = OffloadConfig.load(path)
+    if config.written_for is not None:
+        return read_written_for(config, config.written_for)
+    stated, model = "train" in config.model_fields_set, config.train.model
+    shape = shape_of(builtin_tree(model), config.groups.blocks)
+    notes = () if stated else ("no train: section: the built-in model at its default size",)
+    return replace(
+        _built_in(path.name, SourceKind.YAML, model, shape, notes),
+        context=model.max_sequence,
+        config=config,
+    )
+
+
+def read_written_for(
+    config: OffloadConfig, written_for: WrittenFor, source: str | None = None
+) -> ModelSource:
+    """The model that `config` was written for, from `source` or from where it was then.
+
+    ConfigError where it is not there any more, or is another one. A function that only the
+    configuration names is not called: its code runs where the user names it.
+    """
+    place = source or written_for.source
+    if place is None or (source is None and is_named(place)):
+        code = f" as {place}, code that runs only if you name it" if place is not None else ""
+        raise ConfigError(
+            f"written_for: this file was written for {written_for}{code}; {_name_it(place)}"
+        )
+    if source is None and not os.path.exists(place):
+        raise ConfigError(
+            f"written_for: this file was written for {written_for}, which is not at {place} any "
+            f"more; {_name_it(None)}"
+        )
+    if place.lower().endswith((".yaml", ".yml")):
+        raise ConfigError(f"{place}: is a configuration, too; name the model itself")
+    found = read_model(place, blocks=config.groups.blocks)
+    written_for.check(found.name, found.shape.numel)
+    return replace(found, config=config)
+
+
+def _name_it(source: str | None) -> str:
+    source = source or "MODEL"
+    return f"name it: `offload plan FILE --model {source}`, or `memest {source} --config FILE`"
+
+
+def read_stated(sizes: StatedSizes) -> ModelSource:
+    """A model of a few stated sizes. ConfigError where they contradict."""
+    stated = model_of(sizes)
+    name = f"{counted(stated.shape.numel)} parameters"
+    found = _built_in(name, SourceKind.STATED, stated.config, stated.shape, stated.notes)
+    return replace(found, context=sizes.context)
+
+
+def _built_in(
+    name: str, kind: SourceKind, model: ModelConfig, shape: ModelShape, notes: tuple[str, ...]
+) -> ModelSource:
+    @cache
+    def build(sequence: int) -> nn.Module:
+        import torch
+
+        from offload.gpt import LanguageModel
+
+        with torch.device("meta"):
+            return LanguageModel(model)
+
+    fingerprint = key_of({"built-in": model.model_dump(mode="json")})
+    return ModelSource(
+        name=name, kind=kind, shape=shape, fingerprint=fingerprint, notes=notes, train_model=model,
+        build=build,
+    )  # fmt: skip
+
+
+def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
+    values = read_json(path)
+    if isinstance(values, dict) and "weight_map" in values:
+        return _from_tensors(read_index(values, path), path, blocks)
+    configuration = check_configuration(values, str(path))
+    name = path.parent.resolve().name if path.name == "config.json" else path.stem
+    return _from_configuration(configuration, name, blocks)
+
+
+def _from_configuration(
+    configuration: ModelConfiguration, name: str, blocks: Sequence[str]
+) -> ModelSource:
+    library = cache(lambda: build_on_meta(configuration))
+
+    def build(sequence: int) -> nn.Module:
+        own = own_model(configuration, sequence)
+        return library() if own is None else own
+
+    tree = family_tree(configuration)
+    context, notes = configuration.context, configuration.notes
+    if tree is not None:
+        shape = shape_of(tree, blocks)
+    else:
+        found, built = library_model(configuration, blocks, library)
+        shape, context, notes = found.shape, context or found.context, (*notes, *built)
+    if shape.numel > MOST_PARAMS:
+        raise ConfigError(
+            f"{configuration.where}: its sizes make {float(shape.numel):.3g} parameters; at most "
+            f"{MOST_PARAMS:.0e} are counted"
+        )
+    return ModelSource(
+        name=name or configuration.model_type,
+        kind=SourceKind.CONFIGURATION,
+        shape=shape,
+        fingerprint=key_of(fingerprint_parts(configuration)),
+        context=context,
+        notes=notes,
+        build=cache(build),
+        traced=lambda sequence: traced_modules(configuration, sequence),
+    )
+
+
+def _from_tensors(
+    tensors: Mapping[str, HeaderTensor], path: Path, blocks: Sequence[str]
+) -> ModelSource:
+    named = tree_of_names(tensors)
+    shape = shape_of(named.tree)
+    if shape.numel == 0:
+        counts: Counter[str] = Counter()
+        for tensor in tensors.values():
+            counts[tensor.dtype] += tensor.numel
+        formats = ", ".join(f"{numel:,} of {dtype}" for dtype, numel in counts.most_common())
+        raise ConfigError(f"{path}: holds no trainable weights: {formats or 'it is empty'}")
+    notes = ["groups are told from the names of the weights"]
+    if blocks:
+        notes.append(f"groups.blocks ({', '.join(blocks)}) needs the model's classes: left aside")
+    if named.buffers:
+        notes.append(f"{len(named.buffers)} buffers are not counted, {named.buffers[0]} is one")
+    fixed = sum(t.numel for t in tensors.values() if not t.trainable)
+    if fixed:
+        notes.append(f"{fixed:,} elements are quantised or integers and not trained")
+    return ModelSource(
+        name=path.resolve().name,
+        kind=SourceKind.SAFETENSORS,
+        shape=shape,
+        fingerprint="",
+        notes=tuple(notes),
+    )

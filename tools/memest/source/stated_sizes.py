@@ -1,0 +1,180 @@
+"""A model from a few numbers: a shape like Llama's with exactly the parameters that are stated."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE, MOST_WIDTH, ModelConfig
+from offload.tiers.errors import ConfigError
+from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.divisors import divisors
+from offload.tools.memest.source.error_text import shown
+from offload.tools.memest.source.tree_pieces import weights
+from offload.zero.model_shape import ModelShape
+from offload.zero.module_tree import shape_of
+
+_COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+]?\d{1,3})?)\s*([kKmMbBgGtT]?)\s*")
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_VOCAB = 32_000  # Llama 2's
+_LEAST = {"vocab": 256}  # bytes are tokens
+_CONTEXT = 1 << 17  # rotary positions: costs nothing
+_ASPECT = 128  # hidden / layers where neither is stated: about that of Llama's 7 B to 70 B
+_LARGEST = {
+    "params": MOST_PARAMS, "layers": MOST_LAYERS, "mlp": MOST_SIZE, "vocab": MOST_SIZE,
+    "context": 1 << 31,
+}  # fmt: skip
+
+
+def parse_count(text: str) -> int:
+    """A number of parameters: `7e9`, `7B`, `350M`, `1.5T`, `7_000_000_000`. ConfigError if none."""
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{text[:40]!r} is no number of parameters; write for example 7e9, 7B or 350M"
+        )
+    number, unit = match.groups()
+    exact, factor = number.replace("_", ""), _FACTORS[unit.lower()]
+    value = float(exact) * factor
+    if not 1 <= value <= MOST_PARAMS:
+        raise ConfigError(
+            f"{text.strip()[:40]!r} is no number of parameters from 1 to {MOST_PARAMS:.0e}"
+        )
+    return int(exact) * factor if exact.isdigit() else round(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatedSizes:
+    """What is known of a model; the rest follows. Widths and counts of at least 1."""
+
+    params: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    mlp: int | None = None
+    vocab: int | None = None
+    tied: bool = False
+    context: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("params", "layers", "hidden", "heads", "kv_heads", "mlp", "vocab", "context"):
+            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
+            least, most = _LEAST.get(name, 1), _LARGEST.get(name, MOST_WIDTH)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{option} {shown(value)}: must be from {least} to {most}")
+        if self.params is None and (self.layers is None or self.hidden is None):
+            raise ConfigError(
+                "which size? give --params, or --layers and --hidden, for example "
+                "--params 7e9 --layers 32 --hidden 4096"
+            )
+
+
+@dataclass(frozen=True)
+class StatedModel:
+    """A model of the stated sizes. `shape` may have parameters that `train.model` has not."""
+
+    config: ModelConfig
+    shape: ModelShape
+    notes: tuple[str, ...]
+
+
+def model_of(sizes: StatedSizes) -> StatedModel:
+    """A model with exactly `sizes.params` parameters. ConfigError where the sizes contradict."""
+    layers, hidden, notes = _depth_and_width(sizes)
+    heads = sizes.heads or _heads_for(hidden, sizes.kv_heads)
+    base = {
+        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": sizes.kv_heads,
+        "vocab": sizes.vocab or _vocab_for(sizes, hidden), "tied": sizes.tied,
+        "max_sequence": sizes.context or _CONTEXT,
+    }  # fmt: skip
+    if sizes.mlp is not None or sizes.params is None:
+        config = _config({**base, "mlp": sizes.mlp})
+    else:
+        config = _config({**base, "mlp": _mlp_for(sizes.params, _config({**base, "mlp": 1}))})
+        notes = (*notes, f"the MLP is {config.mlp_width} wide, for {sizes.params:,} parameters")
+    if sizes.vocab is None:
+        notes = (*notes, f"a vocabulary of {config.vocab:,} is assumed")
+    return _with_rest(sizes, config, notes)
+
+
+def _depth_and_width(sizes: StatedSizes) -> tuple[int, int, tuple[str, ...]]:
+    """Layers and hidden, from a Llama-like 12 x layers x hidden^2 where they are not stated."""
+    layers, hidden, params = sizes.layers, sizes.hidden, sizes.params or 0
+    if layers is not None and hidden is not None:
+        return layers, hidden, ()
+    if layers is not None:
+        hidden = _even(math.sqrt(params / (12 * layers)))
+    elif hidden is not None:
+        layers = max(1, min(MOST_LAYERS, round(params / (12 * hidden * hidden))))
+    else:
+        layers = max(1, min(MOST_LAYERS, round((params / (12 * _ASPECT**2)) ** (1 / 3))))
+        hidden = _even(math.sqrt(params / (12 * layers)))
+    return layers, hidden, (f"{layers} layers of width {hidden} are assumed",)
+
+
+def _even(width: float) -> int:
+    """Close to `width`, and divisible into heads."""
+    step = 128 if width >= 512 else 16
+    return max(step, round(width / step) * step)
+
+
+def _heads_for(hidden: int, kv_heads: int | None) -> int:
+    """Heads of 128, or of the even size closest to it that the sizes allow."""
+    kv = kv_heads or 1
+    fitting = [
+        heads for heads in divisors(hidden) if heads % kv == 0 and (hidden // heads) % 2 == 0
+    ]  # fmt: skip
+    if not fitting:
+        raise ConfigError(
+            f"--hidden {hidden} cannot be divided into heads of an even size"
+            + (f" for --kv-heads {kv_heads}" if kv_heads else "")
+        )
+    return min(fitting, key=lambda heads: abs(hidden / heads - 128))
+
+
+def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
+    """Llama 2's, or what two fifths of a small model's parameters suffice for."""
+    if sizes.params is None:
+        return _VOCAB
+    return max(_LEAST["vocab"], min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))
+
+
+def _mlp_for(params: int, narrowest: ModelConfig) -> int:
+    """The widest MLP with which the model has at most `params` parameters."""
+    per_width = 3 * narrowest.hidden * narrowest.layers
+    least = shape_of(builtin_tree(narrowest)).numel
+    if least > params:
+        raise ConfigError(
+            f"--params {params:,}: {narrowest.layers} layers of width {narrowest.hidden} and a "
+            f"vocabulary of {narrowest.vocab:,} already have {least:,}; lower one of them"
+        )
+    return 1 + (params - least) // per_width
+
+
+def _with_rest(sizes: StatedSizes, config: ModelConfig, notes: tuple[str, ...]) -> StatedModel:
+    tree = builtin_tree(config)
+    numel = shape_of(tree).numel
+    other = 0 if sizes.params is None else sizes.params - numel
+    if other < 0:
+        raise ConfigError(
+            f"--params {sizes.params:,}: the other sizes already make {numel:,}; leave out --mlp, "
+            "or lower one of them"
+        )
+    if other:
+        tree.children["other"] = weights("Other", weight=(other,))
+        notes = (*notes, f"{other:,} parameters that no part has are counted as `other`")
+    return StatedModel(config, shape_of(tree), notes)
+
+
+def _config(values: dict[str, object]) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate({"shape": "llama", **values})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"--{key}: ".replace("_", "-") for key in first["loc"]) or "--"
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{where}{reason[:1].lower()}{reason[1:]}") from None

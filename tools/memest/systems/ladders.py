@@ -1,0 +1,177 @@
+"""Families of models from small to enormous, in shapes that people use.
+
+A ladder's rungs are widths with the depth at which they are usual (GPT-3, arXiv 2005.14165, table
+2.1; Megatron-LM, 2104.04473, table 1; ZeRO-Infinity, 2104.07857, table 1; Llama 2 and 3). Between
+two rungs the model gets deeper, a layer at a time, until the next width would be no larger. So each
+family is one list of shapes, ordered by size.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.plan.workload import Workload
+from offload.tools.memest.systems.subject import Subject
+from offload.zero.layout import ParamShape
+from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
+
+_HEAD_DIM = 128
+_GPT_RUNGS = (
+    (12, 768), (24, 1024), (24, 1536), (24, 2048), (32, 2560), (32, 4096), (40, 5120), (48, 6144),
+    (64, 8192), (80, 10240), (96, 12288), (105, 20480), (128, 25600), (160, 32768), (192, 49152),
+    (205, 90112), (512, 131072),
+)  # fmt: skip
+_LLAMA_RUNGS = (
+    (16, 1024), (16, 2048), (28, 3072), (32, 4096), (40, 5120), (60, 6656), (80, 8192),
+    (100, 12288), (126, 16384), (160, 24576), (192, 32768), (240, 65536), (512, 131072),
+)  # fmt: skip
+
+
+class FamilyName(enum.StrEnum):
+    """Llama: gated MLP, grouped queries, separate head; GPT: plain MLP, tied head; MoE: GPT whose
+    every other block has experts instead of its MLP, one for each GPU it runs on."""
+
+    LLAMA = "llama"
+    GPT = "gpt"
+    MOE = "moe"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model of a family."""
+
+    family: FamilyName
+    layers: int
+    hidden: int
+    vocabulary: int
+    experts: int = 0
+
+    @property
+    def attention_numel(self) -> int:
+        """Projections; a quarter of the width for keys and for values in Llama."""
+        h = self.hidden
+        return h * h * 5 // 2 if self.family is FamilyName.LLAMA else 4 * h * h + 4 * h
+
+    @property
+    def mlp_numel(self) -> int:
+        h = self.hidden
+        return 3 * h * self.mlp_width if self.family is FamilyName.LLAMA else 8 * h * h + 5 * h
+
+    @property
+    def mlp_width(self) -> int:
+        if self.family is not FamilyName.LLAMA:
+            return 4 * self.hidden
+        return -(-self.hidden * 7 // 2 // 256) * 256  # Llama 3's 3.5 x, in whole 256
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers // 2 if self.experts else 0
+
+    @property
+    def expert_numel(self) -> int:
+        return self.moe_layers * self.experts * self.mlp_numel
+
+    @property
+    def embedding_numel(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def numel(self) -> int:
+        dense = self.layers * (self.attention_numel + self.mlp_numel + 4 * self.hidden)
+        heads = 2 if self.family is FamilyName.LLAMA else 1
+        moe = self.expert_numel - self.moe_layers * self.mlp_numel
+        return dense + moe + heads * self.embedding_numel + 2 * self.hidden
+
+    @property
+    def label(self) -> str:
+        experts = f", {self.experts} experts" if self.experts else ""
+        return f"{self.layers} layers of {self.hidden}{experts}"
+
+
+@functools.cache
+def ladder(family: FamilyName, experts: int = 0) -> Sequence[Shape]:
+    """The family's shapes, strictly growing. `experts`: per expert layer, for MoE."""
+    rungs = _LLAMA_RUNGS if family is FamilyName.LLAMA else _GPT_RUNGS
+    vocabulary = 128_256 if family is FamilyName.LLAMA else 50_304
+    count = max(2, experts) if family is FamilyName.MOE else 0
+    shapes: list[Shape] = []
+    step = 2 if family is FamilyName.MOE else 1
+    for (layers, hidden), upper in zip(rungs, [*rungs[1:], None], strict=True):
+        last = Shape(family, upper[0], upper[1], vocabulary, count).numel if upper else None
+        for depth in range(layers // step * step, 8 * layers, step):
+            shape = Shape(family, depth, hidden, vocabulary, count)
+            if last is not None and shape.numel >= last:
+                break
+            if not shapes or shape.numel > shapes[-1].numel:
+                shapes.append(shape)
+    return tuple(shapes)
+
+
+def facts_of(shape: Shape, workload: Workload, *, itemsize: int, scores: bool) -> ActivationFacts:
+    """Activations of one pass with every block recomputed, by formula.
+
+    Saved are the blocks' inputs. A block at work holds 34 bytes per token and width in 16 bits, and
+    5 per token, token and head where attention scores are kept (Korthikanti et al., 2205.05198,
+    equation 1; `scores` false: fused attention, which keeps none). The head holds its logits in
+    16 bits, and with their gradient in fp32.
+    """
+    B, S, H = workload.batch, workload.sequence, shape.hidden
+    tokens = B * S
+    scale = itemsize / 2
+    saved = int(tokens * H * shape.layers * itemsize)
+    gate = 1.25 if shape.family is FamilyName.LLAMA else 1.0  # one more product as wide as the MLP
+    block = tokens * H * 34 * gate + (5 * tokens * S * (H // _HEAD_DIM) if scores else 0)
+    logits = tokens * shape.vocabulary * (itemsize + 4 + 4)
+    peak = saved + max(int(block * scale), int(logits))
+    active = shape.numel - shape.expert_numel + shape.moe_layers * shape.mlp_numel
+    forward = 2 * active * tokens + 4 * B * S * S * H * shape.layers
+    cost = PassCost(forward, 0, shape.layers * 20)
+    back = PassCost(3 * forward, 0, shape.layers * 60)  # twice, and forward once more
+    where = "logits" if logits > block * scale else "backward of a block"
+    return ActivationFacts(saved, peak, peak - saved, where, cost, back)
+
+
+def subject_from(shape: Shape, facts: ActivationFacts) -> Subject:
+    """A shape without making its modules."""
+    block = shape.attention_numel + shape.mlp_numel * max(1, shape.experts) + 4 * shape.hidden
+    return Subject(
+        numel=shape.numel,
+        numel_trainable=shape.numel,
+        block_numel=shape.embedding_numel + block,
+        operator_numel=max(shape.hidden * shape.mlp_width, shape.embedding_numel),
+        saved_nbytes=facts.saved_nbytes,
+        working_nbytes=facts.peak_nbytes - facts.saved_nbytes,
+        recomputed=True,
+        expert_numel=shape.expert_numel,
+    )
+
+
+def model_of(shape: Shape) -> ModelShape:
+    """Groups and units, one weight per part of a block.
+
+    Experts are groups of their own, of up to 32 where there are more than 4 in a block.
+    """
+
+    def group(name: str, **numels: int) -> GroupShape:
+        parts = ((f"{name}.{part}", numel) for part, numel in numels.items())
+        return GroupShape(name, tuple(ParamShape((part,), (numel,)) for part, numel in parts))
+
+    heads = {"head": shape.embedding_numel} if shape.family is FamilyName.LLAMA else {}
+    groups = [group("embedding", weight=shape.embedding_numel, norm=2 * shape.hidden, **heads)]
+    attention, norms = shape.attention_numel, 4 * shape.hidden
+    for layer in range(shape.layers):
+        name = f"layers.{layer}"
+        if not shape.experts or layer % 2 == 0:
+            groups.append(group(name, attention=attention, mlp=shape.mlp_numel, norms=norms))
+            continue
+        groups.append(group(name, attention=attention, norms=norms))
+        bundles = max(min(4, shape.experts), shape.experts // 32)
+        numel = -(-shape.experts * shape.mlp_numel // bundles)
+        groups += [group(f"{name}.experts.{i}", weight=numel) for i in range(bundles)]
+    units = [UnitShape("", ()), UnitShape("embedding", (0,))]
+    units += [UnitShape(g.name, (i,), repeated=True) for i, g in enumerate(groups) if i]
+    return ModelShape(tuple(groups), tuple(units))

@@ -1,0 +1,162 @@
+"""The largest model of a family that given hardware trains, under each system: `memest max`.
+
+Found by bisection over the family's ladder of shapes; no search, no chance, well under a second.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.planning.plan.estimate import PlaceEstimate
+from offload.planning.plan.workload import Workload
+from offload.tiers.errors import ConfigError
+from offload.tiers.tier import Tier
+from offload.tools.memest.hardware.profiles import HardwareProfile
+from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
+from offload.tools.memest.systems.ladders import (
+    FamilyName,
+    Shape,
+    facts_of,
+    ladder,
+    model_of,
+    subject_from,
+)
+from offload.tools.memest.systems.memory import OTHERS, Numbers, System, memory_of
+from offload.tools.memest.systems.ours import plan_ours
+from offload.tools.memest.systems.subject import Ranks, ranks_of
+
+WORKLOAD = Workload(batch=1, sequence=2048)
+_LEAST_EXPERTS = 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A system with one model on some hardware."""
+
+    places: Mapping[Tier, PlaceEstimate]
+    full: tuple[Tier, ...]  # places that cannot hold their part
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The answer for one system."""
+
+    system: System
+    shape: Shape | None  # None: not even the smallest of the family fits
+    places: Mapping[Tier, PlaceEstimate]  # with that model; without one, with the smallest
+    bound: tuple[Tier, ...]  # what the next larger model does not fit into
+    note: str = ""
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel if self.shape else 0
+
+
+Trying = Callable[[Shape], Trial]
+
+
+def largest(
+    family: str, profile: HardwareProfile, system: System, workload: Workload = WORKLOAD
+) -> Largest:
+    """bf16 with Adam, every block recomputed, fused attention. ConfigError for no such family."""
+    ranks, room = ranks_of(profile), room_of(profile)
+    name = _family(family)
+    experts = max(_LEAST_EXPERTS, ranks.count) if name is FamilyName.MOE else 0
+    if experts:
+        ranks = Ranks(ranks.per_node, ranks.nodes, experts=math.gcd(experts, ranks.count))
+    if system is not System.OURS:
+        return largest_shape(system, name, ranks, room, workload, experts=experts, scores=False)
+    shapes = ladder(name, experts)
+    beyond = bisect.bisect(shapes, _room_nbytes(ranks, room) // _LEAST_BYTES, key=_numel)
+    note = f"{system}: one of {ranks.count} ranks, ZeRO stage 3" if ranks.count > 1 else ""
+    return _search(system, shapes[: beyond + 1], _ours(workload, ranks, room), note)
+
+
+def largest_of_all(
+    family: str, profile: HardwareProfile, workload: Workload = WORKLOAD
+) -> list[Largest]:
+    """Every system, ours last."""
+    return [largest(family, profile, system, workload) for system in (*OTHERS, System.OURS)]
+
+
+def largest_shape(
+    system: System, family: FamilyName, ranks: Ranks, room: Room, workload: Workload, *,
+    experts: int, scores: bool,
+) -> Largest:  # fmt: skip
+    """As `largest`, for any way of spreading a model over GPUs, with attention scores or without.
+    Not for `System.OURS`."""
+    trial = _other(system, workload, ranks, room, scores=scores)
+    return _search(system, ladder(family, experts), trial)
+
+
+def _search(system: System, shapes: Sequence[Shape], trial: Trying, note: str = "") -> Largest:
+    """The last shape that fits before one that does not, by bisection."""
+    tried: dict[Shape, Trial] = {}
+
+    def fails(shape: Shape) -> bool:
+        tried[shape] = trial(shape)
+        return bool(tried[shape].full)
+
+    count = bisect.bisect_left(shapes, True, key=fails)
+    bound = tried[shapes[count]].full if count < len(shapes) else ()
+    if not count:
+        return Largest(system, None, tried[shapes[0]].places, bound, note)
+    return Largest(system, shapes[count - 1], tried[shapes[count - 1]].places, bound, note)
+
+
+def _numel(shape: Shape) -> int:
+    return shape.numel
+
+
+def _other(system: System, workload: Workload, ranks: Ranks, room: Room, *, scores: bool) -> Trying:
+    numbers = Numbers()
+
+    def trial(shape: Shape) -> Trial:
+        facts = facts_of(shape, workload, itemsize=numbers.parameter, scores=scores)
+        held = memory_of(system, subject_from(shape, facts), ranks, numbers)
+        places = places_of(held, room, ranks.per_node)
+        return Trial(places, tuple(too_full(places)))
+
+    return trial
+
+
+def _ours(workload: Workload, ranks: Ranks, room: Room) -> Trying:
+    from offload.config import OffloadConfig  # pydantic: a tenth of a second
+
+    plain = {"precision": "bf16", "placement": {"activations": {"checkpoint": True}}}
+
+    def trial(shape: Shape) -> Trial:
+        chunk = _LONG_CHUNK if shape.numel > _LONG_CHUNK_FROM * ranks.count else _CHUNK
+        config = OffloadConfig.load({**plain, "optimizer": {"chunk": chunk}})
+        facts = facts_of(shape, workload, itemsize=2, scores=False)
+        subject = subject_from(shape, facts)
+        ours = plan_ours(config, model_of(shape), subject, ranks, room)
+        places = places_of(ours.held, room, ranks.per_node)
+        full = tuple(too_full(places))
+        return Trial(places, full or ours.short_tiers)
+
+    return trial
+
+
+def _room_nbytes(ranks: Ranks, room: Room) -> int:
+    """Of all nodes together."""
+    node = room.nvme_nbytes + room.host_nbytes + ranks.per_node * room.device_nbytes
+    return node * ranks.nodes
+
+
+# A parameter of ours takes more: in bf16 weight 2, remainder of the master 2, moments of Adam 8.
+_LEAST_BYTES = 8
+# Elements. The longest that `auto` would choose; longer still where there would be tens of
+# thousands of pieces to count.
+_CHUNK, _LONG_CHUNK, _LONG_CHUNK_FROM = 1 << 22, 1 << 24, 20 * 10**9
+
+
+def _family(name: str) -> FamilyName:
+    try:
+        return FamilyName(name.strip().lower())
+    except ValueError:
+        known = ", ".join(FamilyName)
+        raise ConfigError(f"family {name!r} is not known; write one of {known}") from None
