@@ -91,6 +91,9 @@ def test_what_is_on_disk_already_is_not_moved_there() -> None:
     homes = {"parameters": "nvme", "gradients": "nvme", "optimizer": {"host": "50%", "nvme": "50%"}}
     config = OffloadConfig.load({"budget": {"host": "64KiB"}, "placement": homes})
     case = Case(MODEL, config, Workload(1, 32), read_profile(ram="8GiB", nvme="1GiB"), None)
-    options = [rung.settings for ladder in knobs(case, Judge()(case)) for rung in ladder]
+    judge = Judge()
+    found = judge(case)
+    peak_at = judge.facts(case, found.config).peak_at
+    options = [rung.settings for ladder in knobs(case, found, peak_at) for rung in ladder]
     assert {"placement.optimizer": "nvme"} in options
     assert not any("placement.parameters" in settings for settings in options)
