@@ -337,7 +337,7 @@ class Engine:
             tiers = tier_reports(self._homes.ledger.accounts)
         return Report(
             tiers=tiers,
-            bytes_moved={**self._homes.bytes_moved(), **runtime.exchanged_nbytes()},
+            bytes_moved={**self._homes.bytes_moved(), **runtime.rank_work.moved_nbytes()},
             bytes_saved=self._homes.bytes_saved(),
             steps=runtime.stepper.taken,
             skipped_steps=runtime.stepper.skipped,

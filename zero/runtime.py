@@ -389,10 +389,6 @@ class Runtime:
                         )
 
     # ---------------------------------------------------------------- the whole
-    def exchanged_nbytes(self) -> dict[str, int]:
-        """Bytes of whole buffers that were gathered and reduced with other ranks."""
-        return self.rank_work.moved_nbytes()
-
     @interrupted_in_waits
     def settle(self) -> None:
         """Wait for every pending update and every byte on its way; raises what went wrong."""
