@@ -73,8 +73,9 @@ def shared(pool: SlotPool, room_nbytes: int, codes: torch.Tensor | None = None) 
         ranks.watch.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def _one_rank() -> Iterator[None]:
+    """A world of its own per test: its groups' connections close with it, not with an engine."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -88,6 +89,7 @@ class OneRank(StateConformance):
         for places in make_places(tmp_path):
             with shared(places.device, 2 * NBYTES) as self.shared:
                 yield places
+            del self.shared
 
     def begin_update(self, state: State) -> None:
         assert isinstance(state, GatheredState | ReplicatedState)
