@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload import machine
 from offload.activations import Activations
@@ -127,6 +128,7 @@ class Engine:
         self._homes: TieredHomes
         self._runtime: Runtime | None = None
         self._activations: Activations | None = None
+        self._refusals: list[RemovableHandle] = []
         _refuse_shared(model)
         _take_over(model, weights)
         _check_model(model)
@@ -218,8 +220,9 @@ class Engine:
 
     def _refuse_foreign(self, runtime: Runtime) -> None:
         """Other optimizers and wrappers must not take this model's parameters."""
-        self._refusals = [refuse_foreign_optimizers(runtime), refuse_foreign_wrappers(runtime)]
-        for refusal in self._refusals:
+        for refuse in refuse_foreign_optimizers, refuse_foreign_wrappers:
+            refusal = refuse(runtime)
+            self._refusals.append(refusal)
             weakref.finalize(self, refusal.remove)
 
     def _make_runtime(self, discovery: Discovery, dtype: torch.dtype) -> Runtime:
@@ -334,7 +337,7 @@ class Engine:
             tiers = tier_reports(self._homes.ledger.accounts)
         return Report(
             tiers=tiers,
-            bytes_moved={**self._homes.bytes_moved(), **runtime.exchanged_nbytes()},
+            bytes_moved={**self._homes.bytes_moved(), **runtime.rank_work.moved_nbytes()},
             bytes_saved=self._homes.bytes_saved(),
             steps=runtime.stepper.taken,
             skipped_steps=runtime.stepper.skipped,
@@ -420,7 +423,7 @@ class Engine:
             self._finalizer.detach()
         if self._activations is not None:
             self._activations.remove()
-        for refusal in getattr(self, "_refusals", ()):
+        for refusal in self._refusals:
             refusal.remove()
         try:
             made = getattr(self, "_run", None), getattr(self, "_homes", None)

@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,12 +66,17 @@ class TieredHomes:
         self._memory = {tier: self._open_memory(tier, device) for tier in Tier if not tier.is_file}
         self.pool = SlotPool(self._memory[Tier.HOST], self.lock)
         self._device = DeviceHomes(plan, self._memory[Tier.DEVICE], device, self.lock)
-        try:
-            self.store = self._open_store(nvme) if plan.opens_files else None
-        except NoSpaceError as error:
-            raise PathError(f"nvme.paths: {error}") from error
+        self.store: BlockStore | None = None
         self._staging: list[Lease] = []
-        self.activations = self._open_activations(device)
+        try:
+            if plan.opens_files:
+                self.store = self._open_store(nvme)
+            self.activations = self._open_activations(device)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, NoSpaceError):
+                raise PathError(f"nvme.paths: {error}") from error
+            raise
 
     def _open_memory(self, tier: Tier, device: torch.device) -> MemoryTier:
         budget = self.plan.budgets[tier]
@@ -85,17 +91,15 @@ class TieredHomes:
             measured = [measure_bandwidth(path) for path in paths]
             shares = [math.sqrt(b.read_bytes_per_s * b.write_bytes_per_s) for b in measured]
         tier = FileTier(self.plan.budgets[Tier.NVME], shares, self.ledger)
-        files = [SwapFile(path, direct=nvme.direct is not False) for path in paths]
-        _check_direct(files, nvme)
-        backend = open_backend(nvme.backend, **_backend_options(nvme))
-        store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
-        needed = needed_nbytes(self.plan, Tier.NVME)
-        try:
+        needed, direct = needed_nbytes(self.plan, Tier.NVME), nvme.direct is not False
+        with ExitStack() as opened:
+            files = [opened.enter_context(SwapFile(path, direct=direct)) for path in paths]
+            _check_direct(files, nvme)
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
-        except BaseException:
-            store.close()
-            raise
+            backend = opened.enter_context(open_backend(nvme.backend, **_backend_options(nvme)))
+            store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
+            opened.pop_all()
         return store
 
     def _open_activations(self, device: torch.device) -> ActivationTier | None:
@@ -265,8 +269,6 @@ def _backend_options(nvme: NvmeConfig) -> dict[str, int]:
 def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
     refused = [str(file.directory) for file in files if not file.o_direct]
     if nvme.direct is True and refused:
-        for file in files:
-            file.close()
         raise PathError(
             f"nvme.direct: true, but O_DIRECT is refused in {', '.join(refused)}; name a folder on "
             "another file system, or set nvme.direct: auto"

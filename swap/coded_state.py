@@ -74,8 +74,12 @@ class CodedState(SlotState):
                 return self._slot.tensor[: self.nbytes]
         stored = self._home.tensor()
         view = self._take_slot()
-        for piece in range(self.pieces):
-            self._decode(piece, stored, view)
+        try:
+            for piece in range(self.pieces):
+                self._decode(piece, stored, view)
+        except BaseException:
+            self.drop()  # the next caller must not take what is half there for values
+            raise
         self._is_blank = False
         return view
 

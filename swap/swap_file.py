@@ -36,7 +36,6 @@ class DirectoryReport:
     """What `check_directory` found."""
 
     path: Path  # absolute, links resolved
-    file_system: str  # ext4, xfs, tmpfs, ... or `unknown`
     free_nbytes: int  # for this user
     created: bool
 
@@ -68,7 +67,7 @@ def check_directory(
             f"nvme.paths: {target} has {format_bytes(free_nbytes)} free, "
             f"{format_bytes(needed_nbytes)} needed; free space there or name another path"
         )
-    return DirectoryReport(target, file_system_of(target), free_nbytes, created)
+    return DirectoryReport(target, free_nbytes, created)
 
 
 def _create_last_component(target: Path) -> bool:

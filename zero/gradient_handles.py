@@ -217,6 +217,7 @@ class GradientHandles:
         value = gradient.values() if isinstance(gradient, PagedTensor) else gradient.detach()
         state, index = self._states[key[0]], key[1]
         self._refuse_ahead(state, index)
+        state.group.wait_for_update()  # of the last step: that still reads what was there
         self._forget([key])
         local = spread_as(self._params[key], value)
         if isinstance(state.gradients, ReducedGradients):

@@ -310,7 +310,7 @@ class Reductions:
             group.keep(index, gradient)
             return False
         if group.arrived[index] and not group.summed_over_blocks:
-            self._log.note(self._repeat_round)
+            self._log.note(self.take_nothing)  # this round's end, on a rank without data
             self.finish()  # another pass has begun
         self._begin_round()
         group.arrived[index] = True
@@ -440,10 +440,6 @@ class Reductions:
             self._issue(head)
         finally:
             self._issuing = False
-
-    def _repeat_round(self) -> None:
-        """The end of a round before that of a pass, of a rank without data."""
-        self.take_nothing()
 
     def _issue(self, group: ReducedGradients) -> None:
         """Reduce what is there of a group, with zeros for the rest."""

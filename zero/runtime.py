@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -124,33 +124,37 @@ class Runtime:
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
         self.rank_work: AnyRankWork = OneRank()
-        if ranks is not None:
-            memory = homes.shared_memory()
-            self.rank_work = RankWork(ranks, memory, options.dtype, options.wire)
-        self.store = WeightStore(
-            discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
-            ranks=self.rank_work, keeper=homes.keeper,
-        )  # fmt: skip
-        self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
-        self.group_of, self.versions = self.store.group_of, self.store.versions
-        shared = discovery.shape().shared if options.micro_batches > 1 else frozenset()
-        self._shared = shared  # used by several blocks, each over all micro-batches
-        self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
-        self.reductions = self.rank_work.reduce(
-            options.dtype, wait_for_complete_groups=options.step_rules.in_backward
-        )
-        self.updates = UpdateQueue(
-            self.own, run, options.seed, staging, self._expected_uses(), work
-        )  # fmt: skip
-        self.store.fetcher.updates = self.updates
-        self.stepper = Stepper(
-            self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
-            shared, self.reductions, tensor_parallel,
-        )  # fmt: skip
-        self.gradients = GradientHandles(
-            self.optimizer_states, self.stepper, self.rank_work, self._arrive,
-            self._comes_in_parts,
-        )  # fmt: skip
+        with ExitStack() as begun:  # threads, which end where one of these raises
+            if ranks is not None:
+                memory = homes.shared_memory()
+                self.rank_work = RankWork(ranks, memory, options.dtype, options.wire)
+            begun.callback(lambda: self.rank_work.close())
+            self.store = WeightStore(
+                discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
+                ranks=self.rank_work, keeper=homes.keeper,
+            )  # fmt: skip
+            self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
+            self.group_of, self.versions = self.store.group_of, self.store.versions
+            shared = discovery.shape().shared if options.micro_batches > 1 else frozenset()
+            self._shared = shared  # used by several blocks, each over all micro-batches
+            self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
+            self.reductions = self.rank_work.reduce(
+                options.dtype, wait_for_complete_groups=options.step_rules.in_backward
+            )
+            self.updates = UpdateQueue(
+                self.own, run, options.seed, staging, self._expected_uses(), work
+            )  # fmt: skip
+            begun.callback(self.updates.close)
+            self.store.fetcher.updates = self.updates
+            self.stepper = Stepper(
+                self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
+                shared, self.reductions, tensor_parallel,
+            )  # fmt: skip
+            self.gradients = GradientHandles(
+                self.optimizer_states, self.stepper, self.rank_work, self._arrive,
+                self._comes_in_parts,
+            )  # fmt: skip
+            begun.pop_all()
         self._micro_batching: MicroBatching | None = None
         self._gradient_hooks: GradientHooks | None = None
 
@@ -385,10 +389,6 @@ class Runtime:
                         )
 
     # ---------------------------------------------------------------- the whole
-    def exchanged_nbytes(self) -> dict[str, int]:
-        """Bytes of whole buffers that were gathered and reduced with other ranks."""
-        return self.rank_work.moved_nbytes()
-
     @interrupted_in_waits
     def settle(self) -> None:
         """Wait for every pending update and every byte on its way; raises what went wrong."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
+import offload.zero.update
 from tests.offload.engine_cases import HOST, NVME, bits
 from tests.offload.loop_trial import ADAMW, configuration
 
@@ -260,3 +262,30 @@ def test_drawn_programs_train_as_plain_pytorch_does(part: int, long: bool, tmp_p
     count = (MANY if long else SECONDS_WORTH) // 5
     for seed in range(part * count, (part + 1) * count):
         check(seed, tmp_path)
+
+
+def test_a_gradient_that_is_set_does_not_change_what_the_last_step_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = offload.zero.update.optimizer_step
+
+    def late(*args: Any, **keys: Any) -> None:
+        time.sleep(0.05)  # the model's thread goes on meanwhile
+        real(*args, **keys)
+
+    monkeypatch.setattr(offload.zero.update, "optimizer_step", late)
+    plain = build()
+    steps_with_set_gradients(plain, torch.optim.AdamW(plain.parameters(), **ADAMW))
+    keys = configuration(tmp_path, "nvme", {"placement": MIXED})
+    with offload.initialize(build(), keys) as engine:
+        steps_with_set_gradients(engine.module, engine.optimizer)
+        found = engine.module.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)
+
+
+def steps_with_set_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for size in (1.0, -2.0, 0.5):
+        for p in model.parameters():
+            p.grad = torch.full(p.shape, size)  # `full_like` would wait for the update
+        optimizer.step()

@@ -168,6 +168,23 @@ def test_a_slot_that_is_being_overwritten_is_not_given_up(make: Make) -> None:
     assert state.residency() is Residency.CLEAN
 
 
+def test_a_slot_that_could_not_be_filled_is_not_taken_for_values(
+    make: Make, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = filled(make)
+    state.drop()
+
+    def cut_short(stored: Tensor, values: Tensor) -> None:
+        values.fill_(1)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(codec), "decode", staticmethod(cut_short))
+        with pytest.raises(KeyboardInterrupt):
+            state.tensor()
+    assert torch.equal(held(state), rounded(codec, values()))
+
+
 def test_pieces_are_read_and_written_by_themselves(make: Make, codec: Codec) -> None:
     state = filled(make)
     state.drop()

@@ -85,3 +85,15 @@ def test_a_machine_by_name_is_offered_no_other_gpus() -> None:
         ladders = knobs(case, found, peak_at)
         options = {key for ladder in ladders for rung in ladder for key in rung.settings}
         assert ("--gpu" in options) == offered
+
+
+def test_what_is_on_disk_already_is_not_moved_there() -> None:
+    homes = {"parameters": "nvme", "gradients": "nvme", "optimizer": {"host": "50%", "nvme": "50%"}}
+    config = OffloadConfig.load({"budget": {"host": "64KiB"}, "placement": homes})
+    case = Case(MODEL, config, Workload(1, 32), read_profile(ram="8GiB", nvme="1GiB"), None)
+    judge = Judge()
+    found = judge(case)
+    peak_at = judge.facts(case, found.config).peak_at
+    options = [rung.settings for ladder in knobs(case, found, peak_at) for rung in ladder]
+    assert {"placement.optimizer": "nvme"} in options
+    assert not any("placement.parameters" in settings for settings in options)

@@ -137,7 +137,7 @@ def _placements(case: Case) -> Iterator[Ladder]:
     """Homes that were asked for: given up, or moved to disk."""
     for name in ("optimizer", "gradients", "parameters"):
         split = getattr(case.config.placement, name)
-        if split is None or str(split) == "nvme":
+        if split is None or split.tiers == (Tier.NVME,):
             continue
         key = f"placement.{name}"
         rungs = [_set(f"{name} wherever there is room", {key: "auto"})]

@@ -1,0 +1,105 @@
+"""`offload.initialize` that fails in the middle gives back threads, files and hooks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import offload
+import offload.engine
+import offload.homes
+import offload.zero.runtime
+from tests.offload.engine_cases import TinyLM, batches, config, seeded
+from tests.ranks.processes import run_ranks
+
+KEYS: dict[str, Any] = {
+    "placement": {
+        "parameters": "nvme", "gradients": "host", "optimizer": "nvme",
+        "activations": {"tier": "nvme"},
+    },
+    "budget": {"host": "32MiB", "nvme": "64MiB"},
+}  # fmt: skip
+BEFORE_WEIGHTS_LEAVE = {
+    "the backend": (offload.homes, "open_backend"),
+    "the store of blocks": (offload.homes, "BlockStore"),
+    "the tier of activations": (offload.homes, "ActivationTier"),
+    "the update buffers": (offload.homes.TieredHomes, "staging"),
+    "the update queue": (offload.zero.runtime, "UpdateQueue"),
+    "the stepper": (offload.zero.runtime, "Stepper"),
+    "gradient handles": (offload.zero.runtime, "GradientHandles"),
+}
+AFTER = {
+    "the first values": (offload.engine, "load_group"),
+    "the optimizer": (offload.engine, "OffloadOptimizer"),
+    "saved activations": (offload.engine, "Activations"),
+    "the hooks": (offload.zero.runtime.Runtime, "start"),
+    "the refusal of wrappers": (offload.engine, "refuse_foreign_wrappers"),
+}
+
+
+class Broken(Exception):
+    pass
+
+
+def broken(*args: Any, **keys: Any) -> Any:
+    raise Broken
+
+
+def held() -> tuple[int, int, int]:
+    """Open files, threads, and hooks on every optimizer."""
+    gc.collect()
+    files = len(os.listdir("/proc/self/fd"))
+    return files, threading.active_count(), len(_global_optimizer_pre_hooks)
+
+
+def fail(model: Any, keys: Any, owner: object, name: str, patch: pytest.MonkeyPatch) -> None:
+    before = held()
+    with patch.context() as patched:
+        patched.setattr(owner, name, broken)
+        with pytest.raises(Broken):
+            offload.initialize(model, keys)
+    # an engine that an earlier test dropped may have ended meanwhile
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
+
+
+@pytest.mark.parametrize("what", BEFORE_WEIGHTS_LEAVE)
+def test_the_model_is_as_it_was(tmp_path: Path, monkeypatch: Any, what: str) -> None:
+    model, keys = seeded(TinyLM), config(tmp_path, **KEYS)
+    fail(model, keys, *BEFORE_WEIGHTS_LEAVE[what], monkeypatch)
+    loss = model.loss(batches(1)[0]).item()
+    with offload.initialize(model, keys):
+        assert model.loss(batches(1)[0]).item() == loss
+
+
+@pytest.mark.parametrize("what", AFTER)
+def test_the_model_takes_weights_again(tmp_path: Path, monkeypatch: Any, what: str) -> None:
+    model, keys = seeded(TinyLM), config(tmp_path / "swap", **KEYS)
+    (tmp_path / "swap").mkdir()
+    loss = model.loss(batches(1)[0]).item()
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+    fail(model, keys, *AFTER[what], monkeypatch)
+    with pytest.raises(offload.OffloadError, match="closed"):
+        model.loss(batches(1)[0])
+    with offload.initialize(model, keys, weights=tmp_path / "saved"):
+        assert model.loss(batches(1)[0]).item() == loss
+
+
+def threads_after_failure(folder: str) -> list[str]:
+    """Of a rank that has no room for its states."""
+    keys = config(Path(folder), budget={"host": "64MiB", "nvme": "64MiB"}, zero={"stage": 3})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(offload.homes.TieredHomes, "gradients", broken)
+        with pytest.raises(Broken):
+            offload.initialize(seeded(TinyLM), keys)
+    return [thread.name for thread in threading.enumerate() if "offload" in thread.name]
+
+
+def test_a_rank_without_room_ends_its_threads(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path, threads_after_failure, str(tmp_path)) == [[], []]
