@@ -1,7 +1,7 @@
-"""One thread at a time: what an engine knows of a model's calls is that of one thread.
+"""Only one thread at a time may call a model: the engine follows the calls of one thread.
 
-Who comes while another thread is inside is refused, both named: to wait could be for ever. Autograd
-has threads of its own, which work for the thread that waits in `backward()`: they are let in.
+A second thread gets an error that names both, because waiting could last for ever. Autograd's own
+threads, which work for the thread that waits in `backward()`, are allowed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_note_process)
 
 
 class OneThread:
-    """Entered by the thread that is inside, as often as it likes. Thread-safe."""
+    """Entered by one thread, as often as it likes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
