@@ -1,4 +1,4 @@
-"""What is known of one saved storage: its pieces, and where each of them is.
+"""The record of one saved storage: its pieces, and where each of them is.
 
              filled            write begins            write done
 (device) ───────────▶ DIRTY ───────────────▶ LEAVING ─────────────▶ CLEAN ◀──────┐

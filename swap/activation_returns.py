@@ -1,5 +1,5 @@
-"""The way back of saved activations: from the window or the disk to where backward needs them, and
-what will be needed next ahead of it."""
+"""The way back of saved activations: from the window or the disk to backward's device, on demand
+and ahead of use."""
 
 from __future__ import annotations
 

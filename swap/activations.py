@@ -78,7 +78,7 @@ class ActivationTier:
         lock: threading.RLock, *, device: torch.device, in_place: bool,
         least_nbytes: int | None = None, trim: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Takes over what is saved on `device`. `in_place`: that is host memory, a slot can be used
+        """Takes over tensors saved on `device`. `in_place`: that is host memory, a slot can be used
         as it is. Without a `store` the window is where activations live, otherwise where they pass
         through; at most `disk_nbytes` are stored at a time. `trim` gives memory that was freed back
         to the system: glibc cannot use the hole of an aligned block for another one of its size.
@@ -108,7 +108,7 @@ class ActivationTier:
 
     # ---------------------------------------------------------------- saving
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What `tensors` are views of stays: other code keeps it anyway. Until called again."""
+        """Leave the storages of `tensors` alone: other code keeps them anyway. Until called again."""
         spared = {}
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.nbytes >= self._least_nbytes:

@@ -1,4 +1,4 @@
-"""A Ctrl-C waits until what is under way is whole.
+"""A Ctrl-C waits until our bookkeeping is consistent.
 
 Python raises KeyboardInterrupt at any call of the main thread. Amid our books that would lose a
 slot, finish a request twice, or leave a lock locked. So a signal that comes while the main thread

@@ -1,4 +1,4 @@
-"""The processes that train together: who they are, and the small things they tell each other."""
+"""The processes that train together: their groups, and the small messages they exchange."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ranks:
     watch: RankWatch
     owns_world: bool  # the process group was made here
     is_world: bool = True  # all of its ranks
-    notes: list[str] = field(default_factory=list)  # what all ranks should have done since they met
+    notes: list[str] = field(default_factory=list)  # since the last exchange
 
     @classmethod
     def join(
@@ -126,15 +126,15 @@ class Ranks:
         return control_device(self.device, self.control)
 
     def note(self, what: str) -> None:
-        """Something is done here that all ranks have to do, without a word to each other: they
-        compare it when they meet next."""
+        """Note an action that all ranks have to take without exchanging anything: the next exchange
+        compares the notes."""
         self.notes.append(what)
 
     def exchange(
         self, numbers: Sequence[int], what: str = "what each rank has", name: str = ""
     ) -> np.ndarray:
-        """What every rank says, one row each (int32). RankError, on every rank, unless all of them
-        want `what`, of as many numbers. `name` is for that error."""
+        """Every rank's numbers, one row each (int32). RankError, on every rank, unless all of them
+        ask for `what`, of as many numbers. `name` is for that error."""
         few = len(numbers) <= _FEW
         with self._together(f"the all-gather of {what}", numbers, name) as rows:
             found = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int32))
@@ -182,7 +182,7 @@ class Ranks:
         return self.watch.parted(why)
 
     def _texts(self, mine: str) -> list[str]:
-        """What every rank says in words."""
+        """Every rank's text."""
         said = mine.encode()[:_MOST_TEXT_NBYTES].ljust(_MOST_TEXT_NBYTES, b"\0")
         rows = self._gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -247,7 +247,7 @@ class Ranks:
         return found.cpu()
 
     def all_succeeded(self, error: BaseException | None) -> str | None:
-        """What went wrong on the first rank on which anything did; None if nothing did."""
+        """The first failing rank's error; None if all ranks succeeded."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
         if not self.exchange([bool(text)], "whether all have succeeded").any():
             return None
@@ -256,7 +256,7 @@ class Ranks:
         return next(f"rank {rank}: {words}" for rank, words in texts if words)
 
     def least(self, number: int) -> int:
-        """The least of what the ranks say."""
+        """The least of all ranks' numbers."""
         mine = torch.tensor([number], dtype=torch.int64, device=self._control_device)
         with self._together("the all-reduce of the least number"):
             dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)

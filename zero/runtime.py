@@ -1,7 +1,7 @@
-"""What trains the weights of a `WeightStore`: gradients, optimizer states, updates.
+"""Trains the weights of a `WeightStore`: gradients, optimizer states, updates.
 
 A gradient comes to `_take`, the optimizer's step to `step`; weights are fetched by the store, which
-asks the update queue whether a group has to be updated first. What moves does so behind `State`.
+asks the update queue whether a group has to be updated first. `State` does all moves.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Homes(WeightHomes, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """What a runtime has to know besides the model."""
+    """The settings of a runtime."""
 
     dtype: torch.dtype
     device: torch.device

@@ -1,4 +1,4 @@
-"""Who owns which part of every group (ZeRO: Rajbhandari et al., 2020).
+"""Which rank owns which part of every group (ZeRO: Rajbhandari et al., 2020).
 
 World of `replicas x ranks` processes. The ranks of one shard group own a shard of every group each
 and together one copy of the states; replicas do the same with other data (HSDP; hpZ of ZeRO++;
@@ -71,7 +71,7 @@ def codes_nbytes(numel: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartOfParam:
-    """What of one parameter lies in a rank's part."""
+    """The range of one parameter that lies in a rank's part."""
 
     index: int  # of the parameter in the group's layout
     start: int  # its first element there, counted in the parameter

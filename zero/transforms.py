@@ -1,5 +1,5 @@
-"""Transforms of torch.func and forward-mode AD: what they make of a tensor has no storage that a
-handle could name, and autograd's hooks for saved tensors do not work under them."""
+"""Refuses transforms of torch.func and forward-mode AD: their wrapped tensors have no storage that
+a handle could name, and autograd's hooks for saved tensors do not work under them."""
 
 from __future__ import annotations
 
