@@ -140,7 +140,7 @@ class TieredHomes:
     ) -> State:
         tier = self.plan.gradients[index]
         if itemsize > self._itemsize and tier.is_file:
-            tier = Tier.HOST  # fp32 sums nobody planned for: never a file of twice the size
+            tier = Tier.HOST  # fp32 sums that were not planned for: never a file of twice the size
         size, piece = numel * itemsize, self.plan.chunk_numel * itemsize
         label, kind = f"{name} gradients", StateClass.GRADIENTS
         if self.plan.gpu and tier.on_device:
@@ -179,7 +179,7 @@ class TieredHomes:
         return self._device.work()
 
     def let_wait(self, for_updates: Callable[[], bool]) -> None:
-        """Whoever finds no memory may wait for copies under way, and `for_updates` to go on."""
+        """Let a demand that finds no memory wait for copies under way, and for `for_updates`."""
         self.pool.await_progress = self._device.await_progress(for_updates)
         self._device.pool.await_progress = self._device.await_progress(for_updates)
 

@@ -226,7 +226,7 @@ def _upwards(point: Path, mounted: str, path: str) -> Iterator[Path]:
 def _used_nbytes(folder: Path) -> int:
     used = _read_int(folder / "memory.current") or _read_int(folder / "memory.usage_in_bytes") or 0
     stats = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
-    # page cache that nobody touches is given back on demand
+    # inactive page cache is given back on demand
     cached = int(stats.get("total_inactive_file", stats.get("inactive_file", 0)))
     return max(0, used - cached)
 

@@ -99,7 +99,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """The group's numbers. Refuses here, while nothing is pending, whatever an update would."""
+        """The group's numbers. Raises here, before any update is pending, for numbers that no
+        update can use."""
         _check_numbers(group)
         needed, kept = set(self._kind.scalars.kept_for(group)), set(self._states)
         if not needed <= kept or "max_exp_avg_sq" in kept - needed:

@@ -108,7 +108,7 @@ class ActivationTier:
 
     # ---------------------------------------------------------------- saving
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave the storages of `tensors` alone: other code keeps them anyway. Until called again."""
+        """Leave the storages of `tensors` alone, until called again: other code keeps them."""
         spared = {}
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.nbytes >= self._least_nbytes:

@@ -46,7 +46,8 @@ class _Cycle:
 
 
 class Trace:
-    """Uses of groups, named by small integers. Not thread-safe."""
+    """The uses of groups (named by small integers) in one cycle, and those expected next. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._steps = _Cycle([], [])  # the last complete cycle that ended with a step

@@ -118,7 +118,7 @@ class ChunkBytes:
 
 @dataclass(slots=True)
 class Chunk:
-    """One chunk of one group's update."""
+    """One chunk of one group's update: the same range of elements in every class of state."""
 
     update: GroupUpdate
     elements: range

@@ -77,7 +77,7 @@ class Operands(Generic[A]):
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """Which arrays a record has."""
+    """Which arrays a record has. A record holds a chunk's moments and its master (or remainder)."""
 
     master: Master
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # in the order in which kernels take them

@@ -1,4 +1,4 @@
-"""What a bench found: rows of measurements per round, and ratios taken within each round.
+"""A bench's results: rows of measurements per round, and ratios taken within each round.
 
 A machine's speed drifts, and all systems drift with it. So a ratio is never one of two medians: it
 is the median of the ratios of the rounds, in each of which both systems ran.

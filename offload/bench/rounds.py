@@ -1,4 +1,4 @@
-"""Who is measured when: every system once per round, each round beginning with another one."""
+"""The order of measurements: every system once per round, each round beginning with another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trains in a child process: plain PyTorch and ours; and the turns it trains in."""
+"""The systems that train in a child process, plain PyTorch and ours, and their turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step is worth remembering for, and the file that has a line of JSON for each."""
+"""The figures of one step, and the file with a line of JSON per step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepMetrics:
     validation_loss: float | None = None
 
     def values(self) -> dict[str, Any]:
-        """What a logger is given beside the step."""
+        """The figures that a logger gets beside the step."""
         values = asdict(self)
         del values["step"]
         return values

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar on a terminal, plain lines elsewhere. Loggers all."""
+"""Loggers that show a run while it trains: a bar on a terminal, else plain lines."""
 
 from __future__ import annotations
 
