@@ -42,8 +42,8 @@ class OneThread:
             elif other != this and not (_is_autograds(this) or _is_autograds(other)):
                 raise StateError(
                     f"thread {_name(this)} uses a model or its optimizer while thread "
-                    f"{_name(other)} is amid a call of the same one: parameters come and go with "
-                    "the calls of one thread; let threads take turns (a threading.Lock around "
+                    f"{_name(other)} is in a call of the same one: an engine follows the calls of "
+                    "one thread; let threads take turns (a threading.Lock around "
                     "forward, backward and step), or give each a model and engine of its own"
                 )
             self._depth += 1

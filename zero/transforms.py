@@ -23,7 +23,7 @@ def refuse_transforms() -> None:
         else "torch.func.grad, vjp, jacrev or hessian"
     )  # fmt: skip
     raise UnsupportedError(
-        f"{what} through a model whose parameters are offloaded: it knows no hooks for saved "
-        "tensors, by which parameters come back for it; use backward(), torch.autograd.grad or "
-        "torch.autograd.functional (jvp, vjp, jacobian, hessian) without forward-mode strategy"
+        f"{what} through a model whose parameters are offloaded: it ignores hooks for saved "
+        "tensors, through which backward fetches parameters; use backward(), torch.autograd.grad "
+        "or torch.autograd.functional (jvp, vjp, jacobian, hessian) without forward-mode strategy"
     )

@@ -50,7 +50,7 @@ def latest(folder: Path) -> Path | None:
 
 def prune(folder: Path, keep_last: int) -> list[Path]:
     """Remove all but the `keep_last` (at least 1) highest steps that are whole; what was removed,
-    oldest first. A torn one does not count, and is removed where a whole one of its step would be.
+    oldest first. Torn ones do not count; those below the lowest step that stays are removed, too.
 
     A folder that only has such a name, or holds other files as well, stays, with a warning.
     """

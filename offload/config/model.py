@@ -264,7 +264,8 @@ class OffloadConfig(Section):
     )
     zero: ZeroConfig = Field(default_factory=ZeroConfig, description="What is sharded over ranks.")
     train: TrainConfig = Field(
-        default_factory=TrainConfig, description="What `offload train` does; unused elsewhere."
+        default_factory=TrainConfig,
+        description="What `offload train` does; a loop of your own ignores it.",
     )
     written_for: WrittenFor | None = Field(
         None, description="The model that this file was written for; absent: any."
