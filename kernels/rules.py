@@ -148,7 +148,7 @@ class Scalars:
 
     @property
     def flag(self) -> bool:
-        """What else is fixed when a kernel is compiled: which of two ways the rule goes."""
+        """A compile-time switch between two forms of the rule."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""What is fixed when an optimizer kernel is compiled."""
+"""The options fixed when an optimizer kernel is compiled."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -196,7 +196,7 @@ class Parent:
 
 
 def named(program: str) -> Any:
-    """What MODULE:NAME names."""
+    """The object that MODULE:NAME names."""
     module, _, name = program.partition(":")
     return getattr(import_module(module), name)
 

@@ -27,8 +27,8 @@ _log = logging.getLogger("offload")
 
 
 class DeviceHomes:
-    """What `TieredHomes` opens where the model computes on a GPU (or where host memory stands in
-    for one). On a CPU there are no streams, and nothing is mirrored."""
+    """The part of `TieredHomes` that is open where the model computes on a GPU (or where host
+    memory stands in for one). On a CPU there are no streams, and nothing is mirrored."""
 
     def __init__(
         self, plan: Plan, tier: MemoryTier, device: torch.device, lock: threading.RLock

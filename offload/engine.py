@@ -393,7 +393,7 @@ class Engine:
         """`call()` when the engine is about to be closed, while it can still be looked at."""
         self._before_close.append(call)
 
-    if not TYPE_CHECKING:  # who has checked the types has no use for it
+    if not TYPE_CHECKING:  # type checkers report unknown names themselves
 
         def __getattr__(self, name: str) -> Any:
             hint = f"; call {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""

@@ -175,7 +175,7 @@ class TieredHomes:
         return MemoryState(name, nbytes, piece_nbytes, lease, stride_nbytes)
 
     def device_work(self) -> DeviceWork:
-        """What the update and the gradients use of the device beside the model."""
+        """The streams and memory of the device that updates and gradients use beside the model."""
         return self._device.work()
 
     def let_wait(self, for_updates: Callable[[], bool]) -> None:
@@ -319,8 +319,8 @@ def _disk_of(path: str) -> int | None:
 def this_machine(
     nvme: NvmeConfig, device: torch.device, sharding: Sharding = ALONE, here: int | None = None
 ) -> Hardware:
-    """What one rank's plan may use here: ranks on one machine share its RAM and disks alike. `here`
-    of them are on this one; by default those that are.
+    """The hardware that one rank's plan may use here: ranks on one machine share its RAM and disks
+    alike. `here` of them are on this one; by default those that are.
 
     PathError where a folder cannot be used.
     """

@@ -149,7 +149,7 @@ def _is_nan(value: torch.Tensor) -> bool:
 
 
 def _checked(entry: Entry, value: torch.Tensor | None) -> torch.Tensor:
-    """What an initialiser may have put in a tensor's place."""
+    """A tensor that an initialiser may have replaced, checked."""
     if value is None or value.is_meta or value.shape != entry.twin.shape:
         raise UnsupportedError(
             f"{entry.name} on the meta device: its initialiser left "

@@ -214,7 +214,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return Kept(spec.name, tuple(spec.shape), self._states, self._kind.scalars.counts_steps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What copy and pickle call. UnsupportedError."""
+        """Called by copy and pickle. UnsupportedError."""
         raise UnsupportedError(
             "an optimizer of offload cannot be copied or pickled: its states live in the tiers of "
             "its engine; keep optimizer.state_dict(), or engine.save_checkpoint(path)"

@@ -43,7 +43,7 @@ class SavedPiece:
     block: StoredBlock | None = None
     departure: Transfer[None] | None = None
     arrival: Transfer[None] | None = None
-    read_for_next_use: bool = False  # what comes next out of the slot was read for it
+    read_for_next_use: bool = False  # its bytes were read for the slot's next use
     dead: bool = False
 
     @property

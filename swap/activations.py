@@ -93,9 +93,7 @@ class ActivationTier:
         self._records: dict[int, SavedStorage] = {}
         self._order: list[int] = []  # numbers of living records, rising
         self._next_number = 0
-        self._of_storage: dict[
-            int, list[SavedStorage]
-        ] = {}  # what was saved of a storage still there
+        self._of_storage: dict[int, list[SavedStorage]] = {}  # records of storages that are alive
         self._dead: deque[int] = deque()
         self._spared: dict[int, WeakMemory] = {}
         self._copies = CopiesInFlight(lock)

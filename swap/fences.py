@@ -46,7 +46,7 @@ class Fences:
             self._forget_done()
 
     def claim(self, extent: Extent) -> tuple[CopyMark, ...]:
-        """What the first writer of a range that was just leased has to wait for.
+        """The marks that the first writer of a newly leased range has to wait for.
 
         They need not be retired again with the memory: they stay until they are done.
         """

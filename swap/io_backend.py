@@ -1,4 +1,4 @@
-"""What a backend is: something that moves bytes between memory and a file descriptor.
+"""The interface of I/O backends, which move bytes between memory and a file descriptor.
 
 `IOBackend` does what all backends have in common (requests, splitting, accounting, errors that no
 caller waited for); a backend adds how an `IOPiece` is moved.

@@ -97,7 +97,7 @@ class OrderedWork:
             assert job.ended.failure is not None, "just failed"
             self._end_with(job.ended.failure)
         else:
-            del job.run  # what it refers to is free before a waiting thread goes on
+            del job.run  # free the objects it refers to before a waiting thread goes on
             job.ended.complete(value)
         with self._lock:
             self._oldest = None

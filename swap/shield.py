@@ -113,7 +113,7 @@ class _Deferral:
             raise
 
     def begin_wait(self) -> None:
-        """What follows, up to `end_wait`, may be interrupted where the caller says so."""
+        """Code up to `end_wait` may be interrupted, if the caller allows it."""
         if self._depth and not self._firm and get_ident() == self.main:
             self._waiting = True
             noted, self._noted = self._noted, []

@@ -97,7 +97,7 @@ class SlotPool:
                 return self._last_try(nbytes, owner, state_class)
 
     def _last_try(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
-        """What was let go of since the last look counts, too."""
+        """Try once more: memory may have been released since the last try."""
         with self.lock:
             lease = self._try(nbytes, owner, state_class, before=None)
             if lease is None:

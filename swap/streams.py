@@ -36,7 +36,7 @@ class CopyMark:
         return self.event is None or self.event.query()
 
     def before_compute(self) -> None:
-        """What the current stream of this thread does from here on sees what the mark stands for"""
+        """Work of this thread's current stream from here on sees the marked work"""
         if self.event is not None and self.device is not None:
             accelerator.of(self.device).current_stream(self.device).wait_event(self.event)
 

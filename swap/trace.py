@@ -39,7 +39,7 @@ class _Cycle:
         return positions[index] if index < len(positions) else None
 
     def pass_from(self, start: int) -> list[int]:
-        """What is used from `start` on before the next forward begins."""
+        """The uses from `start` on, before the next forward begins."""
         index = bisect.bisect_left(self._forwards, start)
         stop = self._forwards[index] if index < len(self._forwards) else len(self.uses)
         return self.uses[start:stop]

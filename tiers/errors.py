@@ -101,7 +101,7 @@ class ModifiedError(StateError, RuntimeError):
 
 
 class RankError(OffloadError):
-    """What several ranks do together did not end, or failed."""
+    """A collective of several ranks did not end, or failed."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
         self.ranks = ranks  # that are missing, behind, or went another way

@@ -18,7 +18,7 @@ from offload.tiers.units import format_bytes
 
 
 class StateClass(enum.StrEnum):
-    """What the bytes are."""
+    """The classes of state."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -47,7 +47,7 @@ class TierAccount:
 
 
 class Auditable(Protocol):
-    """What the ledger asks of an arena."""
+    """An arena as the ledger checks it."""
 
     @property
     def used_nbytes(self) -> int: ...

@@ -134,7 +134,7 @@ class GradientAccumulator:
         self._factors[index] *= factor
 
     def factor(self, index: int) -> float:
-        """What the accumulator's values have to be multiplied with."""
+        """The factor that the accumulator's values have to be multiplied by."""
         return float(self._factors[index])
 
     def drop(self, indices: Sequence[int]) -> None:

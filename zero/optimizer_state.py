@@ -75,7 +75,7 @@ class Gradients(Protocol):
         ...
 
     def factor(self, index: int) -> float:
-        """What an update has to multiply the values in `state` with."""
+        """The factor that an update has to multiply the values in `state` by."""
         ...
 
     def drop(self, indices: Sequence[int]) -> None:
@@ -93,8 +93,8 @@ class Gradients(Protocol):
 
 @dataclass(slots=True)
 class OptimizerState:
-    """What is kept of one group: a record per chunk of its trainable part, or of this rank's part
-    of that. Chunks count elements from the first one of the part."""
+    """The optimizer records of one group: one per chunk of its trainable part, or of this rank's
+    part of that. Chunks count elements from the first one of the part."""
 
     group: ParamGroup
     gradients: Gradients

@@ -199,7 +199,7 @@ class Ranks:
 
     def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
         """The whole of the tensor `name`, of which each rank of this shard group has its part, and
-        zeros elsewhere. Bit for bit, in place."""
+        zeros for the rest. Bit for bit, in place."""
         moved = parts.to(self._control_device)
         bits = moved.view(torch.int32 if parts.element_size() == 4 else torch.int16)
         if bits.dtype is torch.int16:
@@ -213,15 +213,15 @@ class Ranks:
         return bits.view(parts.dtype).to(parts.device)
 
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the first rank has of a tensor; all ranks have one of this shape."""
+        """The first rank's values of a tensor; all ranks have one of this shape."""
         moved = tensor.detach().to(self._control_device, copy=True).contiguous()
         with self._together("the broadcast of initial values"):
             dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
 
     def as_on_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the first rank has of each floating-point tensor. What has the same bits on all of
-        them already (a model made under one seed, files that were copied) is not sent."""
+        """The first rank's values of each floating-point tensor. Tensors with the same bits on all
+        ranks already (a model made under one seed, files that were copied) are not sent."""
         rows = self.exchange([half for each in tensors for half in _digest(each)], "first values")
         alike = (rows == rows[0]).all(axis=0).reshape(len(tensors), 2).all(axis=1)
         return [
@@ -238,7 +238,7 @@ class Ranks:
             work.wait(limit)
 
     def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
-        """What another rank sends, in host memory."""
+        """A tensor that another rank sends, in host memory."""
         found = torch.empty(numel, dtype=dtype, device=self._control_device)
         with self._between(source, self.rank) as limit:
             work = dist.irecv(found, group=self.control, group_src=source)

@@ -57,7 +57,7 @@ class Recomputation:
     def __init__(
         self, units: Sequence[Unit], holder: Holder, *, selective: bool, keeper: Keeper | None
     ) -> None:
-        """What selective keeps goes to `keeper`, if there is one."""
+        """Results that `selective` keeps go to `keeper`, if there is one."""
         self.holder = holder
         self.selective = selective
         self.keeper = keeper

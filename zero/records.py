@@ -118,8 +118,8 @@ class RecordFormat:
 
     # ---------------------------------------------------------------- states as kernels take them
     def operands(self, arrays: Mapping[str, A], span: slice, scalars: Scalars) -> Operands[A]:
-        """What a kernel takes of a record (of its arrays, or tensors on the device) to step a range
-        of parameters that begins at a block boundary."""
+        """A kernel's operands from a record (from its arrays, or tensors on the device) to step a
+        range of parameters that begins at a block boundary."""
         own = {name: arrays[name][place] for name, place in self.field_spans(span).items()}
         without = isinstance(scalars, SgdScalars) and not scalars.momentum
         names = () if without else self.states

@@ -179,7 +179,7 @@ class ReducedGradients:
             self.local = None
 
     def clear_gaps(self, bucket: torch.Tensor) -> None:
-        """What lies between parameters must not make their blocks' scales, where codes travel."""
+        """Zero the gaps between parameters: codes must not take their scales from them."""
         for start, stop in self._gaps:
             bucket[start:stop].zero_()
 
@@ -375,8 +375,8 @@ class Reductions:
                 self._ranks.note(f"{group.specs[index].name}.grad is cleared")
 
     def _agree_on_cleared(self, use: str, name: str) -> None:
-        """What users of some rank have cleared since the last round, is gone on all. RankError if
-        other ranks, which could see it, have not."""
+        """Drop on all ranks the gradients that users cleared on any rank since the last round.
+        RankError if other ranks, which could see it, have not."""
         any_here = [any(group.cleared.any() for group in self._groups)]
         what = f"which gradients were cleared before {use}"
         if not self._ranks.exchange(any_here, f"whether and {what}", name).any():
@@ -564,7 +564,7 @@ class Reductions:
             stop = start + len(group.specs)
             group.passes[:] = anywhere[start:stop]
             start = stop
-        self._kept_passes = True  # what is left is reduced in fp32, and folded in
+        self._kept_passes = True  # the rest is reduced in fp32 and added
         for group in self._groups:
             if kept[group.index]:
                 self._issue(group)

@@ -71,7 +71,7 @@ class Homes(WeightHomes, Protocol):
     def record_format(self, index: int, chunk: int) -> RecordFormat: ...
 
     def device_work(self) -> DeviceWork:
-        """What the update and the gradients use of the device beside the model."""
+        """The streams and memory of the device that updates and gradients use beside the model."""
         ...
 
     def gradient_sums(self) -> torch.Tensor:

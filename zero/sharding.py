@@ -97,7 +97,7 @@ class Part:
         )  # fmt: skip
 
     def trained_in(self, host: Array) -> Array:
-        """What this rank updates, of the group's elements as they are in host memory."""
+        """The elements that this rank updates, of the group's elements in host memory."""
         start = 0 if self.is_shard else self.trainable.start
         return host[start : start + len(self.trainable)]
 
@@ -107,7 +107,7 @@ class Part:
         return host[start : start + len(self.frozen)]
 
     def trained(self) -> Iterator[PartOfParam]:
-        """What lies in the trainable part, in order."""
+        """The parameters in the trainable part, in order."""
         for index, spec in enumerate(self.layout.params):
             lo, hi = max(spec.offset, self.trainable.start), min(spec.stop, self.trainable.stop)
             if spec.trainable and (lo < hi or self.layout.ranks == 1):

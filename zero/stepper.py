@@ -473,7 +473,7 @@ def _end(update: GroupUpdate, _: Transfer[None]) -> None:
 
 
 def _changed(used: Hyper | None, now: Hyper | None) -> str:
-    """What happened to one parameter's numbers, as half a sentence."""
+    """The change of one parameter's hyperparameters, as half a sentence."""
     if used is None or now is None:
         return f"it was {'added to' if used is None else 'taken out of'} the param groups"
     pairs = zip(used.numbers, now.numbers, strict=True)

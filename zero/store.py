@@ -103,7 +103,7 @@ class WeightStore:
         )
 
     def part_of(self, group: ParamGroup) -> Part:
-        """What this rank owns of a group."""
+        """This rank's part of a group."""
         sharding = self.ranks.sharding
         return Part.of(group.layout, sharding.rank, is_shard=sharding.parameters)
 

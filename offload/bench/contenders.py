@@ -68,7 +68,7 @@ def all_on(tier: str, **others: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn measured; see `systems.Turns`."""
+    """One turn's measurements; see `systems.Turns`."""
 
     losses: tuple[float, ...]
     seconds: float
@@ -261,7 +261,7 @@ def start(
 def _left(
     spec: SystemSpec, first: SystemSpec, started: Sequence[SystemSpec], room_nbytes: int
 ) -> str:
-    """What there is for one that does not fit, and how there would be more."""
+    """The free memory or disk for a system that does not fit, and how to get more."""
     room = format_bytes(max(0, room_nbytes))
     if not started:
         return f"{room} of RAM are free; take fewer --ranks, or a smaller model"

@@ -133,7 +133,7 @@ class _Saver:
         return self._reader.writes
 
     def refresh(self) -> None:
-        """What other ranks have updated is up to date here, where it is kept whole."""
+        """Fetch the parts that other ranks have updated, where parameters are kept whole."""
         self._runtime.rank_work.refresh(self._runtime.groups)
         for group in self._runtime.groups:
             group.state.settle()
@@ -147,7 +147,7 @@ class _Saver:
             yield self._reader.meet()
 
     def _take(self) -> Iterator[Any]:
-        """What is to be written next."""
+        """The next piece to be written."""
         self._open = next(self._parts)
         return self._open
 

@@ -54,7 +54,7 @@ class MetricsFile:
         self._lines: LineFile | None = None
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """What is not finite becomes null, since JSON has no NaN."""
+        """Values that are not finite become null, since JSON has no NaN."""
         if self._lines is None:
             self._lines = LineFile(self.path)
         finite = {name: _finite(value) for name, value in values.items()}
