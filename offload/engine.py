@@ -33,6 +33,7 @@ from offload.report import Report, tier_reports
 from offload.swap.shield import uninterrupted
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import CheckpointError, OffloadError, StateError, UnsupportedError
+from offload.zero.closed_engine import Refusal
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, discover, managed
 from offload.zero.gradient_hooks import is_trained_here
@@ -43,7 +44,6 @@ from offload.zero.loading import load_group
 from offload.zero.local_tensors import local_of
 from offload.zero.loss_scale import LossScale
 from offload.zero.ranks import Ranks, data_ranks
-from offload.zero.refusal import Refusal
 from offload.zero.runtime import Runtime, RuntimeOptions
 from offload.zero.sharding import ALONE
 from offload.zero.shared_views import refuse_shared_views

@@ -28,13 +28,13 @@ from offload.zero.discovery import Discovery, Unit
 from offload.zero.gradient_handles import GradientHandles
 from offload.zero.gradient_hooks import GradientHooks, check_no_graph
 from offload.zero.gradient_paths import DevicePartials
-from offload.zero.gradient_sums import GradientSums
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
 from offload.zero.handles import Keeper
 from offload.zero.hyper import HyperOf
 from offload.zero.local_tensors import spread_as
 from offload.zero.loss_scale import LossScale
+from offload.zero.micro_batch_sums import GradientSums
 from offload.zero.micro_batches import MicroBatching
 from offload.zero.optimizer_state import Gradients, OptimizerState
 from offload.zero.pipeline_stages import check_schedule
