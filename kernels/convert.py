@@ -12,9 +12,9 @@ in `high`, as it would in any rounding to nearest, but joins to the same finite 
 the quiet NaN 0x7fc00000 (high 0x7fc0, low 0): rounding up another one could carry into the sign and
 read as zero, or leave an infinity. So `high` is a NaN exactly where the master is.
 
-Elsewhere bf16 is rounded to nearest even with NaN written as 0x7fc0, and fp16 is rounded to nearest
-even by the CPU's own conversion, which quiets a NaN and keeps the top of its payload. Beyond the
-largest finite value both give infinity. Decoding is exact.
+Without a split bf16 is rounded to nearest even with NaN written as 0x7fc0, and fp16 is rounded to
+nearest even by the CPU's own conversion, which quiets a NaN and keeps the top of its payload.
+Beyond the largest finite value both give infinity. Decoding is exact.
 """
 
 from collections.abc import Iterator

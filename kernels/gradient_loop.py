@@ -28,7 +28,7 @@ class Action(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is fixed at compile time."""
+    """The options fixed at compile time."""
 
     action: Action
     dst: Float

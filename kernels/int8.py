@@ -31,11 +31,11 @@ of a step, but for a second moment above zero that is less than s / 8, the first
 it reads as s / 8, so that no m / sqrt(v) explodes. That is about 2**-34 of the block's largest:
 where gradients are 10**5 times smaller than the largest of their block, parameters move too
 little. The error is less than one step, and steps are at most (|x| + s) / 8; zero stays zero; a
-value that the code has for this scale is kept, whatever the noise. The scale of a block of zeros,
-or of values so tiny, is 2**-119; a scale of 0.0 over bytes of 0 is read as zeros, too: a state may
-start as zeroed memory. A block with an infinity or a NaN gets a NaN as its scale and bytes of 0,
-and reads as NaN everywhere, now and after every later step. Values from 1.75 * 2**127 on may read
-as infinity.
+value that the code has for this scale is kept, for any noise. The scale of a block of zeros, or of
+values so tiny, is 2**-119; a scale of 0.0 over bytes of 0 is read as zeros, too: a state may start
+as zeroed memory. A block with an infinity or a NaN gets a NaN as its scale and bytes of 0, and
+reads as NaN everywhere, now and after every later step. Values from 1.75 * 2**127 on may read as
+infinity.
 
 Why this code. Adam over 1500 steps on gradients of N(0.3, 1) times a scale of its own per element,
 2**N(0, sigma), blocks of 256, betas 0.9 and 0.999: error of the update m / sqrt(v) against fp64,

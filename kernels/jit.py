@@ -24,7 +24,7 @@ Kernel = Callable[..., Any]
 def digest(source: str, *others: str) -> int:
     """48 bits of a digest over an emitting source file and the files it rests on.
 
-    `others` are names of files beside it; those that all emitters rest on go without saying.
+    `others` are names of files beside it; files that all emitters rest on are included anyway.
     """
     here = Path(__file__)
     state = hashlib.sha256()

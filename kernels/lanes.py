@@ -6,7 +6,7 @@ decide differently. Here the operations are written out. `Lanes` emits them for 
 elements; the tail is the same code at width 1; nothing carries a fast-math flag. So an element's
 bits follow from the sequence of IEEE 754 operations alone: fused multiply-add, multiply, divide and
 square root, each rounded once, to nearest even. They assume the default floating-point environment
-(denormals kept: a thread on which somebody set flush-to-zero is on its own).
+(denormals kept: under flush-to-zero the bits are not guaranteed).
 
 Only the payload of a NaN is left open (x86 picks one by operand order); that it is a NaN is not.
 """

@@ -22,8 +22,8 @@ Values = Sequence[Value]
 
 @dataclass(frozen=True, slots=True)
 class RuleLanes:
-    """How to emit a rule; `decay` is the place of the constant that p is multiplied by, if it is
-    (by the flag, where that is `decays_by_flag`).
+    """How to emit a rule; `decay` is the index of the constant that p is multiplied by, if any (if
+    the flag is set, with `decays_by_flag`).
 
     moments(vector, variant, c, g, old p, states) -> new states, way
     root(vector, c, way) -> way; where None, there is no root and no division

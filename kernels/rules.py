@@ -76,7 +76,7 @@ SGD (torch.optim.SGD): `SgdScalars`; momentum_buffer b, if momentum is not 0
     g  = b, or with nesterov g = fma(M, b, g)
     p  = fma(A, g, p)
 
-All states start at zero (torch's Adagrad can start `sum` elsewhere, and so can the caller here).
+All states start at zero (torch's Adagrad can start `sum` at another value; so can the caller here).
 A NaN stays a NaN; its payload is not specified.
 
 Muon is not among them, and `WHY_NOT_MUON` says so to users: a rule here knows one element at a
@@ -124,7 +124,7 @@ class StateFormat(IntEnum):
 
 
 class Scalars:
-    """The numbers of one step by one rule, and what else there is to say of that rule.
+    """The numbers of one step by one rule, and the rule's properties.
 
     A subclass has the numbers as fields named as torch names them (of `betas`: beta1, beta2), with
     `grad_scale`, `constants`, and, if they change with the count of steps, `step`.
@@ -148,7 +148,7 @@ class Scalars:
 
     @property
     def flag(self) -> bool:
-        """What else is fixed when a kernel is compiled: which of two ways the rule goes."""
+        """A compile-time switch between two forms of the rule."""
         return False
 
     @property

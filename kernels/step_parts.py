@@ -1,4 +1,4 @@
-"""What element-wise and block-wise optimizer loops have in common: operands, weights, rules."""
+"""The parts that element-wise and block-wise optimizer loops share: operands, weights, rules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from offload.kernels.variants import Master, Variant
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a kernel is called with: starts of arrays, and numbers."""
+    """A kernel's arguments: starts of arrays, and numbers."""
 
     grad: Value
     weight: Value
@@ -56,7 +56,7 @@ def new_weight(
 
 
 def last_stage(variant: Variant, at: Operands) -> Stage:
-    """What follows the root, as the last stage of a pipelined loop."""
+    """The parts after the root, as the last stage of a pipelined loop."""
 
     def weight(vector: Lanes, index: Value, way: Sequence[Value]) -> Sequence[Value]:
         p = load_weight(vector, variant, at, index)

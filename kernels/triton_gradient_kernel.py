@@ -28,7 +28,7 @@ def _fetch(
     old, src, offsets, numel,
     ACTION: tl.constexpr, OLD: tl.constexpr, SRC: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A row as it came, or with ADD the sum of two."""
+    """A row of the gradient, or with ADD the sum of two rows."""
     raw = load(src, offsets, numel, WHOLE)
     if ACTION == ADD:
         return decode(load(old, offsets, numel, WHOLE), OLD) + decode(raw, SRC)

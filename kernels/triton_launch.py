@@ -1,4 +1,5 @@
-"""What the launchers of Triton kernels share: is there a GPU, do the tensors fit, start the kernel.
+"""Shared by the launchers of Triton kernels: finding the GPU, checking tensors, starting the
+kernel.
 
 A launcher has the shape of its CPU twin (`triton_optimizer` of `optimizer`, and so on), takes
 tensors in device memory instead of arrays, and reads formats off their dtypes. It returns once the
@@ -33,8 +34,8 @@ class TritonUnavailableError(RuntimeError):
 
 
 def missing(device: torch.device | None = None) -> str | None:
-    """What Triton kernels lack on an accelerator's `device`, by default the one that this machine
-    has, as a sentence; None if they can run."""
+    """The reason why Triton kernels cannot run on an accelerator's `device`, by default the one
+    that this machine has, as a sentence; None if they can run."""
     try:
         import triton
     except ImportError:
@@ -104,7 +105,7 @@ def check(
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What kernels are given: 16-bit floats as int16, anything else as it is; the same memory."""
+    """A tensor as kernels take it: 16-bit floats as int16, others unchanged; the same memory."""
     return tensor.view(torch.int16) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 

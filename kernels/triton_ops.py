@@ -60,7 +60,7 @@ def widen_bits(raw):
 
 @triton.jit
 def decode(raw, FLOAT: tl.constexpr):
-    """What an array of this format holds -> fp32 (exact)."""
+    """An element of an array in this format -> fp32 (exact)."""
     if FLOAT == BF16:
         return from_bits(widen_bits(raw) << 16)
     elif FLOAT == FP16:
@@ -95,7 +95,7 @@ def split_high(value):
 
 @triton.jit
 def split_low(value):
-    """What `split_high` leaves, an int16."""
+    """The remainder of `split_high`, an int16."""
     return low_half(bits_or_nan(value))
 
 

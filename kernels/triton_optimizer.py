@@ -37,7 +37,7 @@ _NO_NOISE = Noise(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What is fixed at compile time, besides the state count and the gradient's format."""
+    """The options fixed at compile time, besides the state count and the gradient's format."""
 
     rule: Rule
     flag: bool  # of the scalars

@@ -1,4 +1,4 @@
-"""What is fixed when an optimizer kernel is compiled."""
+"""The options fixed when an optimizer kernel is compiled."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,7 +12,7 @@ _SIGNED = {scalars.rule: tuple(map(is_signed, scalars.states)) for scalars in RU
 class Master(IntEnum):
     """Where the fp32 weight lives."""
 
-    NONE = 0  # nowhere else: the weight is fp32, or bf16 and rounded stochastically
+    NONE = 0  # none: the weight is fp32, or bf16 and rounded stochastically
     SPLIT = 1  # high half in the bf16 weight, low half in an int16 array
     FP32 = 2  # in an fp32 array of its own; the 16-bit weight is only written
 
@@ -63,8 +63,8 @@ def variant_code(
     *,
     flag: bool = False,
 ) -> int:
-    """One integer for a variant, made in every call: hence no object. The rule comes last: there is
-    no end to how many there are (but `jit.plan` checks that the whole has room)."""
+    """One integer for a variant, made in every call: hence no object. The rule comes last, so that
+    rules can be added (`jit.plan` checks that the code still fits)."""
     formats = grad | weight << 2 | master << 4 | states << 6
     return formats | state_count << 8 | flag << 10 | rule << 11
 

@@ -1,4 +1,5 @@
-"""What the engine does about what a forward keeps, besides placing it."""
+"""Recomputation, caches and exceptions: what the engine does about activations besides placing
+them."""
 
 from __future__ import annotations
 
@@ -21,8 +22,7 @@ _log = logging.getLogger("offload")
 
 
 class Activations:
-    """Of one model: recomputed blocks, no caches, and inputs and buffers that stay where they
-    are."""
+    """Of one model: blocks are recomputed, caches are off, inputs and buffers stay in place."""
 
     def __init__(
         self, model: nn.Module, discovery: Discovery, config: OffloadConfig,
@@ -44,7 +44,7 @@ class Activations:
         self._hook = None if tier is None else _spare_inputs(model, tier)
 
     def remove(self) -> None:
-        """The model is as it was."""
+        """Restore the model."""
         self._caches.remove()
         if self._recomputation is not None:
             self._recomputation.remove()

@@ -1,8 +1,8 @@
 """Key/value caches are for generating: a training pass of a transformers model goes without one.
 
-Its configuration asks for a cache by default (`use_cache`), in training, too. There it only holds
-every block's keys and values until the outputs go, and a block that is computed again, or over
-pieces of the batch, cannot be given one.
+Its configuration asks for a cache by default (`use_cache`), in training, too. There the cache only
+keeps every block's keys and values alive, and it cannot be used by a block that is recomputed or
+runs over pieces of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ASKED, _GIVEN = "use_cache", "past_key_values"
 
 
 class WithoutCaches:
-    """Of one model. A caller who says anything of caches gets what is said."""
+    """Turns caches off for one model; arguments about caches in a call are respected."""
 
     def __init__(self, model: nn.Module) -> None:
         self._said = False
@@ -34,7 +34,7 @@ class WithoutCaches:
                 self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
     def remove(self) -> None:
-        """The model is as it was."""
+        """Restore the model."""
         for hook in self._hooks:
             hook.remove()
 

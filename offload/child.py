@@ -111,8 +111,8 @@ class Child:
             _pipe(self._process.stdin).close()
 
     def kill(self) -> None:
-        """End it now, whatever it does, with all that it started and left in its session, and close
-        the pipes. Calling it again does nothing."""
+        """End it at once, with all processes it started in its session, and close the pipes.
+        Calling it again does nothing."""
         if self._log.closed:
             return
         with suppress(ProcessLookupError):  # all of it has ended
@@ -196,7 +196,7 @@ class Parent:
 
 
 def named(program: str) -> Any:
-    """What MODULE:NAME names."""
+    """The object that MODULE:NAME names."""
     module, _, name = program.partition(":")
     return getattr(import_module(module), name)
 

@@ -27,8 +27,8 @@ _log = logging.getLogger("offload")
 
 
 class DeviceHomes:
-    """What `TieredHomes` opens where the model computes on a GPU (or where host memory stands in
-    for one). On a CPU there are no streams, and nothing is mirrored."""
+    """The part of `TieredHomes` that is open where the model computes on a GPU (or where host
+    memory stands in for one). On a CPU there are no streams, and nothing is mirrored."""
 
     def __init__(
         self, plan: Plan, tier: MemoryTier, device: torch.device, lock: threading.RLock
@@ -37,7 +37,7 @@ class DeviceHomes:
         self._lock = lock
         fences = Fences()
         # The update has links of its own: a copy for a group that is needed later, waiting for its
-        # place, must not hold up the copy that somebody waits for.
+        # turn, must not hold up a copy that the model waits for.
         self.links = Links(CopyStream(device), CopyStream(device), device, fences)
         self._update_links = Links(CopyStream(device), CopyStream(device), device, fences)
         self._stream = WorkStream(device)
@@ -53,7 +53,7 @@ class DeviceHomes:
 
     # ---------------------------------------------------------------- states
     def mirrored(self, home: State, next_use: NextUse) -> State:
-        """Parameters at home elsewhere."""
+        """Parameters whose home is not the device."""
         return MirroredState(home, self.pool, self.links, self._reads, next_use)
 
     def at_home(

@@ -34,6 +34,7 @@ from offload.report import Report, tier_reports
 from offload.swap.shield import uninterrupted
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import CheckpointError, OffloadError, StateError, UnsupportedError
+from offload.zero.closed_engine import Refusal
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, discover, managed
 from offload.zero.gradient_hooks import is_trained_here
@@ -44,7 +45,6 @@ from offload.zero.loading import load_group
 from offload.zero.local_tensors import local_of
 from offload.zero.loss_scale import LossScale
 from offload.zero.ranks import Ranks, data_ranks
-from offload.zero.refusal import Refusal
 from offload.zero.runtime import Runtime, RuntimeOptions
 from offload.zero.sharding import ALONE
 from offload.zero.shared_views import refuse_shared_views
@@ -101,7 +101,7 @@ def initialize(
     return engine
 
 
-# What DeepSpeed's engine has, and where it is here.
+# DeepSpeed's methods, and what to use instead.
 _ELSEWHERE = {
     "step": "engine.optimizer.step()",
     "zero_grad": "engine.optimizer.zero_grad()",
@@ -147,7 +147,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self.optimizer.engine = self  # whoever keeps the optimizer keeps what it works with
+        self.optimizer.engine = self  # the optimizer needs the engine, so it keeps it alive
         made = self._runtime, self._run, self._homes
         self._finalizer = weakref.finalize(self, _close_dropped, os.getpid(), *made)
 
@@ -173,7 +173,7 @@ class Engine:
         self._refuse_foreign(self._runtime)
 
     def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
-        """What goes where. BudgetError, ConfigError or PathError where it cannot."""
+        """The plan: each state's tier. BudgetError, ConfigError or PathError if there is none."""
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         shape = discovery.shape()
@@ -396,7 +396,7 @@ class Engine:
         """`call()` when the engine is about to be closed, while it can still be looked at."""
         self._before_close.append(call)
 
-    if not TYPE_CHECKING:  # who has checked the types has no use for it
+    if not TYPE_CHECKING:  # type checkers report unknown names themselves
 
         def __getattr__(self, name: str) -> Any:
             hint = f"; call {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
@@ -463,11 +463,11 @@ def _close_all(
 
 
 def _close_dropped(pid: int, *made: Any) -> None:
-    """Of an engine that was dropped without `close`, or is there when the program ends.
+    """Close an engine that was dropped without `close`, or is open when the program ends.
 
-    The collector runs in any thread, also in those that closing waits for, and amid whatever holds
-    a lock: so a thread of its own closes, and is not waited for. Not one of `threading`, which has
-    locks, too. A forked child leaves its parent's engine alone.
+    The garbage collector runs in any thread, also in those that closing waits for, and while locks
+    are held: so a separate thread closes the engine, and no thread waits for it. It is not one of
+    `threading`, which takes locks, too. A forked child leaves its parent's engine alone.
     """
     if os.getpid() != pid:
         return
@@ -492,8 +492,7 @@ def _listed(parameters: ParamGroups | None) -> Any:
 
 
 def _alike(config: OffloadConfig, discovery: Discovery, model: nn.Module) -> dict[str, str]:
-    """What ranks that train together have to agree on; budgets, placements and folders are each
-    rank's own."""
+    """Settings that ranks have to agree on; budgets, placements and folders are each rank's own."""
     keys: dict[str, Any] = {
         "precision": config.precision,
         "seed": config.seed,
@@ -517,7 +516,7 @@ def _alike(config: OffloadConfig, discovery: Discovery, model: nn.Module) -> dic
 
 
 def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
-    """Refuse what this machine cannot do now, and say what will be slow, before allocating."""
+    """Before allocating: refuse settings that this machine cannot run, and warn about slow ones."""
     here = [p for p in model.parameters() if p.device.type == "cpu"]
     freed = sum(local_of(p).nbytes for p in here)
     found = preflight(plan, config.nvme, nvme_paths(config.nvme), freed_nbytes=freed)

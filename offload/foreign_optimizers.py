@@ -1,4 +1,4 @@
-"""An optimizer of somebody else's over an engine's parameters is an error.
+"""Another optimizer over an engine's parameters is an error.
 
 `torch.optim.AdamW(model.parameters())`, or a trainer that makes its own optimizer, would keep its
 states in RAM, outside of every budget, and page each weight through memory to change it.

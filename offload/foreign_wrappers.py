@@ -1,8 +1,7 @@
-"""A wrapper that moves parameters or averages gradients itself, around a model of an engine, is an
-error.
+"""Wrapping an engine's model in a class that moves parameters or averages gradients is an error.
 
-DistributedDataParallel broadcasts and reduces what it believes to be in memory, past everything
-that could fetch it: ranks wait for each other with other sizes, and the processes abort.
+DistributedDataParallel broadcasts and reduces parameters without fetching them: ranks issue
+collectives of different sizes, and the processes abort.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a forward gives: the mean loss (fp32 scalar) when targets were given, and the logits."""
+    """A forward's result: the mean loss (fp32 scalar) when targets were given, and the logits."""
 
     loss: Tensor | None
     logits: Tensor  # BSV

@@ -144,7 +144,7 @@ class TieredHomes:
     ) -> State:
         tier = self.plan.gradients[index]
         if itemsize > self._itemsize and tier.is_file:
-            tier = Tier.HOST  # fp32 sums nobody planned for: never a file of twice the size
+            tier = Tier.HOST  # fp32 sums that were not planned for: never a file of twice the size
         size, piece = numel * itemsize, self.plan.chunk_numel * itemsize
         label, kind = f"{name} gradients", StateClass.GRADIENTS
         if self.plan.gpu and tier.on_device:
@@ -179,11 +179,11 @@ class TieredHomes:
         return MemoryState(name, nbytes, piece_nbytes, lease, stride_nbytes)
 
     def device_work(self) -> DeviceWork:
-        """What the update and the gradients use of the device beside the model."""
+        """The streams and memory of the device that updates and gradients use beside the model."""
         return self._device.work()
 
     def let_wait(self, for_updates: Callable[[], bool]) -> None:
-        """Whoever finds no memory may wait for copies under way, and `for_updates` to go on."""
+        """Let a demand that finds no memory wait for copies under way, and for `for_updates`."""
         self.pool.await_progress = self._device.await_progress(for_updates)
         self._device.pool.await_progress = self._device.await_progress(for_updates)
 
@@ -321,8 +321,8 @@ def _disk_of(path: str) -> int | None:
 def this_machine(
     nvme: NvmeConfig, device: torch.device, sharding: Sharding = ALONE, here: int | None = None
 ) -> Hardware:
-    """What one rank's plan may use here: ranks on one machine share its RAM and disks alike. `here`
-    of them are on this one; by default those that are.
+    """The hardware that one rank's plan may use here: ranks on one machine share its RAM and disks
+    alike. `here` of them are on this one; by default those that are.
 
     PathError where a folder cannot be used.
     """

@@ -1,17 +1,17 @@
-"""What gives the tensors of a meta-device model their values, found without any.
+"""Finds the calls that initialise the tensors of a meta-device model, without values.
 
 A constructor leaves no record. What can be called again is: each module's `reset_parameters`, and
 `_init_weights` of the model (or of a part of it) for every module, children first. Hugging Face
 models promise that the latter initialises everything; its nearest one counts for a module.
 
     calls       in the order in which a constructor makes them
-    rehearsal   each on shadows of all tensors: what does it write?
+    rehearsal   each on shadows of all tensors: which ones does it write?
     history     and on twins on the meta device: how often does that count as written? A tensor
                 that was written more often when the model was built was set in some other way
                 (`nn.init.zeros_(self.head.weight)`)
 
-What no call writes, and what was set in other ways, is refused by name. Not seen is what a
-constructor wrote in ways that torch does not count there: through `.data`, by `trunc_normal_` and
+Tensors that no call writes, or that were set in other ways, are refused by name. Writes that torch
+does not count on the meta device are not seen: through `.data`, by `trunc_normal_` and
 `orthogonal_`, and to modules that were copied afterwards.
 """
 
@@ -176,7 +176,8 @@ class Initialisers:
                 entry.install(entry.twin)
 
     def calls_for(self, module: nn.Module) -> list[Call]:
-        """What has to be called for a module's own tensors, without what is overwritten later."""
+        """The calls that initialise a module's own tensors, without those that later calls
+        overwrite."""
         own = self.of_module.get(id(module), [])
         others = {id(o.module) for entry in own for o in entry.owners} - {id(module)}
         numbers = {number for entry in own for number in self._writers[entry]}

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: memory, cores, file systems.
+"""The memory, cores and file systems that this process may use.
 
 Container limits count: cgroup v2 and v1 are read at every level from this process up to the root,
 because the usual sources (psutil, os.cpu_count) report the whole machine.
@@ -39,7 +39,7 @@ class Mount:
 
     @property
     def remark(self) -> str:
-        """What speaks against swap files there, and what to do; empty for a local disk."""
+        """Why swap files should not lie there, and what to do; empty for a local disk."""
         if self.is_memory:
             return "this is RAM: name a folder on a disk in nvme.paths"
         if self.kind in _NETWORK_FILE_SYSTEMS or self.kind == "fuse.sshfs":
@@ -226,7 +226,7 @@ def _upwards(point: Path, mounted: str, path: str) -> Iterator[Path]:
 def _used_nbytes(folder: Path) -> int:
     used = _read_int(folder / "memory.current") or _read_int(folder / "memory.usage_in_bytes") or 0
     stats = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
-    # page cache that nobody touches is given back on demand
+    # inactive page cache is given back on demand
     cached = int(stats.get("total_inactive_file", stats.get("inactive_file", 0)))
     return max(0, used - cached)
 

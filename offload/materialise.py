@@ -3,8 +3,8 @@
 A model built on the meta device has shapes and no values. Each module with parameters of its own is
 given real memory, one group at a time, and initialised by what would initialise it in a constructor
 (`initialisers`), under a seed made from the run's seed and the module's name: the values do not
-depend on grouping, order or placement. Nothing is left as it was found: fresh memory is filled
-with what no initialiser writes, and what is still there afterwards is refused.
+depend on grouping, order or placement. Fresh memory is filled with a value that no initialiser
+writes; a tensor that still has it afterwards is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MetaInitialiser:
         self._entry = {id(entry.tensor): entry for entry in entries}  # that is to have values
 
     def check(self, files: SafetensorsWeights | None) -> None:
-        """UnsupportedError for what `values` could not give and `files` have not got, either."""
+        """UnsupportedError for tensors that neither `values` nor `files` can give."""
         entries = [entry for entry in self._plan.entries if entry.is_meta]
         if files is not None:
             # parameters come from the files, or are missed there
@@ -88,8 +88,8 @@ class MetaInitialiser:
             return values
 
     def _check_tied(self, entry: Entry, value: torch.Tensor) -> None:
-        """Which of the modules that share a tensor has made it, the model does not tell. Under the
-        seed of the first one they have to give the same."""
+        """The model does not say which of the modules that share a tensor initialised it, so all of
+        them have to give the same values under the first one's seed."""
         first, *others = entry.owners
         for other in others:
             if not torch.equal(self._of_module(other.module, first.module)[entry], value):
@@ -149,7 +149,7 @@ def _is_nan(value: torch.Tensor) -> bool:
 
 
 def _checked(entry: Entry, value: torch.Tensor | None) -> torch.Tensor:
-    """What an initialiser may have put in a tensor's place."""
+    """A tensor that an initialiser may have replaced, checked."""
     if value is None or value.is_meta or value.shape != entry.twin.shape:
         raise UnsupportedError(
             f"{entry.name} on the meta device: its initialiser left "

@@ -1,4 +1,4 @@
-"""`model.state_dict()` and `model.load_state_dict()` on a model whose parameters are elsewhere.
+"""`model.state_dict()` and `model.load_state_dict()` on a model whose parameters are in tiers.
 
 Hooks on the modules that own parameters: a saved entry becomes a copy of the full parameter, after
 its pending update; a loaded one is written through to the tiers, master included.

@@ -99,7 +99,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """The group's numbers. Refuses here, while nothing is pending, whatever an update would."""
+        """The group's numbers. Raises here, before any update is pending, for numbers that no
+        update can use."""
         _check_numbers(group)
         needed, kept = set(self._kind.scalars.kept_for(group)), set(self._states)
         if not needed <= kept or "max_exp_avg_sq" in kept - needed:
@@ -213,7 +214,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return Kept(spec.name, tuple(spec.shape), self._states, self._kind.scalars.counts_steps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What copy and pickle call. UnsupportedError."""
+        """Called by copy and pickle. UnsupportedError."""
         raise UnsupportedError(
             "an optimizer of offload cannot be copied or pickled: its states live in the tiers of "
             "its engine; keep optimizer.state_dict(), or engine.save_checkpoint(path)"

@@ -1,4 +1,4 @@
-"""`engine.optimizer.state`: what users put there, and what emptying it comes to.
+"""`engine.optimizer.state`: entries of users, and starting over by emptying it.
 
 The states themselves are in the tiers, where `state_dict` and `load_state_dict` read and write
 them. Starting over, as loops do by `optimizer.state = defaultdict(dict)`, `.clear()` or

@@ -23,7 +23,7 @@ _KIND_NUMBERS = frozenset(key for kind in KINDS.values() for key in kind.default
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an optimizer keeps of one parameter."""
+    """The states of one parameter."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What an engine has done so far, in bytes."""
+"""An engine's bytes held and moved so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors without values that say they are on the CPU: what would be written to them is noted.
+"""Tensors without values that claim to be on the CPU and note every write to them.
 
 On the meta device some of torch's initialisers do nothing (`nn.init.trunc_normal_`, `orthogonal_`),
 and code that looks at values fails. A shadow answers every question about values with zero or

@@ -1,8 +1,8 @@
-"""What is in the window, what leaves for the disk, and what gives up its place.
+"""Which pieces stay in the window, which leave for the disk, and which are evicted.
 
 Backward needs last what forward saved first. So pieces leave in the order they were filled, and
-only as many as have to: half of the window is kept unwritten, and what dies there, or is needed
-again, never touches the disk. A written piece stays until its place is needed; the one saved
+only as many as have to: half of the window is kept unwritten, and pieces that die or are needed
+while there never touch the disk. A written piece stays until its place is needed; the one saved
 first goes first (Belady, 1966, for a stack).
 
          saved first ──────────────────────────────────▶ saved last

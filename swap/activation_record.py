@@ -1,4 +1,4 @@
-"""What is known of one saved storage: its pieces, and where each of them is.
+"""The record of one saved storage: its pieces, and where each of them is.
 
              filled            write begins            write done
 (device) ───────────▶ DIRTY ───────────────▶ LEAVING ─────────────▶ CLEAN ◀──────┐
@@ -43,7 +43,7 @@ class SavedPiece:
     block: StoredBlock | None = None
     departure: Transfer[None] | None = None
     arrival: Transfer[None] | None = None
-    read_for_next_use: bool = False  # what comes next out of the slot was read for it
+    read_for_next_use: bool = False  # its bytes were read for the slot's next use
     dead: bool = False
 
     @property

@@ -1,5 +1,5 @@
-"""The way back of saved activations: from the window or the disk to where backward needs them, and
-what will be needed next ahead of it."""
+"""The way back of saved activations: from the window or the disk to backward's device, on demand
+and ahead of use."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class ActivationReturns:
         return found
 
     def take_ahead(self, record: SavedStorage) -> tuple[torch.Tensor, CopyMark] | None:
-        """What was copied to the device for the record before it was asked for (lock held)."""
+        """The record's bytes on the device, if they were copied ahead of use (lock held)."""
         ahead, record.ahead = record.ahead, None
         if ahead is not None:
             self._ahead_nbytes -= record.nbytes

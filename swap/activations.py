@@ -78,7 +78,7 @@ class ActivationTier:
         lock: threading.RLock, *, device: torch.device, in_place: bool,
         least_nbytes: int | None = None, trim: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Takes over what is saved on `device`. `in_place`: that is host memory, a slot can be used
+        """Takes over tensors saved on `device`. `in_place`: that is host memory, a slot can be used
         as it is. Without a `store` the window is where activations live, otherwise where they pass
         through; at most `disk_nbytes` are stored at a time. `trim` gives memory that was freed back
         to the system: glibc cannot use the hole of an aligned block for another one of its size.
@@ -93,9 +93,7 @@ class ActivationTier:
         self._records: dict[int, SavedStorage] = {}
         self._order: list[int] = []  # numbers of living records, rising
         self._next_number = 0
-        self._of_storage: dict[
-            int, list[SavedStorage]
-        ] = {}  # what was saved of a storage still there
+        self._of_storage: dict[int, list[SavedStorage]] = {}  # records of storages that are alive
         self._dead: deque[int] = deque()
         self._spared: dict[int, WeakMemory] = {}
         self._copies = CopiesInFlight(lock)
@@ -108,7 +106,7 @@ class ActivationTier:
 
     # ---------------------------------------------------------------- saving
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What `tensors` are views of stays: other code keeps it anyway. Until called again."""
+        """Leave the storages of `tensors` alone, until called again: other code keeps them."""
         spared = {}
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.nbytes >= self._least_nbytes:

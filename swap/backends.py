@@ -22,7 +22,7 @@ _PROBE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """What `probe_backends` found out about one backend."""
+    """The result of `probe_backends` for one backend."""
 
     name: str
     available: bool

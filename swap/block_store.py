@@ -38,7 +38,7 @@ def checksum_of(buffer: memoryview) -> int:
 
 
 class ExtentAllocator(Protocol):
-    """What the store needs of a tier. Called with the store's lock held."""
+    """A tier as the store uses it. Called with the store's lock held."""
 
     def spare_nbytes(self, lengths: Sequence[int]) -> int:
         """How much longer files of these `lengths`, one per path, may get in all."""

@@ -1,4 +1,4 @@
-"""What a state stores may be fewer bytes than what is computed with: a codec is the way between."""
+"""A codec: a state may store fewer bytes than the model computes with."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Codec(Protocol):
         ...
 
     def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill `values` with what `stored` says (both 1D uint8)."""
+        """Fill `values` by decoding `stored` (both 1D uint8)."""
         ...

@@ -5,8 +5,8 @@
                ▼           │
     slot    ├──── piece 0 ────┤├──── piece 1 ────┤
 
-Each piece is stored by itself. The slot always holds what the home's codes say: what is written is
-rounded at once, so the bits that are computed with do not depend on which slot was given up when.
+Each piece is stored by itself. The slot always holds the decoded codes of the home: writes are
+rounded at once, so results do not depend on when a slot was evicted.
 """
 
 from __future__ import annotations

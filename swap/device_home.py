@@ -32,7 +32,7 @@ class DeviceHomeState(MemoryState):
         self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
 
     def _before_here(self) -> None:
-        """What the current stream is given from here on comes after what others do."""
+        """Work queued on the current stream from here on runs after the other streams' work."""
         self._busy = unfinished(self._busy)
         for mark in self._busy:
             mark.before_compute()
@@ -113,8 +113,8 @@ class DeviceHomeState(MemoryState):
 
 
 class DeviceRecordState(DeviceHomeState):
-    """What the update alone works with, on the device. Other readers and writers (loading, reading
-    values out) get a copy in host memory, one such copy at a time."""
+    """A record on the device that only the update works with. Other readers and writers (loading,
+    reading values out) get a copy in host memory, one such copy at a time."""
 
     def tensor(self) -> torch.Tensor:
         return self.host_tensor()

@@ -1,4 +1,4 @@
-"""Parameters computed with in device memory and at home elsewhere: `MirroredState`."""
+"""Parameters used in device memory, at home in host memory or a file: `MirroredState`."""
 
 from __future__ import annotations
 

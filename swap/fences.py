@@ -1,9 +1,9 @@
 """Memory that changes hands while a stream still works in it.
 
 The model's thread runs ahead of the GPU: a slot is given up when the last *call* that reads it has
-returned, long before the last *read*. So what is given up leaves a mark. The first copy
-or kernel in memory of that range, at whatever offset and size, waits on its stream for the marks
-that it overlaps, and for nothing else.
+returned, long before the last *read*. So an evicted range leaves a mark. The first copy or kernel
+that overlaps the range, at any offset and size, waits on its stream for the marks there, and for
+nothing else.
 
     range of the arena      ├── slot of layer 3 ──┤├── layer 4 ──┤
     given up, with marks    ├── read until e1 ────┤├─ until e2 ──┤
@@ -46,7 +46,7 @@ class Fences:
             self._forget_done()
 
     def claim(self, extent: Extent) -> tuple[CopyMark, ...]:
-        """What the first writer of a range that was just leased has to wait for.
+        """The marks that the first writer of a newly leased range has to wait for.
 
         They need not be retired again with the memory: they stay until they are done.
         """

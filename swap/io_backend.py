@@ -1,7 +1,7 @@
-"""What a backend is: something that moves bytes between memory and a file descriptor.
+"""The interface of I/O backends, which move bytes between memory and a file descriptor.
 
-`IOBackend` does what all backends have in common (requests, splitting, accounting, errors that
-that was not waited for); a backend adds how an `IOPiece` is moved.
+`IOBackend` does what all backends have in common (requests, splitting, accounting, errors that no
+caller waited for); a backend adds how an `IOPiece` is moved.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class IOBackend(ABC):
 
     The framework guarantees: `_start` is called once per request, never after `close`, never in
     a forked child; the buffer is flat bytes, at least one of them, writable for a read.
-    The implementer owes: every started request ends in exactly one `_finish`, whatever happens
-    (short transfers completed, EINTR and EAGAIN retried within bounds, a dead worker); requests
-    are begun in the order of `(priority, sequence)`; `before` has returned before the first byte
-    is written, `after` is called once all bytes are there; no piece of a request moves after its
-    `_finish`; `_stop` ends and joins all threads.
+    The implementer owes: every started request ends in exactly one `_finish`, in every case (short
+    transfers completed, EINTR and EAGAIN retried within bounds, a dead worker); requests are begun
+    in the order of `(priority, sequence)`; `before` has returned before the first byte is written,
+    `after` is called once all bytes are there; no piece of a request moves after its `_finish`;
+    `_stop` ends and joins all threads.
     """
 
     name = "abstract"
@@ -120,8 +120,8 @@ class IOBackend(ABC):
 
     @uninterrupted
     def drain(self, timeout_s: float | None = None) -> None:
-        """Block until nothing is in flight, callbacks included; then raise the first error that
-        that was not waited for. StorageError after `timeout_s`. Never call it from a callback."""
+        """Block until nothing is in flight, callbacks included; then raise the first error that was
+        not waited for. StorageError after `timeout_s`. Never call it from a callback."""
         with self._idle:
             if not self._wait_idle(timeout_s):
                 raise StorageError(

@@ -1,4 +1,4 @@
-"""What a backend is asked for: a request, and the pieces it is moved in.
+"""A request to a backend, and the pieces it is moved in.
 
 What may go wrong with one system call is decided here, once for all backends: short transfers,
 errors that are worth another try, and the typed error for those that are not.
@@ -31,7 +31,7 @@ _REMEDIES = {
 
 
 class Priority(enum.IntEnum):
-    """What the request is for. Served in this order, within one priority first come, first out."""
+    """The purpose of a request. Served in this order, within one priority first come, first out."""
 
     URGENT = 0  # a gather is waiting
     NORMAL = 1  # prefetch, optimizer
@@ -103,7 +103,7 @@ class IOPiece:
         return self.request.offset_bytes + self.start + self.moved_nbytes
 
     def remaining(self) -> memoryview:
-        """What the next call has to move."""
+        """The bytes that the next call has to move."""
         begin = self.start + self.moved_nbytes
         end = min(self.start + self.nbytes, begin + MAX_CALL_NBYTES)
         return self.request.buffer[begin:end]

@@ -1,7 +1,7 @@
-"""Work that has to happen in the order in which it was asked for, on a thread of its own.
+"""Runs jobs in the order in which they were submitted, on a thread of its own.
 
-Collectives are such work: every rank has to begin them in the same order, while what each of them
-needs arrives in any order. The caller goes on; the thread waits for what a piece of work needs.
+For collectives: inputs may arrive in any order, but every rank has to begin collectives in the same
+order. The caller goes on; the thread waits for a job's inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OrderedWork:
 
     @uninterrupted
     def submit(self, what: object, run: Callable[[], T]) -> Transfer[T]:
-        """Have `run` called after all that was submitted before; a transfer of what it returns."""
+        """Call `run` after all jobs submitted before; a transfer of its result."""
         ended: Transfer[T] = Transfer(what)
         with self._lock:
             if self._closed:
@@ -97,7 +97,7 @@ class OrderedWork:
             assert job.ended.failure is not None, "just failed"
             self._end_with(job.ended.failure)
         else:
-            del job.run  # what it refers to is free before a waiting thread goes on
+            del job.run  # free the objects it refers to before a waiting thread goes on
             job.ended.complete(value)
         with self._lock:
             self._oldest = None

@@ -1,4 +1,4 @@
-"""A Ctrl-C waits until what is under way is whole.
+"""A Ctrl-C waits until our bookkeeping is consistent.
 
 Python raises KeyboardInterrupt at any call of the main thread. Amid our books that would lose a
 slot, finish a request twice, or leave a lock locked. So a signal that comes while the main thread
@@ -113,7 +113,7 @@ class _Deferral:
             raise
 
     def begin_wait(self) -> None:
-        """What follows, up to `end_wait`, may be interrupted where the caller says so."""
+        """Code up to `end_wait` may be interrupted, if the caller allows it."""
         if self._depth and not self._firm and get_ident() == self.main:
             self._waiting = True
             noted, self._noted = self._noted, []

@@ -1,8 +1,8 @@
-"""Memory for pieces of state that live elsewhere: one tier's leases, given up by next use.
+"""Slots: memory of one tier, leased to copies of pieces whose home is another tier.
 
-A demand (a caller waits) may take any clean copy's place, send dirty copies home and wait for
-copies that are on their way. A prefetch may only take the place of a copy that is needed later
-than what it brings, and never waits.
+A demand (a caller waits) may evict any clean copy, send dirty copies home and wait for copies that
+are on their way. A prefetch may only evict a copy that is needed later than its own, and never
+waits. The copy used last is evicted first (`tiers/eviction.py`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class SlotPool:
         self.tier = tier
         self.lock = lock
         self._held: dict[int, CachedPiece] = {}
-        # Waits until another user lets go of copies; False if none will. Set by the owner of
-        # the work that holds views of copies (the update queue).
+        # Waits until another user releases copies; False if none will. Set by the owner of the work
+        # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
         self.evictions = 0
         self.traffic = Traffic()
@@ -80,9 +80,9 @@ class SlotPool:
         del self._held[id(piece)]
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
-        """A lease, whatever has to be given up for it; may wait for copies to reach their home.
+        """A lease, evicting any copy that can go; may wait for copies to reach their home.
 
-        Raises TierFullError, saying what is held, when everything left is in use.
+        Raises TierFullError, listing what is held, when every copy left is in use.
         """
         while True:
             with self.lock:
@@ -97,7 +97,7 @@ class SlotPool:
                 return self._last_try(nbytes, owner, state_class)
 
     def _last_try(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
-        """What was let go of since the last look counts, too."""
+        """Try once more: memory may have been released since the last try."""
         with self.lock:
             lease = self._try(nbytes, owner, state_class, before=None)
             if lease is None:

@@ -1,4 +1,4 @@
-"""What states that borrow memory from a `SlotPool` have in common: the slot they hold."""
+"""The base of states that borrow memory from a `SlotPool`: the slot they hold."""
 
 from __future__ import annotations
 

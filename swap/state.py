@@ -2,7 +2,7 @@
 
 The *compute side* (forward, backward) wants the whole buffer in the memory the model computes in.
 The *update side* (the optimizer, on the CPU) wants it piece by piece in host memory. Where the
-state's home is, and what has to move for either, is each subclass's secret: code above this file
+state's home is, and which bytes move for either side, only the subclass knows: code above this file
 asks `bring`, `tensor`, `host_piece` and never where.
 """
 
@@ -34,7 +34,8 @@ class HostPiece:
 
 
 class State(abc.ABC):
-    """`nbytes` bytes in pieces of `piece_nbytes` (the last one may be shorter).
+    """`nbytes` bytes in *pieces* of `piece_nbytes` (the last one may be shorter); a piece moves in
+    one transfer.
 
     With a `stride_nbytes` pieces begin anew at each multiple of it, so that each of several owners'
     parts is made of pieces of its own.
@@ -153,8 +154,8 @@ class State(abc.ABC):
     def used_device_piece(self, piece: int) -> None:  # noqa: B027 - nothing to do without one
         """The current stream was given all its work on `device_piece(piece)`.
 
-        Where that is a copy of a home elsewhere, the caller takes the changed bytes there, too, and
-        then calls `wrote_piece` or `write_piece`; the copy stays valid.
+        If the home is another memory, the caller takes the changed bytes there, too, and then calls
+        `wrote_piece` or `write_piece`; the copy stays valid.
         """
 
     # both ---------------------------------------------------------------------------------

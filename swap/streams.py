@@ -36,7 +36,7 @@ class CopyMark:
         return self.event is None or self.event.query()
 
     def before_compute(self) -> None:
-        """What the current stream of this thread does from here on sees what the mark stands for"""
+        """Work of this thread's current stream from here on sees the marked work"""
         if self.event is not None and self.device is not None:
             accelerator.of(self.device).current_stream(self.device).wait_event(self.event)
 
@@ -66,7 +66,7 @@ def _mark(stream: accelerator.Stream, device: torch.device) -> CopyMark:
 
 
 def unfinished(marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
-    """Those that somebody may have to wait for."""
+    """Marks whose work is not done."""
     return tuple(mark for mark in marks if not mark.done())
 
 
@@ -134,7 +134,8 @@ class CopyStream:
     def transfer(
         self, mark: CopyMark, what: object, then: Callable[[], object] | None = None
     ) -> Transfer[None]:
-        """The copy that `mark` (of this stream) stands for, as a transfer; nobody has to wait.
+        """The copy that `mark` (of this stream) stands for, as a transfer; waiting for it is
+        optional.
 
         `then` runs when the copy is done, before the transfer is; until then it is kept, and with
         it what it refers to, such as the memory of both ends. Its errors are the transfer's.
@@ -167,11 +168,11 @@ class _Watched:
             self.mark.wait()
             if self.then is not None:
                 self.then()
-        except BaseException as error:  # noqa: BLE001 - raised in whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             self.transfer.fail(error)
             return
         finally:
-            self.then = None  # what it kept may go, before anybody is told
+            self.then = None  # free what it kept, before waiters wake up
         self.transfer.complete(None)
 
 

@@ -33,7 +33,7 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 @dataclass(frozen=True)
 class DirectoryReport:
-    """What `check_directory` found."""
+    """The result of `check_directory`."""
 
     path: Path  # absolute, links resolved
     free_nbytes: int  # for this user

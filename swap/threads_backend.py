@@ -94,7 +94,7 @@ class ThreadsBackend(IOBackend):
             return index, piece
 
     def _serve(self, index: int, piece: IOPiece) -> None:
-        """Move one piece. Whatever goes wrong is the request's error, never the thread's."""
+        """Move one piece. Any error is the request's, never the thread's."""
         try:
             if index == 0:
                 piece = self._open(piece)

@@ -39,14 +39,15 @@ class _Cycle:
         return positions[index] if index < len(positions) else None
 
     def pass_from(self, start: int) -> list[int]:
-        """What is used from `start` on before the next forward begins."""
+        """The uses from `start` on, before the next forward begins."""
         index = bisect.bisect_left(self._forwards, start)
         stop = self._forwards[index] if index < len(self._forwards) else len(self.uses)
         return self.uses[start:stop]
 
 
 class Trace:
-    """Uses of groups, named by small integers. Not thread-safe."""
+    """The uses of groups (named by small integers) in one cycle, and those expected next. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._steps = _Cycle([], [])  # the last complete cycle that ended with a step

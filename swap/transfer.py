@@ -99,7 +99,7 @@ class Transfer(Generic[T]):
 
     @property
     def failure(self) -> Failure | None:
-        """What went wrong, or None (yet). Does not count as reporting it."""
+        """The error, or None (yet). Reading it does not count as reporting it."""
         return self._failure
 
     def then(self, callback: Callable[[Transfer[T]], object]) -> None:

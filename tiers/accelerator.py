@@ -42,7 +42,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a device is; None for what its kind does not say."""
+    """Facts about a device; None for those that its kind does not give."""
 
     name: str
     memory_nbytes: int
@@ -90,7 +90,8 @@ class Accelerator:
 
     # ---------------------------------------------------------------- what they are
     def built_for(self) -> str | None:
-        """What this PyTorch was built for, such as `CUDA 13.0`; None where not for this kind."""
+        """The platform that this PyTorch was built for, such as `CUDA 13.0`; None if not for this
+        kind."""
         import torch
 
         version = getattr(torch.version, self.kind, None)

@@ -9,7 +9,7 @@
     │   ├── NoSpaceError        ... because the device is full
     │   └── ChecksumError       ... because what was read is not what was written
     ├── CheckpointError         a checkpoint that is missing, torn or of another model
-    ├── UnsupportedError        something that works elsewhere and not (yet) here
+    ├── UnsupportedError        a combination that does not work (yet)
     │   └── DtypeError          ... tensors of two formats met; a RuntimeError, too
     ├── StateError              calls in an order that cannot work
     │   └── ModifiedError       ... what backward needs was changed in place; a RuntimeError, too
@@ -101,7 +101,7 @@ class ModifiedError(StateError, RuntimeError):
 
 
 class RankError(OffloadError):
-    """What several ranks do together did not end, or failed."""
+    """A collective of several ranks did not end, or failed."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
         self.ranks = ranks  # that are missing, behind, or went another way

@@ -1,7 +1,8 @@
 """Which cached piece to give up first: the one whose next use is furthest away (Belady, 1966).
 
 A training step uses groups in an order learnt from the previous one, so the next use is known and
-the optimal policy can be had; recency would give up exactly what a cyclic scan needs next.
+the optimal policy is possible; evicting the least recently used would hit what a cyclic scan needs
+next.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ T = TypeVar("T", bound="Evictable")
 
 
 class Evictable(Protocol):
-    """A piece of state with a copy in memory and a valid home elsewhere."""
+    """A copy in memory of a piece of state with a valid home in another tier."""
 
     @property
     def name(self) -> str: ...
@@ -24,7 +25,7 @@ class Evictable(Protocol):
         ...
 
     def can_drop(self) -> bool:
-        """True if the copy is clean and nobody looks at it."""
+        """True if the copy is clean and no tensor views it."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Who holds how many bytes where: the books behind every budget.
+"""How many bytes each tier holds, of which class: the accounts behind every budget.
 
 Every lease and extent enters here when it is taken and leaves when it is freed. Peaks are kept per
 tier and per (tier, class), because a peak is what a machine has to have.
@@ -18,7 +18,7 @@ from offload.tiers.units import format_bytes
 
 
 class StateClass(enum.StrEnum):
-    """What the bytes are."""
+    """The classes of state."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -47,7 +47,7 @@ class TierAccount:
 
 
 class Auditable(Protocol):
-    """What the ledger asks of an arena."""
+    """An arena as the ledger checks it."""
 
     @property
     def used_nbytes(self) -> int: ...
@@ -56,7 +56,7 @@ class Auditable(Protocol):
 
 
 class Ledger:
-    """The accounts of all tiers. Not thread-safe: whoever moves bytes holds one lock around it."""
+    """The accounts of all tiers. Not thread-safe: callers hold one lock around it."""
 
     def __init__(self) -> None:
         self.accounts: dict[Tier, TierAccount] = {}

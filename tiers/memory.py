@@ -28,7 +28,7 @@ class Memory(Protocol):
         """A new uint8 tensor over `[offset_bytes, offset_bytes + nbytes)`, not a copy.
 
         Each call makes a new storage: its use count then tells whether any view of this range is
-        still alive, which is how a slot knows that it must not be given to somebody else.
+        still alive, in which case a slot must not be leased again.
         """
         ...
 

@@ -28,7 +28,7 @@ class MemoryTier:
     def lease(self, nbytes: int, *, owner: str, state_class: StateClass) -> Lease:
         """The right to `nbytes` of this tier until freed. Raises TierFullError.
 
-        The content is undefined: whatever the range held before.
+        The content is undefined.
         """
         offset = self.arena.allocate(nbytes)
         if offset is None:
@@ -65,8 +65,8 @@ class MemoryTier:
 class Lease:
     """The right to a range of a memory tier. A context manager; frees once.
 
-    Whoever starts a transfer keeps the lease until the transfer is done: a lease outlives every
-    move into or out of it.
+    The code that starts a transfer keeps the lease until the transfer is done: a lease outlives
+    every move into or out of it.
     """
 
     __slots__ = ("_tier", "extent", "freed", "nbytes", "owner", "state_class", "tensor")

@@ -6,7 +6,7 @@ import enum
 
 
 class Residency(enum.Enum):
-    """What a slot in memory holds of a piece whose home is elsewhere.
+    """The state of a slot that holds a copy of a piece.
 
     ABSENT    no memory is held; the home has the only valid copy
     ARRIVING  memory is held and a transfer is filling it; the home is valid

@@ -1,4 +1,4 @@
-"""Between torch tensors and the kernels' flat arrays: formats, and views without a copy."""
+"""Torch tensors as the flat arrays that kernels take: formats, and views without a copy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tensors in 8 bits per element (on the way between ranks: ZeRO++, Wang et al., 2023). Approximate.
 
 A block of 256 elements shares a scale, its largest magnitude / 127; an element becomes the nearest
-multiple of it, so it is off by at most half a scale. A block with an infinity or a NaN comes back
-as NaN: what is not finite stays noticed.
+multiple of it, so it is off by at most half a scale. A block with an infinity or a NaN decodes to
+NaN, so that overflow is still detected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from offload.zero.sharding import CODE_BLOCK_NUMEL, codes_nbytes
 
-_STEP_NUMEL = 1 << 20  # elements worked on at a time: what is there in fp32 beside the tensors
+_STEP_NUMEL = 1 << 20  # elements per piece of work, which bounds the fp32 temporaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,15 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None
 
 
 def add_decoded(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """out += what `decode` gives (fp32)."""
+    """out += the decoded values (fp32)."""
     for span, blocks in _steps(out.numel()):
         rows = codes[span].float().view(-1, CODE_BLOCK_NUMEL) * _or_nan(scales[blocks])[:, None]
         out[span].add_(rows.view(-1))
 
 
 def _or_nan(scales: torch.Tensor) -> torch.Tensor:
-    """An infinite scale times a code of 0 would not be noticed in every element."""
+    """As it is, or NaN where it is not finite: an infinite scale times a code of 0 would hide some
+    elements."""
     return torch.where(scales.isfinite(), scales, float("nan"))
 
 

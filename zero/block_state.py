@@ -1,15 +1,15 @@
-"""What a block keeps from one call to the next, besides parameters: buffers and attributes.
+"""The state of a block besides its parameters: buffers and attributes.
 
-Code that runs a block once more than its model does (recomputation, a comparison) gives it what
-it had then, and to leave what it has now:
+Code that runs a block once more than its model does (recomputation, a comparison) restores this
+state for that run, and keeps the run's changes out of the model:
 
     forward        BlockState(block), keep ▶ the block's forward ▶ settle
     once more      with installed(): the block's forward, on copies
 
 Given back are buffers, and of the attributes of the block's modules tensors, containers (list,
-dict, set, deque; what is in them is not copied) and whatever is assigned anew: plain numbers,
-`training`. What the forward changes inside of anything else that an attribute refers to (a counter
-in an object of its own, a tensor in a list) is out of reach.
+dict, set, deque; their items are not copied) and attributes that the forward assigns: plain
+numbers, `training`. Changes inside any other object that an attribute refers to (a counter in an
+object of its own, a tensor in a list) are not covered.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-# A copy this small is kept without a look at whether it was needed: it costs less than the look,
-# which waits for a GPU.
+# A copy this small is kept without checking whether it was needed: the check waits for a GPU and
+# costs more than the copy.
 KEPT_NBYTES = 64 << 10
 
 _NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "_compiled_call_impl"}
@@ -49,7 +49,7 @@ class _ModuleState:
 
     @classmethod
     def of(cls, module: nn.Module, path: str) -> _ModuleState:
-        """What a module has now."""
+        """The state that a module has now."""
         attributes = {k: v for k, v in vars(module).items() if k not in _NOT_STATE}
         exchangeable = [k for k, v in attributes.items() if type(v) not in _FIXED]
         return cls(module, path, attributes, dict(module._buffers), exchangeable)
@@ -66,7 +66,7 @@ class _ModuleState:
                 yield f"{self.path}.{name}" if self.path else name, value
 
     def put(self) -> None:
-        """Let the module have what is here, and nothing else."""
+        """Give the module this state, and remove everything else."""
         own = vars(self.module)
         for name in own.keys() - self.attributes.keys() - _NOT_STATE:
             del own[name]
@@ -77,7 +77,7 @@ class _ModuleState:
 
 @dataclass(slots=True)
 class _Watched:
-    """A tensor without a copy: it must stay as it is."""
+    """A tensor that was not copied: the forward must not change it."""
 
     name: str
     tensor: torch.Tensor
@@ -99,7 +99,7 @@ class BlockState:
         self._kept: dict[int, torch.Tensor] = {}  # copies, by the id of what they are copies of
 
     def keep(self) -> None:
-        """A forward may change all this from now on: to be followed by `settle`."""
+        """Copy what a forward may change; call `settle` after that forward."""
         self._kept = _copies(tensor for _, tensor in self._tensors())
         self._exchange(lambda value: _copied(value, {}))
 
@@ -119,7 +119,7 @@ class BlockState:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the block has copies of all this; afterwards what it has now."""
+        """Inside, the block has copies of this state; afterwards its present one."""
         assert not self._kept, "settled"
         now = [_ModuleState.of(each.module, each.path) for each in self._modules]
         copies = _copies(tensor for _, tensor in self._tensors())
@@ -135,7 +135,7 @@ class BlockState:
         self._modules = [each.exchanged(new) for each in self._modules]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each once, with one of its names."""
+        """Every tensor once, with one of its names."""
         seen: set[int] = set()
         for name, tensor in chain.from_iterable(each.tensors() for each in self._modules):
             if id(tensor) not in seen:
@@ -144,7 +144,7 @@ class BlockState:
 
 
 def _without_graph(value: Any) -> Any:
-    """With it, what one pass keeps would keep the pass before."""
+    """A detached copy: with its graph, the tensors kept by one pass would keep the pass before."""
     if not isinstance(value, torch.Tensor) or value.grad_fn is None:
         return value
     return value.detach().requires_grad_(value.requires_grad)

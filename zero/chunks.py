@@ -1,9 +1,9 @@
-"""A chunk on its way through an update: its bytes of every class, and where they are worked on.
+"""A chunk during an update: its bytes of every class of state, and where they are stepped.
 
 A chunk is stepped where its optimizer record lives. The CPU works on bytes in host memory, in place
-or staged through a buffer there. The device works on bytes in its own memory: what is at home
-there, or mirrored there, in place; anything else is first had in host memory, as for the CPU, and
-copied across and back.
+or staged through a buffer there. The device steps bytes that are at home or mirrored in its memory
+in place; others are first brought to host memory, as for the CPU, and copied to the device and
+back.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from offload.zero.records import RecordFormat
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive elements of a rank's part that are updated with the same numbers."""
+    """Consecutive elements of a rank's part that are updated with the same hyperparameters."""
 
     start: int
     stop: int
     scalars: Scalars
-    step: int  # how often these elements have been updated, this time included
+    step: int  # number of updates of these elements, this one included
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class GroupUpdate:
     state: OptimizerState
     segments: Sequence[Segment]
     ready: Transfer[None]
-    done: Callable[[], None]  # after the last chunk: gradients are not read any more
+    done: Callable[[], None]  # called after the last chunk: gradients are not read any more
     weight_writes: list[Transfer[None]] = field(default_factory=list)
     begun: bool = False
     chunks_left: int = 0  # once begun: those that are not on their way home
@@ -57,7 +57,7 @@ class ChunkBytes:
 
     home: State
     piece: int
-    before: Transfer[None] | None = None  # until it is done, the bytes in host memory are not there
+    before: Transfer[None] | None = None  # the bytes in host memory are valid once it is done
     in_place: HostPiece | None = None  # in host memory, where `home` has them
     staged: torch.Tensor | None = None  # in a buffer in host memory
     arrival: Transfer[None] | None = None  # of what is staged; None: it is only written
@@ -71,19 +71,20 @@ class ChunkBytes:
 
     @property
     def needed_on_host(self) -> bool:
-        """Whether the bytes are in host memory at some time, or come from there. For a part whose
-        `on_device` is settled."""
+        """Whether the bytes pass through host memory. To be called once `on_device` is known."""
         return self.on_device is None or not self.home.at_home_on_device
 
     def find_in_host_memory(self) -> None:
-        """Set `in_place` if the bytes are in host memory. Waits for bytes that are nowhere yet."""
+        """Set `in_place` if the bytes are in host memory. Waits for bytes that have no copy
+        anywhere yet."""
         self.in_place = self.home.host_piece(self.piece)
         if self.in_place is None and self.before is not None and not self.before.done():
             self.before.wait()
             self.in_place = self.home.host_piece(self.piece)
 
     def wait(self) -> torch.Tensor:
-        """The bytes in host memory (1D uint8), once they are there and nothing reads them."""
+        """The bytes in host memory (1D uint8), once they have arrived and nothing reads them any
+        more."""
         if self.before is not None:
             self.before.wait()
         if self.in_place is not None:
@@ -94,7 +95,7 @@ class ChunkBytes:
         return self.staged
 
     def device_bytes(self) -> torch.Tensor:
-        """The bytes on the device (1D uint8), as far as its streams have got."""
+        """The bytes on the device (1D uint8), valid in stream order."""
         found = self.on_device if self.on_device is not None else self.copied
         assert found is not None, "there, or copied there"
         return found
@@ -102,7 +103,7 @@ class ChunkBytes:
     def send_home(self) -> Transfer[None] | None:
         """Start taking the changed bytes home; a transfer only if they were staged."""
         if not self.needed_on_host:
-            return None  # they never left
+            return None  # they are in their home already
         if self.in_place is not None:
             self.home.wrote_piece(self.piece)
             return None
@@ -110,14 +111,14 @@ class ChunkBytes:
         return self.home.write_piece(self.piece, self.staged)
 
     def let_go(self) -> None:
-        """Look at no memory of the home's any more."""
+        """Drop all views of the home's memory."""
         self.in_place = None
         self.on_device = None
 
 
 @dataclass(slots=True)
 class Chunk:
-    """One chunk of one group's update."""
+    """One chunk of one group's update: the same range of elements in every class of state."""
 
     update: GroupUpdate
     elements: range
@@ -137,7 +138,7 @@ class Chunk:
         return self.weight, self.record, self.gradient
 
     def segments(self) -> Iterator[tuple[Segment, slice]]:
-        """What of the chunk is updated with which numbers: elements, counted within the chunk."""
+        """The chunk's segments, counted in elements from its start."""
         for segment in self.update.segments:
             lo = max(segment.start, self.elements.start) - self.elements.start
             hi = min(segment.stop, self.elements.stop) - self.elements.start

@@ -1,12 +1,12 @@
-"""What ranks do together with a group's flat buffer, on torch.distributed.
+"""Collectives over a group's flat buffer, on torch.distributed.
 
     all-gather       shard | shard | shard   ->  whole, on every rank
     reduce-scatter   whole, on every rank    ->  each rank's shard of the average
 
 A reduce-scatter is an all-to-all, in which every rank gets all contributions to its shard, and a
-sum over them in the order of the ranks, in fp32, divided by their number once. So the average has
-the same bits whatever the backend, and whatever part of the buffer a rank owns; 16-bit gradients
-travel as they are and are summed without being rounded in between. (Gloo's own reduce-scatter is an
+sum over them in the order of the ranks, in fp32, divided by their number once. So the bits of the
+average depend neither on the backend nor on which part of the buffer a rank owns; 16-bit gradients
+travel as they are and are summed without intermediate rounding. (Gloo's own reduce-scatter is an
 all-reduce, at twice the bytes.)
 
 Either can send 8-bit codes instead (`block_codes`): fewer bytes, and approximate.
@@ -49,7 +49,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """In which format things travel."""
+    """The formats in which gradients and parameters travel."""
 
     reduce_dtype: torch.dtype | None = None  # gradients are rounded to it; None: they are not
     quantized_weights: bool = False
@@ -58,8 +58,8 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """How long to wait for the others, and for what: shards are sent under its name, so that a rank
-    that gathers another group meanwhile gets nothing, instead of values of the wrong parameters."""
+    """The group being gathered and the time limit. Shards are sent under the group's name, so that
+    a rank that gathers another group receives nothing instead of the wrong parameters."""
 
     what: str
     limit: timedelta
@@ -83,8 +83,8 @@ class Collectives:
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
         """Fill `whole` (1D uint8), of the group `name`, with the shards of all ranks, in order.
-        `own` may be a view of this rank's place in it. Blocks; on a GPU, until the current stream
-        is given the work. RankError if a rank does not take part."""
+        `own` may be a view of this rank's place in it. Blocks; on a GPU only until the work is
+        queued on the current stream. RankError if a rank does not take part."""
         self.traffic.gathered_nbytes += whole.numel()
         what, group = f"the all-gather of {_named(name)}", self.gather_group
         with self.watch.during("gather", what, group) as limit:
@@ -93,8 +93,8 @@ class Collectives:
     def gather_coded(
         self, whole: torch.Tensor, own: torch.Tensor, name: str, codec: Codec, room: torch.Tensor
     ) -> None:
-        """As `gather`, of what `codec` stores for each shard: all ranks, the owner too, get what
-        that says. `room` (1D uint8) holds the stored bytes of all shards meanwhile."""
+        """As `gather`, with each shard encoded by `codec`: all ranks, the owner too, get the
+        decoded values. `room` (1D uint8) holds the encoded bytes of all shards meanwhile."""
         rank, step = self.gather_group.rank(), codec.stored_nbytes(own.numel())
         stored = room[: step * self.gather_group.size()]
         mine = stored[rank * step : (rank + 1) * step]
@@ -140,7 +140,7 @@ class Collectives:
     def _reduce_codes(
         self, contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """out = the sum of what codes of all contributions say. `room` has `codes_nbytes` twice."""
+        """out = the sum of all contributions, sent as codes. `room` has `codes_nbytes` twice."""
         ranks, numel = self.reduce_group.size(), contribution.numel()
         nbytes = codes_nbytes(numel) - numel
         sizes = (numel, numel, nbytes, nbytes)
@@ -159,15 +159,16 @@ class Collectives:
 
 
 def _named(name: str) -> str:
-    """The group of what no submodule holds has no name of its own."""
+    """The group's name; that of the model's own parameters is empty."""
     return name if name and not name.startswith(" ") else f"the model's own{name or ' parameters'}"
 
 
 def _exchange_and_sum(
     contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor, group: Group
 ) -> None:
-    """out = the sum, in the order of the ranks, of what all of them contribute to this one. `room`
-    (1D uint8) holds that; if it is too small, piece by piece, with copies of what is sent."""
+    """out = the sum, in the order of the ranks, of all contributions to this rank. `room` (1D
+    uint8) holds them; if it is too small, they are exchanged piece by piece, which copies what is
+    sent."""
     ranks, numel = group.size(), contribution.numel()
     room = room.view(contribution.dtype)
     if numel <= room.numel():

@@ -1,7 +1,7 @@
-"""What torch.compile must not look into: hooks that move parameters, and what they call.
+"""Keeps torch.compile out of the hooks that move parameters, and out of all that they call.
 
-`torch.compiler.disable` would do, but imports the compiler at once: two seconds and 80 MiB for who
-does not compile. These wait until other code has imported it.
+`torch.compiler.disable` does the same, but imports the compiler at once, two seconds and 80 MiB
+also for users who do not compile. These decorators wait until other code has imported it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ def uncompiled(function: Function) -> Function:
 
 
 def break_graph(function: Function) -> Function:
-    """`function` is part of no graph; what it calls may be compiled, each on its own."""
+    """`function` is part of no graph; the functions it calls may be compiled separately."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function

@@ -4,9 +4,9 @@
     update        .             ├ step 0 ┤.   ├ step 1 ┤
     to host       .                       ├ weight 0 ┤ ├ weight 1 ┤
 
-Everything is queued and nothing waited for but bytes on their way from a file; a chunk's transfer
-says when all of it has happened. Buffers are taken in turn: the copy into one waits, on its stream,
-until its last content has left.
+All work is queued; the thread waits only for bytes that come from a file. A chunk's transfer is
+done when all its work is. Buffers are used in turn: the copy into a buffer waits, on its stream,
+until the previous content has left.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class DeviceUpdate:
         self._next = 0
 
     def step(self, chunk: Chunk) -> Transfer[None]:
-        """Queue all of a chunk's work. When the transfer is done, its new bytes are where its parts
-        say: at home on the device, or in host memory, still to be sent home."""
+        """Queue all of a chunk's work. When the transfer is done, the chunk's new bytes are at home
+        on the device, or in host memory, still to be sent home."""
         missing = [part for part in (chunk.weight, chunk.gradient) if part.on_device is None]
         fetched = self._fetch(missing)
         fetched.before_compute()
@@ -69,7 +69,7 @@ class DeviceUpdate:
         return ended
 
     def _fetch(self, missing: Sequence[ChunkBytes]) -> CopyMark:
-        """Copy what the device has not got from host memory into the next buffer."""
+        """Copy the parts that are not on the device from host memory into the next buffer."""
         mark, offset = CopyMark(), 0
         for part in missing:
             end = offset + part.nbytes

@@ -1,4 +1,4 @@
-"""What of a device the update and the gradients use beside the model."""
+"""The streams and memory of a device that updates and gradients use beside the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from offload.swap.streams import CopyStream, WorkStream
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """Streams and memory. Where the CPU does everything the streams are nothing, and no memory is
-    there."""
+    """Streams and memory. Where the CPU does everything, there are neither."""
 
     stream: WorkStream  # for the update thread
     links: Links  # for the update's own copies
@@ -25,6 +24,6 @@ class DeviceWork:
 
     @classmethod
     def nothing(cls) -> DeviceWork:
-        """The work of a CPU."""
+        """That of a CPU."""
         cpu = torch.device("cpu")
         return cls(WorkStream(cpu), Links(CopyStream(cpu), CopyStream(cpu)))

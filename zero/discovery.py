@@ -2,8 +2,8 @@
 
 A *unit* is a module whose forward needs groups; a *group* is a set of parameters that move
 together. Usually there is one group per unit. Tied weights belong to the first unit that has them;
-every other unit with that weight needs the first one's group as well. The rules are in
-`module_tree`, which knows no torch; here they meet the modules.
+every other unit with that weight needs the first one's group as well. `module_tree` has the rules,
+without torch; this module applies them to torch modules.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def shapes_of(
 
 
 def managed(param: nn.Parameter) -> bool:
-    """Whether a parameter is ours to move: real floating point (integers and complex stay)."""
+    """Whether the engine moves a parameter: real floating point only (integers and complex numbers
+    stay in the model)."""
     return param.is_floating_point() and not param.is_sparse
 
 
@@ -100,7 +101,7 @@ def tree_of(model: nn.Module) -> ModuleTree:
 
 
 class _Trees:
-    """Modules as trees, and the way back: by the id of a tree's nodes."""
+    """Modules as trees, and the modules of a tree's nodes, by their id."""
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}

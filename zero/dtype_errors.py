@@ -1,7 +1,7 @@
-"""What torch says where tensors of two formats meet, said so that one knows what to change.
+"""Torch's errors about tensors of two dtypes, with the module's name and what to change.
 
-Which mixtures an operation takes is the operation's affair (a norm takes fp32 parameters with bf16
-values, a product takes none), so nothing is refused beforehand.
+Nothing is refused beforehand: operations differ in the mixtures they accept (a norm takes fp32
+parameters with bf16 inputs, a matrix product takes none).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ABOUT_DTYPES = re.compile(
 
 
 def explain_dtypes(error: Exception, name: str, module: nn.Module, given: Any) -> None:
-    """DtypeError if `error` says that what the module `name` was `given`, or its buffers, have
-    another format than its parameters."""
+    """DtypeError if the cause of `error` is that the inputs `given` to the module `name`, or its
+    buffers, have another dtype than its parameters."""
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if own is None or isinstance(error, OffloadError) or not _ABOUT_DTYPES.search(str(error)):
         return

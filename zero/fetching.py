@@ -1,12 +1,13 @@
-"""What is fetched, and when: states are brought in the order in which they are used.
+"""Which states are fetched, and when: in the order of their use, ahead of it.
 
     used        a  b  c  d                  the trace learns this order and expects it again
     need(b)        ├ b is here
     fetched ahead     ├ c ├ d               the next ones in the trace, while there is room
     announce(x, y)    ├ x ├ y ├ c ├ d       a module chose x and y: before what the trace expects
 
-What is fetched has a number and a state. Groups of parameters have; so may a part of a group that
-is only fetched where it is chosen, after its module has run in part (an expert after its router).
+An item to be fetched has a number and a state. A group of parameters is one; so may be a part of a
+group that is fetched only when it is chosen, after its module has run in part (an expert after its
+router).
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ class Fetchable(Protocol):
 
 
 class PendingUpdates(Protocol):
-    """Updates that change what is fetched, and bring it to where they work."""
+    """Pending updates of the items. An update also brings the item's state."""
 
     def is_pending(self, index: int) -> bool: ...
 
     def promote(self, index: int) -> None:
-        """It is needed now: its update is the next to begin."""
+        """The item is needed now: its update is the next to begin."""
         ...
 
 
 class NoUpdates:
-    """Nothing that is fetched ever changes."""
+    """No item ever changes."""
 
     def is_pending(self, index: int) -> bool:
         return False
 
     def promote(self, index: int) -> None:
-        """There is none."""
+        """There is no update."""
 
 
 class Fetcher:
@@ -60,16 +61,16 @@ class Fetcher:
         self.updates: PendingUpdates = NoUpdates()
         self._depth = depth
         self._items: list[Fetchable] = []
-        self._needed: int | None = None  # what was asked for last
+        self._needed: int | None = None  # the item used last
         self._announced: dict[int, Fetchable] = {}  # chosen and not used yet, the next one first
 
     @property
     def next_number(self) -> int:
-        """The number that the next item has to have."""
+        """The number of the next item to be added."""
         return len(self._items)
 
     def add(self, item: Fetchable) -> None:
-        """From here on `item` can be used and expected. Its number is `next_number`."""
+        """Let `item`, whose number is `next_number`, be used and expected from now on."""
         assert item.index == self.next_number, "numbered in order"
         self._items.append(item)
 
@@ -83,27 +84,27 @@ class Fetcher:
         return expected
 
     def need(self, item: Fetchable, *, backward: bool = False) -> None:
-        """`item` is used now: note it, hurry its update or begin to bring it."""
+        """`item` is used now: note the use, move its update to the front or begin to bring it."""
         index = item.index
-        self._needed = index  # what comes next must not take its place before it is used
+        self._needed = index  # prefetches must not evict it before it is used
         self._announced.pop(index, None)
         if self.trace.use(index, backward=backward):
             item.state.note_use()
         if self.updates.is_pending(index):
             self.updates.promote(index)
-        else:  # it gets its place before what comes next: that may leave no hole of its size
+        else:  # it leases its slot before prefetches do: they may leave no hole of its size
             item.state.bring(next_use=0, priority=Priority.URGENT)
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
-        """A module chose what it needs next, in this order: begin to bring it, as far as there is
-        room. What was chosen before and was not used is expected no more."""
+        """A module chose the items it needs next, in this order: begin to bring them, as far as
+        there is room. Items chosen before and not used since are no longer expected."""
         self._announced = {item.index: item for item in chosen}
         for distance, item in enumerate(chosen, 1):
             if not self._bring(item, distance):
                 return
 
     def fetch_ahead(self) -> None:
-        """Begin to bring what is used next."""
+        """Begin to bring the items that are used next."""
         if not self._depth or not self.trace.learnt:
             return
         for distance, index in enumerate(self.trace.upcoming()):

@@ -1,9 +1,9 @@
-"""Parameters of which this rank owns a shard: whole in memory while they are computed with, or
-whole for good and brought up to date after each update.
+"""Parameters of which this rank owns a shard: gathered while they are computed with
+(`GatheredState`), or whole all the time and refreshed after each update (`ReplicatedState`).
 
-Every gathering is a collective: all ranks begin the same ones in the same order. So the
-model's thread decides what is gathered and what is given up for it: from the order in which groups
-are used and a limit in bytes that all ranks agree on, never from how much memory is free.
+A gather is a collective: all ranks begin the same ones in the same order. So the model's thread
+decides which groups are gathered and which copies are evicted for them, from the order of uses and
+a limit in bytes that all ranks agree on, never from how much memory is free.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from offload.zero.pass_log import PassLog
 
 
 class SharedState(State, RankCopies):
-    """What both kinds have in common: the update side works on this rank's own part, piece by
-    piece, wherever `home` has it."""
+    """The base of both: the update side works on this rank's own part in `home`, piece by piece."""
 
     def __init__(self, home: State, nbytes: int, first_piece: int) -> None:
         super().__init__(home.name, nbytes, home.piece_nbytes, home.stride_nbytes)
@@ -91,8 +90,7 @@ class SharedState(State, RankCopies):
 class Gatherer:
     """Memory for whole parameters, and the order in which they are gathered.
 
-    The least recently used copy is given up when the room is full. What a module holds is not.
-    """
+    When the room is full, the least recently used copy that no module holds is evicted."""
 
     def __init__(
         self, collectives: Collectives, pool: SlotPool, room_nbytes: int, device: torch.device,
@@ -116,11 +114,11 @@ class Gatherer:
 
     @property
     def has_codes(self) -> bool:
-        """Whether the model is computed with what 8-bit codes say."""
+        """Whether the model computes with values decoded from 8-bit codes."""
         return self._codes is not None
 
     def gather(self, state: GatheredState) -> None:
-        """Begin to gather `state`, which is not."""
+        """Begin to gather `state`, which is not gathered."""
         self._make_room(state)
         self._begin(state)
 
@@ -131,7 +129,7 @@ class Gatherer:
         state.begin(lease, self._fences.claim(lease.extent))
 
     def collect(self, whole: torch.Tensor, own: torch.Tensor, name: str, *, codes: bool) -> None:
-        """On the gathering thread: all ranks' shards, exactly or as 8-bit codes say."""
+        """On the gathering thread: collect all ranks' shards, exactly or as 8-bit codes."""
         if not codes:
             self.collectives.gather(whole, own, name)
             return
@@ -153,7 +151,7 @@ class Gatherer:
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """What is gathered inside are the values themselves, also where 8-bit codes travel."""
+        """Inside, gathers are exact, also with quantized_weights."""
         if self._codes is None:
             yield
             return
@@ -165,8 +163,8 @@ class Gatherer:
             self.gathers_codes = True
 
     def begin_pass(self) -> None:
-        """The model is called: every pass begins alike, whatever came before it, so that a rank
-        without data can repeat the last one."""
+        """The model is called: every pass begins in the same state, so that a rank without data can
+        repeat the last one."""
         self._give_up(list(self._gathered.values()))
         self.log.begin_pass()
 
@@ -201,8 +199,7 @@ class GatheredState(SharedState):
         self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer,
         is_held: Callable[[], bool], update: Callable[[], Transfer[None] | None],
     ) -> None:  # fmt: skip
-        """`is_held` says whether a module has entered the group; `update` is what readers have to
-        wait for."""
+        """`is_held` says whether a module has entered the group; readers wait for `update`."""
         super().__init__(home, layout.numel * itemsize, first_piece=0)
         self.is_held = is_held
         self._trainable = layout.numel_trainable * itemsize
@@ -211,8 +208,8 @@ class GatheredState(SharedState):
         self._update = update
         self._lease: Lease | None = None
         self._arrival: Transfer[CopyMark] | None = None
-        self.is_coded = False  # the copy is what 8-bit codes say
-        self._ends_unheld = False  # the copy is given up when no module holds it any more
+        self.is_coded = False  # the copy was decoded from 8-bit codes
+        self._ends_unheld = False  # evict the copy when no module holds it any more
 
     @property
     def is_gathered(self) -> bool:
@@ -243,7 +240,7 @@ class GatheredState(SharedState):
         return mark_here(self._gatherer.device)
 
     def end(self) -> Lease:
-        """The memory of the copy, which is forgotten."""
+        """Forget the copy; returns its memory."""
         lease, arrival = self._copy()
         arrival.wait()
         self._lease = self._arrival = None
@@ -275,7 +272,7 @@ class GatheredState(SharedState):
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
     def wrote(self, *, write_back: bool = True) -> None:
-        """The caller changed the whole copy, and so this rank's part of it."""
+        """The caller changed the whole copy: store this rank's part of it."""
         lease, _ = self._copy()
         if self.is_coded:
             raise UnsupportedError(
@@ -323,14 +320,14 @@ class GatheredState(SharedState):
 
 
 class ReplicatedState(SharedState):
-    """Whole on every rank, wherever its home is. Each rank updates its own part; the others' parts
+    """Whole on every rank, in the tier of `home`. Each rank updates its own part; the others' parts
     are gathered before the next use."""
 
     def __init__(
         self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer, rank: int,
         update: Callable[[], Transfer[None] | None],
     ) -> None:  # fmt: skip
-        """`update` is what readers have to wait for."""
+        """Readers wait for `update`."""
         super().__init__(home, home.nbytes, first_piece=rank * home.pieces_per_stride)
         self._rank = rank
         self._trainable = layout.numel_trainable * itemsize
@@ -432,7 +429,7 @@ class ReplicatedState(SharedState):
 
 
 class _Outlived:
-    """Memory of a copy that was given up, while a tensor still views it (`CachedPiece`)."""
+    """Memory of an evicted copy, while a tensor still views it (`CachedPiece`)."""
 
     def __init__(self, lease: Lease, pool: SlotPool) -> None:
         self._lease = lease
@@ -459,7 +456,7 @@ class _Outlived:
         self._lease.free()
 
     def leave(self) -> None:
-        """It has no home."""
+        """Nothing to do: it has no home."""
 
     def transit(self) -> Callable[[], None] | None:
         return None

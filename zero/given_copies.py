@@ -1,8 +1,8 @@
-"""What `model.state_dict()` gave: copies, where torch gives the parameters themselves.
+"""Copies that `model.state_dict()` returned, where torch returns the parameters themselves.
 
-In torch, writing to an entry writes to the parameter. So a copy is remembered, without its
-values, by the counter of its versions. When parameters are looked at next, what was written to a
-copy is written to its parameter, if that is still the one that was copied; else it is refused.
+In torch, writing to an entry writes to the parameter. So each copy is watched by its version
+counter, without keeping its values. At the next use of the parameters a written copy is copied to
+its parameter, or refused if the parameter has changed since.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class _Given:
 
     @property
     def is_stale(self) -> bool:
-        """The parameter has changed since."""
+        """The parameter has changed since it was copied."""
         return self.version != self.group.version
 
 
 class GivenCopies:
-    """Of one model. For the thread of the model."""
+    """The copies of one model. For the thread of the model."""
 
     def __init__(self) -> None:
         self._given: list[_Given] = []
@@ -56,10 +56,10 @@ class GivenCopies:
         self._given.append(given)
 
     def written(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters whose copies were written to, and these. To be called until its end.
+        """Parameters whose copies were written to, with those copies. The caller must exhaust the
+        iterator.
 
-        StateError for those that no parameter can take any more.
-        """
+        StateError for copies of parameters that have changed since."""
         if not self._given:
             return
         self._given = [g for g in self._given if g.is_written or g.copied() is not None]
@@ -67,7 +67,7 @@ class GivenCopies:
         params = {id(given.param) for given in written}
         wrong = [given for given in written if given.copied() is None or given.is_stale]
         if not wrong and len(params) < len(written):
-            wrong = written  # which of two copies of one parameter is meant is unknown
+            wrong = written  # two copies of one parameter were written: which one counts is unknown
         if wrong:
             self._given = [given for given in self._given if given not in wrong]
             self._refuse(wrong)
@@ -77,12 +77,13 @@ class GivenCopies:
             assert copied is not None, "just looked at"
             given.counted = given.counter._version
             yield given.param, copied
-        for given in fresh:  # what was written has made a version of its own
+        for given in fresh:  # the write gave the parameter a new version
             if given in written or id(given.param) not in params:
                 given.version = given.group.version
 
     def forget_stale(self) -> None:
-        """All parameters are set now: who wrote to an older copy sets them from it."""
+        """Forget copies of parameters that have changed since: a load is setting all of them
+        anyway."""
         self._given = [given for given in self._given if not given.is_stale]
 
     def _refuse(self, wrong: Sequence[_Given]) -> None:

@@ -1,19 +1,19 @@
-"""What users find in `param.grad`: a handle of the gradient that was accumulated in the tiers.
+"""The handle that users find in `param.grad`: it stands for the gradient accumulated in the tiers.
 
     backward          autograd's gradient goes into the accumulator, `param.grad` is a handle
     a second pass     autograd adds to `param.grad`, in place: into the accumulator
     vector_norm       from the sums of squares that the copy into the accumulator made
-    mul_(scalar)      kept as a factor of the coming update
-    zero_             there is a gradient, and it is zero
-    grad = None       what was accumulated is forgotten at the next look (`collect`, a forward):
+    mul_(scalar)      kept as a factor for the coming update
+    zero_             the gradient exists and is zero
+    grad = None       the gradient is dropped at the next `collect` or forward:
                       setting an attribute tells no one
     grad = tensor     it stays there, autograd adds to it, and the step takes its values in
     anything else     reads the accumulator, or writes it
 
 `param.grad` alone says what the gradient is, as in PyTorch; the accumulator holds the value of the
-handle that is in it. A handle that the user keeps after its parameter's gradient was cleared takes
-its value along; any other is used again for the next gradient: small things that were allocated
-between large gradients would keep the C library's heap from giving those back.
+current handle. A handle that the user keeps after the gradient was cleared gets a copy of its
+value; any other is used again for the next gradient: small objects allocated between large
+gradients would keep the C library's heap from returning those.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class GradientSource:
         self.state = state
         self.index = index
         self.param = param
-        self.zeroed = False  # it is zero, and nothing is in the accumulator
-        self.kept: torch.Tensor | None = None  # its value, since the accumulator has another's
-        self.used_up: str | None = None  # why it has no value any more
+        self.zeroed = False  # it is zero, and the accumulator has nothing of it
+        self.kept: torch.Tensor | None = None  # its value, if the accumulator has another
+        self.used_up: str | None = None  # why its value is gone
 
     @property
     def key(self) -> Place:
@@ -83,23 +83,23 @@ class GradientSource:
 
 
 class GradientHandles:
-    """The gradients of one model, as `param.grad` shows them. For the thread of the model, and the
-    one that runs backward."""
+    """The gradients of one model, as `param.grad` shows them. For the thread of the model and the
+    thread that runs backward."""
 
     def __init__(
         self, states: Sequence[OptimizerState], stepper: Stepper, rank_work: AnyRankWork,
         arrive: Callable[[OptimizerState, int, torch.Tensor], None],
         comes_in_parts: Callable[[ParamGroup], bool],
     ) -> None:  # fmt: skip
-        """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`: those
-        of a group are on their way there, micro-batch by micro-batch."""
+        """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`:
+        whether gradients of a group are still arriving, micro-batch by micro-batch."""
         self._states = states
         self._stepper = stepper
         self._rank_work = rank_work
         self._arrive = arrive
         self._comes_in_parts = comes_in_parts
-        self._sources: dict[Place, GradientSource] = {}  # of what the accumulators have
-        self._handles: dict[Place, PagedTensor] = {}  # of which no other is held elsewhere
+        self._sources: dict[Place, GradientSource] = {}  # of the accumulated gradients
+        self._handles: dict[Place, PagedTensor] = {}  # unused ones, with no other reference
         self._params: dict[Place, nn.Parameter] = {
             (state.group.index, index): param
             for state in states
@@ -107,28 +107,28 @@ class GradientHandles:
             if state.group.layout.params[index].trainable
         }
         stepper.on_used_up = self._let_go
-        self._came: list[Place] = []  # what autograd gave gradients of, since the last forward
+        self._came: list[Place] = []  # parameters that got gradients since the last forward
         self._last: list[Place] = []  # ... in the last pass that had any
         self._set: dict[Place, int] = {}  # addresses of tensors that users have put there
-        self._taken: set[Place] = set()  # the accumulators have those tensors' values
+        self._taken: set[Place] = set()  # the accumulators hold those tensors' values
         self._agreed = False  # all ranks know which gradients there are
 
     # ---------------------------------------------------------------- from autograd
     def is_current(self, key: Place, gradient: torch.Tensor | None) -> bool:
-        """Whether `gradient` is the handle of what the accumulator has for a parameter."""
+        """Whether `gradient` is the handle of a parameter's accumulated gradient."""
         return key in self._sources and gradient is self._handles[key]
 
     def came(self, key: Place) -> None:
-        """Autograd gave a gradient, wherever it went."""
+        """Autograd gave a gradient of a parameter."""
         self._came.append(key)
 
     def is_set(self, key: Place, gradient: torch.Tensor) -> bool:
-        """Whether `gradient` is a tensor of the user's, to which autograd has added."""
+        """Whether `gradient` is a user's tensor to which autograd has added."""
         return key in self._set and self._set[key] == local_of(gradient).data_ptr()
 
     def note_set(self) -> None:
-        """Before a pass: which parameters have a tensor of the user's for a gradient. It stays
-        there, as in torch: it may be a view of a buffer that the user zeroes, or sums up in."""
+        """Before a pass: note the parameters whose `.grad` is a user's tensor. It stays there, as
+        in torch: it may be a view of a buffer that the user zeroes or accumulates in."""
         self._last, self._came = self._came or self._last, []
         with torch._C.DisableTorchFunctionSubclass():
             found = ((key, param.grad) for key, param in self._params.items())
@@ -138,7 +138,7 @@ class GradientHandles:
             }  # fmt: skip
 
     def take(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
-        """`param.grad` was cleared, or never there, and autograd gave `gradient`."""
+        """`param.grad` was None, and autograd gave `gradient`."""
         key = state.group.index, index
         if key in self._sources or self._has(state, index):
             self._forget([key])
@@ -147,7 +147,7 @@ class GradientHandles:
         self._put(key)
 
     def add(self, source: GradientSource, gradient: torch.Tensor) -> None:
-        """Autograd, or the user, adds to a gradient that is there."""
+        """Autograd, or the user, adds to an existing gradient."""
         self._arrive(source.state, source.index, gradient)
         source.zeroed = False
         self._agreed = False
@@ -189,8 +189,7 @@ class GradientHandles:
             self._forget(sorted(gone))  # in the same order on all ranks
 
     def collect(self) -> None:
-        """Before a step: gradients that were cleared are forgotten, those that were set are taken
-        in."""
+        """Before a step: drop gradients that users cleared, take in those that users set."""
         self.drop_cleared()
         with torch._C.DisableTorchFunctionSubclass():
             found = {key: param.grad for key, param in self._params.items()}
@@ -233,7 +232,7 @@ class GradientHandles:
             self._taken.add(key)
 
     def complete(self) -> None:
-        """After ranks have agreed: what others have gradients of, has one here, too."""
+        """After ranks have agreed: a parameter with a gradient on any rank has one here, too."""
         if not self._rank_work.reductions.has_others:
             return
         for state in self._states:
@@ -243,14 +242,15 @@ class GradientHandles:
                     self._put(key)
 
     def repeat(self) -> None:
-        """For a rank without data: other ranks make gradients of what had some in the last pass."""
+        """For a rank without data: the parameters of the last pass get gradients, as on other
+        ranks."""
         self._agreed = False
         for key in self._last:
             if key not in self._sources and self._params[key].grad is None:
                 self._put(key)
 
     def clear(self, why: str) -> None:
-        """No parameter has a gradient any more."""
+        """Clear every parameter's gradient."""
         self._let_go(range(len(self._states)), why)
 
     def _let_go(self, groups: Sequence[int], why: str) -> None:
@@ -262,7 +262,7 @@ class GradientHandles:
             self._handles.pop(key)
 
     def _forget(self, keys: Sequence[Place]) -> None:
-        """What the accumulators have for these is of gradients that were cleared."""
+        """Drop these parameters' accumulated gradients, which users cleared."""
         self._detach(keys)
         by_group: dict[int, list[int]] = {}
         for key in keys:
@@ -277,18 +277,18 @@ class GradientHandles:
         return bool(state.gradients.passes[index])
 
     def _detach(self, keys: Sequence[Place]) -> None:
-        """A handle that the user has kept, or a view of it, takes its value along."""
+        """Give a handle that the user has kept, or views of, a copy of its value."""
         for key in keys:
             if key not in self._sources or not self._is_kept(key):
                 continue
             source = self._sources[key]
             if isinstance(source.state.gradients, ReducedGradients):
-                # all ranks would have to put it together, and here one of them may have kept it
+                # all ranks would have to take part, and perhaps only this rank kept the handle
                 source.used_up = (
                     "it was cleared, and its parts are on several ranks; .clone() it before"
                 )
             elif not source.zeroed and not self._has(source.state, source.index):
-                # parts of it were still to come, from other micro-batches
+                # parts from other micro-batches are still missing
                 source.used_up = "the backward pass that it came in was cut short"
             else:
                 source.kept = self.value_of(source)
@@ -343,7 +343,7 @@ class GradientHandles:
     def _whole(
         self, gradients: ReducedGradients, state: OptimizerState, index: int
     ) -> torch.Tensor:
-        """Put together from all ranks' parts."""
+        """The whole gradient, from all ranks' parts."""
         gradients.landed.wait()
         mine = gradients.read(index)
         spec = state.group.layout.params[index]
@@ -374,7 +374,7 @@ class GradientHandles:
         self._stepper.changed()
 
     def scale(self, source: GradientSource, factor: float) -> None:
-        if factor == 1.0:  # who only wants the norm clips to infinity
+        if factor == 1.0:  # clipping to infinity only asks for the norm
             self._check(source)
             return
         self._check_writable(source)
@@ -403,8 +403,8 @@ class GradientHandles:
         return self._stepper.gradient_norm_of(source.key).to(device)
 
     def _agree(self, source: GradientSource) -> None:
-        """On several ranks: what others have of these gradients is in them. All ranks come here,
-        for they run the same program."""
+        """On several ranks: reduce these gradients. All ranks must call it, and do, for they run
+        the same program."""
         if self._agreed or not self._rank_work.reductions.has_others:
             return
         self._stepper.agree("a use of param.grad", source.name)

@@ -1,4 +1,4 @@
-"""Where autograd gives gradients of parameters: a hook on each trainable one."""
+"""A hook on each trainable parameter, which takes its gradient from autograd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GradientHooks:
             self._take(found[0].index, found[1], param)
 
     def remove(self) -> None:
-        """No gradient comes here any more."""
+        """Take the hooks off."""
         for hook in self._removable:
             hook.remove()
 

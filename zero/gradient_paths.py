@@ -1,4 +1,4 @@
-"""How a gradient gets from where backward made it into its accumulator, with its squared norm.
+"""The ways of a gradient from backward's memory into its accumulator, with its squared norm.
 
     HostPath      kernels of the CPU, on host memory
     DevicePath    kernels of the device: the accumulator is there
@@ -45,10 +45,10 @@ class GradientPath(abc.ABC):
 
     @abc.abstractmethod
     def squares(self, index: int) -> Array:
-        """Sums of squares of what was stored last for a parameter, one per block."""
+        """Sums of squares of the values last stored for a parameter, one per block."""
 
     def when_there(self, then: Callable[[], object], what: object) -> Transfer[None]:
-        """Run `then` once everything stored so far is in the accumulator."""
+        """Run `then` once everything sent so far is in the accumulator."""
         then()
         return Transfer.completed(None)
 
@@ -80,7 +80,7 @@ class HostPath(GradientPath):
 
 
 class DevicePartials:
-    """Sums of squares of all groups where the device's kernels leave them, fetched all at once."""
+    """Sums of squares of all groups in device memory, fetched all at once."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         """`flat`: 1D fp64 on the device, with a place for every block of every gradient."""
@@ -101,7 +101,7 @@ class DevicePartials:
         return self._flat[place]
 
     def read(self, place: slice) -> Array:
-        """What the kernels left; waits for the current stream if anything is new."""
+        """The sums; waits for the current stream if any is new."""
         if self._fetched is None:
             self._fetched = self._flat[: self._taken].to("cpu", copy=True).numpy()
         return self._fetched[place]
@@ -129,7 +129,7 @@ class DevicePath(GradientPath):
 
 
 class LeavingPath(GradientPath):
-    """First gradients through an `Outbox`; what is added to them, by a `HostPath`."""
+    """First gradients go through an `Outbox`; later ones are added by a `HostPath`."""
 
     def __init__(
         self, numels: Sequence[int], partials: DevicePartials, outbox: Outbox, run: Runner
@@ -138,7 +138,7 @@ class LeavingPath(GradientPath):
         self._places = [partials.take(norm_blocks(numel)) for numel in numels]
         self._outbox = outbox
         self._host = HostPath(numels, run)
-        self._by_host = np.zeros(len(numels), dtype=bool)  # who summed the squares last
+        self._by_host = np.zeros(len(numels), dtype=bool)  # the path that summed the squares last
         self._last = CopyMark()
 
     def copy(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:

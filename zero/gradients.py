@@ -1,10 +1,10 @@
 """A group's gradients on their way from backward to the update.
 
-Each gradient is taken from autograd as soon as it is there and copied into one flat accumulator,
-with its squared norm fused into the copy. The first backward pass leaves 16-bit gradients as they
-are; a second one before the step makes the accumulator fp32, and the sum is the fp32 sum of the
-16-bit gradients. That rule depends on the number of passes alone, so the bits do not depend on
-where the accumulator lives; how a gradient gets there is its path's secret.
+Each gradient is taken from autograd as soon as it is computed and copied into one flat accumulator,
+with its squared norm fused into the copy. The first backward pass stores 16-bit gradients
+unchanged; a second one before the step makes the accumulator fp32, and the sum is the fp32 sum of
+the 16-bit gradients. That rule depends on the number of passes alone, so the bits do not depend on
+the accumulator's tier. `gradient_paths` does the copying.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class GradientAccumulator:
         self._path = self._choose_path(run, partials, outbox)
         self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
         self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
-        self._factors = np.ones(len(self._specs))  # what users have scaled each one's sum by
-        # All that was taken in is in the accumulator, and that is on its way home.
+        self._factors = np.ones(len(self._specs))  # the factor by which users have scaled each sum
+        # Everything taken in is in the accumulator, which is on its way home.
         self.landed: Transfer[None] = Transfer.completed(None)
 
     def _choose_path(
@@ -88,8 +88,8 @@ class GradientAccumulator:
         return self._spent
 
     def add(self, index: int, gradient: torch.Tensor) -> bool:
-        """Take in the gradient of parameter `index`; the pass ends with that of the last one. True:
-        it is there at once."""
+        """Take in the gradient of parameter `index`; the pass ends with that of the last one. True
+        if it is in the accumulator on return."""
         source = flat_gradient(gradient)
         if self.passes[index] and self.format is not Float.FP32:
             self._promote()
@@ -116,13 +116,13 @@ class GradientAccumulator:
         return self._open[spec.offset : spec.stop]
 
     def _apply_factor(self, index: int) -> None:
-        """Let the fp32 sum be what it was scaled to: the next gradient is added to that."""
+        """Multiply the fp32 sum by its factor: the next gradient is added to the product."""
         self._arrive()
         self._slice(self._specs[index]).mul_(self._factors[index])
         self._factors[index] = 1.0
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Let `value`, of the parameter's size, be what was accumulated."""
+        """Replace what was accumulated by `value`, of the parameter's size."""
         self._arrive()
         self._path.copy(index, self._slice(self._specs[index]), flat_gradient(value))
         self.passes[index] = max(1, self.passes[index])
@@ -130,11 +130,11 @@ class GradientAccumulator:
         self.close()
 
     def scale(self, index: int, factor: float) -> None:
-        """Multiply what was accumulated: kept as a number until it is used."""
+        """Multiply what was accumulated: the factor is kept until the values are used."""
         self._factors[index] *= factor
 
     def factor(self, index: int) -> float:
-        """What the accumulator's values have to be multiplied with."""
+        """The factor that the accumulator's values have to be multiplied by."""
         return float(self._factors[index])
 
     def drop(self, indices: Sequence[int]) -> None:
@@ -143,7 +143,7 @@ class GradientAccumulator:
         self._factors[indices] = 1.0
 
     def _promote(self) -> None:
-        """Make the accumulator fp32, with what it holds."""
+        """Make the accumulator fp32, keeping its values."""
         self.landed.wait()
         old_state = self.state
         old = self._open if self._open is not None else old_state.tensor()
@@ -196,13 +196,13 @@ class GradientAccumulator:
         return found if factor == 1.0 else found.float().mul_(factor)
 
     def _arrive(self) -> None:
-        """Wait for what is on its way into the accumulator."""
+        """Wait for transfers into the accumulator."""
         self.landed.wait()
         if self._open is not None:
             self._path.when_there(lambda: None, f"the gradients of {self.name}").wait()
 
     def spend(self) -> None:
-        """Give the memory back: an update has used the gradients up. Their norm is still known."""
+        """Free the memory: an update has used the gradients up. Their norm is still known."""
         self._spent = True
         self._arrive()
         self.state.discard()

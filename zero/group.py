@@ -3,14 +3,14 @@
 Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
 
     RELEASED   a one-element placeholder (NaN) of the parameter's full shape; the state owns
-               the bytes, wherever they are. The parameter's class fetches them when it is read
+               the bytes, in any tier. The parameter's class fetches them when it is read
                (zero/released.py)
     GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
 
-A group whose home is the memory it is used in stays GATHERED, except while an update of it runs in
-the background: no one reads half of an update. Where all its states are in memory there is
-nothing to hide, the update is waited for in the step, and it stays GATHERED for good. One with
-masters is released there as well: what is written to its parameters has to reach the masters.
+A group whose home is the memory it is used in stays GATHERED, except while its update runs in the
+background, so that half an update is never read. Where all its states are in memory the step waits
+for the update, and the group always stays GATHERED. A group with masters is released there as well:
+writes to its parameters have to reach the masters.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 class RankCopies:
-    """Parts of a group's buffer that other ranks update, and this rank has copies of. By itself:
-    there are none, and every verb has nothing to do."""
+    """This rank's copies of the parts of a group's buffer that other ranks update. This base class
+    has none, and its methods do nothing."""
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the buffer has to get other ranks' parts before it is used."""
+        """Whether other ranks' parts have to be fetched before the buffer is used."""
         return False
 
     def invalidate_gathered(self) -> None:
         """An update was submitted: copies made before it hold old values."""
 
     def refresh(self) -> None:
-        """Begin to get parts that other ranks have changed. All ranks refresh the same groups in
-        the same order, whichever of them they use."""
+        """Begin to fetch parts that other ranks have changed. All ranks refresh the same groups in
+        the same order, also those that only some of them use."""
 
     def overwritten(self) -> None:
         """Every rank has overwritten the whole buffer: each part counts as its owner wrote it."""
@@ -91,8 +91,8 @@ class ParamGroup:
         dtype: torch.dtype, state: State, device: torch.device,
         classes_of: Callable[[type], Classes], copies: RankCopies | None = None,
     ) -> None:  # fmt: skip
-        """`classes_of` gives the classes of a parameter that is of another one by itself; `copies`
-        are what `state` has of other ranks' parts."""
+        """`classes_of` gives the classes for a parameter of a given class; `copies` are those of
+        other ranks' parts in `state`."""
         self.index = index
         self.name = name
         self.layout = layout
@@ -101,8 +101,8 @@ class ParamGroup:
         self.state = state
         self.copies = RankCopies() if copies is None else copies
         self.device = device
-        self.permanent = False  # True: every state is in memory that it is used in
-        self.has_masters = False  # True: written parameters are not all of the truth
+        self.permanent = False  # True: every state is at home in the memory where it is used
+        self.has_masters = False  # True: a write to a parameter has to reach its master, too
         self._addresses: list[int] = []  # of the parameters' values, as they were gathered last
         self._uses = 0  # tensors over the buffer's memory then
         self.version = 0  # counts updates; a saved handle of an older version is stale
@@ -118,7 +118,7 @@ class ParamGroup:
         self._placeholder = torch.full((), nan, dtype=dtype, device=device)
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
-        """The parameters with the classes that they have by themselves."""
+        """The parameters with their original classes."""
         return [(p, kinds.own) for p, kinds in zip(self.params, self._classes, strict=True)]
 
     @property
@@ -157,7 +157,7 @@ class ParamGroup:
 
     @torch.inference_mode(False)
     def release(self) -> None:
-        """Let go of the buffer (unless it is at home in place): it may be dropped now."""
+        """Stop using the buffer (unless the home is used in place): it may be evicted now."""
         if self.residing is GroupState.RELEASED or self._stays:
             return
         self._put_placeholders()
@@ -176,13 +176,14 @@ class ParamGroup:
                 hold(param, self._placeholder.expand(spec.shape))
 
     def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
-        """Give a parameter the class of released ones again, unless it was gathered meanwhile."""
+        """Give a parameter the class of released parameters again, unless it was gathered
+        meanwhile."""
         if self.residing is GroupState.RELEASED:
             param.__class__ = kind
 
     def enter(self, user: object) -> None:
-        """`user` (a module's call, a `gathered`) needs the parameters; it has to leave also where
-        this raises."""
+        """`user` (a module's call, a `gathered`) needs the parameters; it must call `leave`, also
+        if this raises."""
         self._users.add(user)
         if self.on_hold is not None:
             self.on_hold(self, user, True)
@@ -198,7 +199,7 @@ class ParamGroup:
             self.copies.on_last_release()
 
     def hold(self, user: int) -> None:
-        """As `enter` of a pass that is repeated without data: nothing is computed with."""
+        """As `enter`, for a pass repeated without data: nothing computes with the parameters."""
         self._held_for.add(user)
 
     def let_go(self, user: int) -> None:
@@ -208,7 +209,8 @@ class ParamGroup:
         self._held_for.clear()
 
     def await_or_withhold(self) -> None:
-        """An update was submitted: no parameter at home in place may show half of it."""
+        """An update was submitted: a parameter whose home is used in place must not show half of
+        it."""
         if self.permanent:
             self.gather()
         elif self.state.in_place:
@@ -220,14 +222,14 @@ class ParamGroup:
         self._put_placeholders()
 
     def invalidate(self) -> None:
-        """An update was submitted: what was read before it has old values."""
+        """An update was submitted: values read before it are old."""
         self.version += 1
         self.copies.invalidate_gathered()
 
     def changed(self) -> list[int]:
         """Parameters (by index) that were written to since the last call or `note_versions`, also
-        through `.data`, or whose `.data` was set to another tensor: its values are in the buffer
-        now."""
+        through `.data`, or whose `.data` was set to another tensor, which is copied into the
+        buffer."""
         rebound = self.take_over()
         versions = [param._version for param in self.params]
         if not rebound and not self._watched and versions == self._written:
@@ -250,8 +252,8 @@ class ParamGroup:
     def take_over(self) -> list[int]:
         """Copy what `param.data` was set to while gathered into the buffer; which ones (by index).
 
-        UnsupportedError for values of another shape, format or device, and where the user keeps
-        what `.data` was before: that is the buffer, whose values would change under it.
+        UnsupportedError for values of another shape, dtype or device, and if the user still refers
+        to the previous `.data`: that is a view of the buffer, whose values would change.
         """
         if self.residing is not GroupState.GATHERED:
             return []
@@ -297,12 +299,12 @@ class ParamGroup:
         return [local_of(param).data_ptr() for param in self.params]
 
     def note_versions(self) -> None:
-        """What was written up to now is known."""
+        """Writes up to now are accounted for."""
         self._watched.clear()
         self._written = [param._version for param in self.params]
 
     def adopt(self) -> None:
-        """Make the parameters ours: full precision values are in the state, data follows it."""
+        """Take the parameters over: their values are in the state, `param.data` follows it."""
         self.residing = GroupState.GATHERED
         if self._stays:
             self.residing = GroupState.RELEASED

@@ -1,11 +1,11 @@
-"""Saved tensors as handles: what autograd keeps of a gathered parameter is a name, not a view.
+"""Saved tensors as handles: autograd keeps the name of a gathered parameter's view, not the view.
 
 `aten::linear` saves `weight.t()`, a view that would keep the whole gathered buffer alive until
-backward. A handle `(group, shape, stride, offset)` is unpacked against the buffer that the group
-has by then. Tensors that are no views of a gathered buffer go to the hooks that were active before
-ours if there are any (`save_on_cpu`, a checkpoint around the whole model), else to the keeper of
-activations if there is one and it takes them; else they stay. DTensors stay: what is written to one
-in place is not counted at its local tensor, so a keeper could not tell two versions apart.
+backward. A handle `(group, shape, stride, offset)` becomes a view of the buffer that the group has
+by then. Other saved tensors go to the hooks that were active before ours if there are any
+(`save_on_cpu`, a checkpoint around the whole model), else to the keeper of activations if there is
+one and it takes them; else they stay. DTensors stay: a write in place is not counted at the local
+tensor, so a keeper could not tell two versions apart.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """What the hooks around ours made of a tensor."""
+    """The result of the outer hooks for a tensor."""
 
     unpack: Callable[[Any], torch.Tensor]
     packed: Any
@@ -66,7 +66,8 @@ def active_hooks() -> Hooks | None:
 
 
 def take_off_hooks(outer: Hooks | None) -> None:
-    """Let `outer`, once active, be active again: the hooks set after it were cut short."""
+    """Remove the hooks set after `outer`, so that it is active again: an interrupt left them
+    behind."""
     while (hooks := active_hooks()) is not None and (outer is None or hooks[0] is not outer[0]):
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
@@ -80,16 +81,17 @@ class KeptTensor(Protocol):
 
 
 class Keeper(Protocol):
-    """Takes saved tensors elsewhere until backward needs them."""
+    """Stores saved tensors outside device memory until backward needs them."""
 
     def keep(self, tensor: torch.Tensor) -> KeptTensor | None:
-        """What gives its values back; None where it stays."""
+        """An object that gives the values back; None if the tensor stays."""
         ...
 
 
 class SavedTensor:
-    """A tensor kept as it is, or parked. Autograd leaves it to hooks to see that it was not changed
-    since: a detached tensor counts versions together with the one it is of, also without values.
+    """A tensor kept as it is, or parked. Autograd leaves it to hooks to check that it was not
+    changed since: a detached tensor shares the version counter of its original, also without
+    values.
     """
 
     __slots__ = ("_detached", "_parked", "_shape", "_version")
@@ -119,7 +121,7 @@ def _check_version(counter: torch.Tensor, saved: int, what: str) -> None:
 
 
 class HandleTable:
-    """Knows gathered buffers by address and makes handles of views of them."""
+    """Knows gathered buffers by address and makes handles from views of them."""
 
     def __init__(self, use: Callable[[ParamGroup], None], keeper: Keeper | None = None) -> None:
         self._use = use  # told before a group is needed again, so that it can fetch ahead
@@ -127,7 +129,7 @@ class HandleTable:
         self._buffers: dict[int, ParamGroup] = {}  # storage address -> group
 
     def note(self, group: ParamGroup) -> None:
-        """`group` was gathered: views of its buffer are ours from now on."""
+        """`group` was gathered: views of its buffer become handles from now on."""
         for param in group.params:
             local = local_of(param)
             if local.numel():
@@ -144,8 +146,8 @@ class HandleTable:
     def hooks(self) -> AbstractContextManager[Any]:
         """A context that packs views of buffers as handles, outside of any hooks set within it.
 
-        Inside a checkpoint it does nothing: what is saved there is recomputed, not kept, and the
-        checkpoint compares what it sees in both passes.
+        Inside a checkpoint it does nothing: tensors saved there are recomputed, and the checkpoint
+        compares both passes.
         """
         outer = active_hooks()
         if outer is not None and outer[0].__module__ == torch.utils.checkpoint.__name__:
@@ -161,11 +163,11 @@ class HandleTable:
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
     def views(self) -> AbstractContextManager[Any]:
-        """A context for what is recomputed in a backward pass: views of buffers stay views, and
-        nothing is parked, as it is needed at once.
+        """A context for recomputation in a backward pass: views of buffers stay views, and no
+        tensor is parked, since backward needs them at once.
 
-        A leaf is saved as the object it is, and a released parameter has no values: save what it
-        is a view of now.
+        A leaf is saved as the object itself, and a released parameter has no values: save the view
+        that it is now.
         """
         outer = active_hooks()
 
@@ -226,7 +228,7 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
 
 
 def _name_of(handle: Handle) -> str:
-    """The parameter that a handle is a view of; where its format is another, the group."""
+    """The parameter that a handle is a view of; the group, if no parameter has its dtype."""
     group = handle.group
     found = [
         spec.name

@@ -6,8 +6,8 @@ attention that reads its projection's weight) stay gathered until the session en
 pass (recomputation by a checkpoint) the handles stay off: the recomputed tensors are the
 checkpoint's to hold, and they are needed at once.
 
-Whatever ends a call, it gives back what it has entered: hooks with `always_call` run after an
-Exception alone, a KeyboardInterrupt is met by a guard around the call.
+A call leaves the groups it entered however it ends: hooks with `always_call` run after an Exception
+only, so a guard around the call handles KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class UnitHooks:
         owner: Callable[[], object | None], one_thread: OneThread,
     ) -> None:  # fmt: skip
         """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`),
-        `begin_forward` that the whole model is called, outside of any backward pass. `owner` is
-        what closes the engine when it is dropped: never amid a call."""
+        `begin_forward` that the whole model is called, outside of any backward pass. Dropping
+        `owner` closes the engine; calls keep it alive until they end."""
         self._model = model
         self._groups = groups
         self._written = written
@@ -83,8 +83,8 @@ class UnitHooks:
         self._register(unit.module, before)
 
     def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
-        """A module within a unit, called in backward on its own: a checkpoint around a part of the
-        unit computes that part again, when the unit itself has been released."""
+        """Hooks on a module within a unit: a checkpoint around a part of the unit calls that part
+        in backward, when the unit itself has been released."""
         groups = [self._groups[index] for index in unit.groups]
 
         def before(module: nn.Module, args: Any) -> None:
@@ -122,8 +122,8 @@ class UnitHooks:
         self._enter(groups, call)
 
     def _return(self, module: nn.Module) -> None:
-        # a hook that a user put in front of `before` may have raised, or another thread be inside:
-        # nothing has begun then
+        # a user's hook in front of `before` may have raised, or another thread be inside: then this
+        # call has not begun
         call = self._calls[-1] if self._calls else None
         if call is not None and call.module is module and call.thread == get_ident():
             self._close(call)
@@ -137,11 +137,11 @@ class UnitHooks:
 
     @uninterrupted
     def _end(self, outer: int) -> None:
-        """End all calls but the `outer` first ones, however far they got. May be cut short and
-        called again."""
+        """End all calls but the first `outer` ones, at any stage. May be interrupted and called
+        again."""
         while len(self._calls) > outer:
             call = self._calls[-1]
-            if call.thread != get_ident():  # that one was refused which comes here
+            if call.thread != get_ident():  # this call was refused
                 return
             if call.session is not None:
                 call.session.abandon()
@@ -193,7 +193,7 @@ class UnitHooks:
 
     @contextmanager
     def computing(self, unit: Unit) -> Iterator[None]:
-        """Around a unit's own forward, for a caller that computes it without calling the module."""
+        """Around a unit's own forward, for a caller that runs it without calling the module."""
         outer = len(self._calls)
         try:
             self._begin(unit.module, [self._groups[index] for index in unit.groups])
@@ -206,8 +206,8 @@ class UnitHooks:
                 raise
 
     def remove(self) -> None:
-        """Leave the modules and torch's stacks as they were, also amid a call: what its groups
-        hold is of no use any more."""
+        """Restore the modules and torch's stacks, also during a call, whose groups are not needed
+        any more."""
         for call in self._calls:
             if call.session is not None:
                 call.session.abandon()
@@ -227,7 +227,7 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
 
 
 class _Hook:
-    """A module's hook of ours: it refuses to be copied or pickled along with the module."""
+    """Our hook on a module: copying or pickling it with the module raises."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -241,16 +241,16 @@ class _Hook:
 
 
 class _Guard:
-    """Around a module's call: what began in it has ended after it, whatever it raised.
+    """Around a module's call: ends the calls that began inside, also after an interrupt.
 
-    Installed where `Module.compile` puts what is called instead of the module; copies and pickles
-    leave that out. A module that is compiled later has its hooks alone.
+    Installed in the attribute that `Module.compile` uses for the compiled call, which copies and
+    pickles leave out. A module that is compiled later has only its hooks.
     """
 
     def __init__(
         self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None]
     ) -> None:
-        """`end` is told how many of `calls` were under way before this one."""
+        """`end` gets the number of `calls` that were under way before this one."""
         self._module = module
         self._name = name
         self._calls = calls
@@ -282,7 +282,7 @@ class _Guard:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _User:
-    """Who needs groups, and has to leave them."""
+    """A user of groups: it enters them and has to leave them."""
 
     groups: list[ParamGroup] = field(default_factory=list)
 

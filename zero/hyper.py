@@ -1,4 +1,4 @@
-"""The numbers of a step: per parameter as the user sets them, and as kernels take them."""
+"""Hyperparameters of a step: as the user sets them per parameter, and as kernels take them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ Number = float | bool
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """One parameter's numbers of one step (from its param group), for one kind of optimizer."""
+    """One parameter's hyperparameters in one step (from its param group), for one kind of
+    optimizer."""
 
     kind: type[Scalars]
     numbers: tuple[tuple[str, Number], ...]  # the kind's fields that do not change with the step
 
     def scalars(self, step: int, grad_scale: float) -> Scalars:
-        """For a parameter's update number `step`, counted from 1."""
+        """As kernels take them, for a parameter's update number `step`, counted from 1."""
         return self.kind.at(step, grad_scale, dict(self.numbers))
 
 
-# The numbers of a parameter; None if it is in no param group.
+# The hyperparameters of a parameter; None if it is in no param group.
 HyperOf = Callable[[nn.Parameter], Hyper | None]

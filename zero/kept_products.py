@@ -1,9 +1,9 @@
-"""Selective recomputation: what is dear to compute is kept, everything else is computed again.
+"""Selective recomputation: results of expensive operations are kept, others computed again.
 
 The idea and the choice of operations (matrix products, convolutions, attention) are those of
-`torch.utils.checkpoint.create_selective_checkpoint_contexts`. Unlike there, what is kept goes to
-the keeper of activations, a product that is changed in place afterwards is computed again instead
-of being an error, and a graph may be run backward several times.
+`torch.utils.checkpoint.create_selective_checkpoint_contexts`. Unlike there, kept results go to the
+keeper of activations, a result that is changed in place afterwards is computed again instead of
+being an error, and a graph may be run backward several times.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ class KeepProducts:
 
 
 class _Watch(TorchDispatchMode):
-    """Hands calls of dear operations to `take`, with a function that runs them."""
+    """Passes calls of expensive operations to `take`, with a function that runs them."""
 
     def __init__(self, take: Callable[[Any, Callable[[], Any]], Any]) -> None:
         super().__init__()
         self._take = take
 
     def __exit__(self, *error: Any) -> None:
-        """Also where it was taken off already, and others are on the stack."""
+        """Also if it was taken off already, and others are on the stack."""
         if self in _get_current_dispatch_mode_stack():
             super().__exit__(*error)
 
@@ -123,8 +123,8 @@ class _Watch(TorchDispatchMode):
 
 
 class watches_taken_off:  # noqa: N801 - as other contexts, and not a generator
-    """A context after which no watch is on torch's stack that was not before. An interrupt may
-    come just before a watch takes itself off."""
+    """A context that removes watches left on torch's stack: an interrupt may come just before a
+    watch takes itself off."""
 
     def __enter__(self) -> None:
         self._outer = torch._C._len_torch_dispatch_stack()
@@ -135,8 +135,8 @@ class watches_taken_off:  # noqa: N801 - as other contexts, and not a generator
 
 
 def _is_dear(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """And not random: an attention that is not computed again draws no random numbers, and the
-    dropout after it would draw those."""
+    """Whether to keep the results. Not those of random operations: if attention is not computed
+    again it draws no random numbers, and the dropout after it would draw them."""
     schema: Any = getattr(op, "_schema", None)
     if schema is None:  # an operation of higher order
         return False

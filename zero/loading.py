@@ -1,4 +1,4 @@
-"""A group's first values: parameters as given, optimizer states, where there are any, empty."""
+"""A group's first values: parameters as given, optimizer states (if any) empty."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ValuesOf = Callable[[ParamSpec], torch.Tensor]
 
 
 def load_weights(state: State, part: Part, own: Float, values: ValuesOf) -> None:
-    """Set this rank's part of a group's parameters (from any float dtype) alone."""
+    """Set this rank's part of a group's parameters (from any float dtype), and nothing else."""
     host = array_of(state.host_blank(), own)
     cached = {spec: values(spec) for spec in part.layout.params}
     encode(_assemble(part.trainable, cached), part.trained_in(host), own)
@@ -61,7 +61,7 @@ def _clear(arrays: dict[str, Array]) -> None:
 
 
 def _assemble(elements: range, values: dict[ParamSpec, torch.Tensor]) -> Array:
-    """fp32 values of a range of the flat buffer; zero where no parameter lies."""
+    """fp32 values of a range of the flat buffer; zero between parameters."""
     full = np.zeros(len(elements), dtype=np.float32)
     for spec, value in values.items():
         lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)

@@ -1,11 +1,11 @@
-"""Parameters that are DTensors: of each, this rank has the part that tensor parallelism gave it.
+"""Parameters that are DTensors: this rank has the local part that tensor parallelism gave it.
 
     model       DTensor     whole shape, device mesh, placements; what modules compute with
     group       its local   a view of the flat buffer, as `param.data` is for a plain parameter
 
-Everything below here counts, moves and updates local tensors, and knows no meshes: two ranks with
-different parts of one parameter are two owners of different parameters. Plain tensors go through
-unchanged, and without an import of `torch.distributed.tensor`.
+All other modules count, move and update local tensors, and know no meshes: two ranks with different
+parts of one parameter own different parameters. Plain tensors pass unchanged, without an import of
+`torch.distributed.tensor`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What holds the memory of a tensor's values; None where it has none of its own (the result of
-    a collective under way, other wrappers)."""
+    """The tensor that holds the memory of a tensor's values; None where it has no memory of its own
+    (the result of a collective under way, other wrappers)."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     wraps_another: bool = is_traceable_wrapper_subclass(tensor)
@@ -52,8 +52,8 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def hold(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Let `values`, of the shape of `local_of(param)`, be what a parameter's values are read from.
-    Their format becomes the parameter's."""
+    """Let a parameter read its values from `values`, of the shape of `local_of(param)`. Their dtype
+    becomes the parameter's."""
     if not is_dtensor(param):
         param.data = values
         return
@@ -66,7 +66,7 @@ def hold(param: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def forget_values(tensor: torch.Tensor) -> None:
-    """Let `tensor` hold no memory; it still counts versions with those it shares a counter with."""
+    """Let `tensor` hold no memory; it keeps sharing its version counter."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     if is_dtensor(tensor):
         tensor._local_tensor = empty

@@ -1,4 +1,4 @@
-"""What micro-batches cannot do, told as errors, and when two results count as the same."""
+"""Errors for what micro-batches cannot do, and when two results count as equal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refuse_batch_norm(unit: Unit, count: int) -> None:
 
 
 def refuse_chosen_gradients(unit: Unit) -> None:
-    """UnsupportedError in a backward pass that was asked for some gradients only."""
+    """UnsupportedError in a backward pass that computes only chosen gradients."""
     if not torch.autograd._is_checkpoint_valid():
         raise UnsupportedError(
             f"{unit.name}: torch.autograd.grad and backward(inputs=...) cannot go through a block "

@@ -4,20 +4,20 @@
     gradient accumulation a: 0 1 2     b: 0 1 2     c: 0 1 2  ...     ... once per micro-batch
 
 (GreedySnake calls it vertical scheduling.) The model is called with the whole batch. Each block
-splits its tensors along the first dimension, runs piece by piece into a graph of its own per piece,
-and gives the whole result on; in backward it goes through the pieces again, last to first as
-autograd would, while its gradients are summed, and hands on one gradient per parameter.
+splits its tensors along the first dimension, computes each piece with a graph of its own, and
+returns the whole result; in backward it goes through the pieces again, last to first as autograd
+would, sums their gradients, and hands on one gradient per parameter.
 
 In fp32 the result is bit for bit that of `torch.cat([block(piece) for piece in x.split(...)])`,
 except that a weight used several times by one block is summed in another order: autograd adds all
 uses in one chain, here those of a piece are added first, then the pieces, then calls of the block.
 In 16 bits the sum over pieces is kept in fp32 and rounded once.
 
-What cannot be split is refused: batch norm when it is installed, caches and other objects by their
-argument's name, and anything else that mixes samples by a comparison, the first time a block is
-called in a mode (`zero/sample_mixing.py` says what that sees). So is a backward that is
-asked for chosen gradients alone (`torch.autograd.grad`, `backward(inputs=...)`): pieces are
-differentiated in a pass of their own, which does not know what was chosen.
+Blocks that cannot be split are refused: batch norm on installation, caches and other objects when
+they are given to a block, and other mixing of samples by a comparison, the first time a block is
+called in a mode (`zero/sample_mixing.py`). So is a backward that computes only chosen gradients
+(`torch.autograd.grad`, `backward(inputs=...)`): pieces are differentiated in a pass of their own,
+which does not know the choice.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ class MicroBatching:
     def __init__(
         self, count: int, units: Sequence[Unit], backward: BlockBackward, *, compare: bool = True
     ) -> None:
-        """UnsupportedError where nothing can be split, or a block holds a batch norm.
+        """UnsupportedError where no block can be split, or a block holds a batch norm.
 
-        `compare=False` trusts blocks to treat samples alone: without values nothing compares.
-        """
+        `compare=False` skips the test for mixed samples: without values it cannot be made."""
         blocks = [unit for unit in units if unit.repeated]
         if not blocks:
             raise UnsupportedError(
@@ -140,7 +139,7 @@ class _BatchedBlock:
         return call
 
     def backward_of(self, call: _Call) -> AbstractContextManager[None]:
-        """To be entered around the backward of one call."""
+        """A context for the backward of one call."""
         self._waiting.discard(call)
         return self.backward(self.unit.groups, bool(self._waiting))
 

@@ -1,7 +1,7 @@
 """A model without its values: which parameters there are, and which move together.
 
-All that planning needs. Made from modules by `Discovery.shape()`, or from a file's header where
-there is no module; neither torch nor the model's code is needed to work with it.
+All that planning needs to know. Made from modules by `Discovery.shape()`, or from a file's header;
+works without torch and without the model's code.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SMALL_UNIT_NUMEL = 1 << 16
 
 
 class ModuleKind(enum.Enum):
-    """What matters of a module's class for finding blocks."""
+    """The properties of a module's class that decide where blocks are."""
 
     PLAIN = enum.auto()
     SEQUENCE = enum.auto()  # holds modules and runs them: nn.Sequential

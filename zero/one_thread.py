@@ -1,7 +1,7 @@
-"""One thread at a time: what an engine knows of a model's calls is that of one thread.
+"""Only one thread at a time may call a model: the engine follows the calls of one thread.
 
-Who comes while another thread is inside is refused, both named: to wait could be for ever. Autograd
-has threads of its own, which work for the thread that waits in `backward()`: they are let in.
+A second thread gets an error that names both, because waiting could last for ever. Autograd's own
+threads, which work for the thread that waits in `backward()`, are allowed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_note_process)
 
 
 class OneThread:
-    """Entered by the thread that is inside, as often as it likes. Thread-safe."""
+    """Entered by one thread, as often as it likes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,8 +42,8 @@ class OneThread:
             elif other != this and not (_is_autograds(this) or _is_autograds(other)):
                 raise StateError(
                     f"thread {_name(this)} uses a model or its optimizer while thread "
-                    f"{_name(other)} is amid a call of the same one: parameters come and go with "
-                    "the calls of one thread; let threads take turns (a threading.Lock around "
+                    f"{_name(other)} is in a call of the same one: an engine follows the calls of "
+                    "one thread; let threads take turns (a threading.Lock around "
                     "forward, backward and step), or give each a model and engine of its own"
                 )
             self._depth += 1

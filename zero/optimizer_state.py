@@ -1,4 +1,4 @@
-"""What is kept of one group for its optimizer."""
+"""The gradients and optimizer records of one group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Gradients(Protocol):
-    """One group's gradients, as far as this rank updates with them."""
+    """One group's gradients, of the part that this rank updates."""
 
     name: str
     passes: Array  # int64, per trainable parameter: > 0 where there is a gradient
@@ -35,12 +35,12 @@ class Gradients(Protocol):
 
     @property
     def is_reduced_locally(self) -> bool:
-        """Whether `landed` waits for no other rank."""
+        """Whether the gradients arrive without waiting for other ranks."""
         ...
 
     @property
     def holds_any(self) -> bool:
-        """Whether there is anything to be cleared."""
+        """Whether there are gradients to clear."""
         ...
 
     def add(self, index: int, gradient: torch.Tensor) -> bool:
@@ -49,7 +49,7 @@ class Gradients(Protocol):
         ...
 
     def read(self, index: int) -> torch.Tensor | None:
-        """A copy of what this rank has of a gradient; None where it has nothing of it."""
+        """A copy of this rank's part of a gradient; None if it has none."""
         ...
 
     def close(self) -> bool:
@@ -75,7 +75,7 @@ class Gradients(Protocol):
         ...
 
     def factor(self, index: int) -> float:
-        """What an update has to multiply the values in `state` with."""
+        """The factor that an update has to multiply the values in `state` by."""
         ...
 
     def drop(self, indices: Sequence[int]) -> None:
@@ -93,8 +93,8 @@ class Gradients(Protocol):
 
 @dataclass(slots=True)
 class OptimizerState:
-    """What is kept of one group: a record per chunk of its trainable part, or of this rank's part
-    of that. Chunks count elements from the first one of the part."""
+    """The optimizer records of one group: one per chunk of its trainable part, or of this rank's
+    part of that. Chunks count elements from the first one of the part."""
 
     group: ParamGroup
     gradients: Gradients

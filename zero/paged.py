@@ -1,7 +1,7 @@
-"""A tensor whose values live elsewhere: read when an operation needs them, written through.
+"""A tensor whose values are in a tier: read when an operation needs them, written through.
 
-Gradients and parameters of the model may be in any tier between steps. What users hold of them then
-(`param.grad`, `param.data`) is a `PagedTensor`: shape, dtype and device, and a source of values.
+Gradients and parameters of the model may be in any tier between steps. Users then hold a
+`PagedTensor` of them (`param.grad`, `param.data`): shape, dtype and device, and a source of values.
 
     metadata        answered at once
     whole-tensor    a source may know the answer without the values (a norm, a scalar factor)
@@ -150,7 +150,7 @@ class PagedTensor(torch.Tensor):
         return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """A copy, whatever `copy` asks for."""
+        """Always a copy."""
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def tolist(self) -> Any:
@@ -301,8 +301,8 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _results(found: Any, paged_of: dict[int, PagedTensor], memory: set[int]) -> Any:
-    """What may leave: an argument that was written is given back as itself, no view of values
-    that are about to be given back leaves."""
+    """The results to return: an argument that was written is returned as itself; views of values
+    that are about to be released are copied."""
     if isinstance(found, (list, tuple)):
         return type(found)(_results(each, paged_of, memory) for each in found)
     if not isinstance(found, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What one pass of the model did that other ranks take part in, to be done again without data."""
+"""The collective actions of one pass of the model, for a rank without data to repeat."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ a schedule is a loop that runs some forwards before their backwards and takes on
 
     Schedule1F1B, stage 0       F0 F1 B0 F2 B1 F3 B2 B3 | step      gradients: the sum of B0 to B3
 
-What looks at all gradients of a model sees those of one stage: it would train something else
-without an error, and is refused at the first forward.
+Settings that need all gradients of a model (clipping, skipping) would see one stage's gradients and
+silently train another model: they are refused at the first forward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random number generators that a block may draw from, and drawing the same again.
 
 Known are the global ones (torch's of each device, Python's, NumPy's) and those that are attributes
-of the block's modules. A generator that lives elsewhere is out of reach.
+of the block's modules. Other generators are not covered.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RandomState:
         return not all(map(_is_same, now, self._first))
 
     def _put(self, states: Sequence[Any], now: Sequence[Any]) -> None:
-        """Most generators are where they should be: looking costs less than putting."""
+        """Set it only if it differs: comparing costs less than setting."""
         for generator, state, current in zip(self._generators, states, now, strict=True):
             if _is_same(state, current):
                 continue

@@ -1,4 +1,4 @@
-"""Who kept a collective from ending, from what the ranks say of themselves."""
+"""Which rank kept a collective from ending, from the records that ranks publish."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def find_missing(
     mine: Activity, members: Iterable[int], before: Mapping[int, RankRecord | None],
     after: Mapping[int, RankRecord | None],
 ) -> Findings:  # fmt: skip
-    """Who is missing from `mine`, a collective of `members`. `before` and `after` are the records
-    of all other ranks, read at two times between which every living rank has spoken.
+    """The ranks missing from `mine`, a collective of `members`. `before` and `after` are the
+    records of all other ranks, read at two times between which every living rank has spoken.
 
     A rank that is gone, or left with an error of its own, is the reason why others are late, and
     why others left: the first of these that holds for any rank is the answer.

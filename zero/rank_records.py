@@ -1,4 +1,4 @@
-"""What each rank says of itself, for the others to read when something has gone wrong.
+"""Each rank's published record, for the others to read when a collective fails.
 
     rank 0  ── beat 41, in the all-gather of blocks.3 ──▶ ┌───────┐
     rank 1  ── beat 40, in nothing ─────────────────────▶ │ store │ ◀── read when a collective fails
@@ -37,7 +37,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank, as it says."""
+    """One rank's record."""
 
     beat: int  # counts up while the rank lives
     at: float  # seconds since the epoch, by its own clock
@@ -108,7 +108,7 @@ class RankRecords:
         return 0 if isinstance(self.store, TCPStore) and not by_launcher else None
 
     def read(self, rank: int) -> RankRecord | None:
-        """What a rank said last, None if it has not said anything. For one thread."""
+        """A rank's last record, None if there is none. For one thread."""
         key = f"{self._prefix}/{rank}"
         return RankRecord.from_text(self._reading.get(key)) if self._reading.check([key]) else None
 

@@ -1,13 +1,12 @@
-"""Watches over what ranks do together, so that none waits for ever and the one who is missing is
-named.
+"""Watches collectives, so that no rank waits for ever and a missing rank is named.
 
     with watch.during("gather", "the all-gather of blocks.3", group) as limit:   # a timedelta
         ... the collective ...
 
 Each rank tells the others twice a second that it lives and what it is in (`rank_records`). When a
 collective fails - a connection is closed because a rank was killed, or `timeout_s` has passed
-because it stalls - what the others say is read twice, and a rank that is silent, has left, or went
-another way is named (`rank_findings`) in the RankError that takes the place of the backend's error.
+because it stalls - what the others say is read twice, and a rank that is silent, has left, or is in
+another collective is named (`rank_findings`) in the RankError that replaces the backend's error.
 After that no collective is begun any more: each raises at once.
 
 No rank waits longer than `timeout_s`, plus what it takes to ask: a collective that begins while
@@ -144,7 +143,7 @@ class RankWatch:
 
     # ---------------------------------------------------------------- failures
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
-        """Stays in the collective: that is what the others shall read."""
+        """This rank's record stays in the collective, for the others to read."""
         what, took = watched.activity.what, time.monotonic() - watched.began
         together = {r for group in watched.groups for r in dist.get_process_group_ranks(group)}
         members = sorted(together | {*watched.members})

@@ -1,7 +1,7 @@
-"""What the ranks that share a model's weights do together: gather shards, and agree on writes.
+"""The collectives of ranks that share a model's weights: gathering shards, agreeing on writes.
 
-`OneRankWeights` has the same verbs and nothing to do, so that no one has to ask whether there are
-other ranks. `zero/rank_work.py` adds what ranks that train do.
+`OneRankWeights` has the same methods, which do nothing, so that callers need not ask whether there
+are other ranks. `zero/rank_work.py` adds the collectives of training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SharedMemory:
 
 
 class OneRankWeights:
-    """The verbs of `RankWeights` on one rank, which has everything there is."""
+    """The methods of `RankWeights` on a single rank."""
 
     sharding: Sharding = ALONE
 
@@ -90,7 +90,7 @@ class OneRankWeights:
 
 
 class RankWeights:
-    """One rank's part in what all ranks do with the weights they share."""
+    """This rank's side of the collectives over shared weights."""
 
     def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
         """Every rank has to come here. `dtype` is the parameters'."""
@@ -143,7 +143,7 @@ class RankWeights:
             group.copies.refresh()
 
     def use(self, group: ParamGroup, *, backward: bool) -> None:
-        """`group` is needed now: do what all ranks do where they use it."""
+        """`group` is needed now: issue the collectives that all ranks issue for this use."""
         self._log.note(partial(self._replay_use, group, backward=backward))
         self._use(group, backward=backward)
 
@@ -158,7 +158,7 @@ class RankWeights:
         self._gather(group, groups)
 
     def _gather(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
-        """Gather `group`, and what is needed next behind it."""
+        """Gather `group`, and after it the groups that are needed next."""
         if not isinstance(group.state, GatheredState):
             return
         if not group.state.is_gathered:
@@ -183,11 +183,11 @@ class RankWeights:
         self._log.end_pass()
 
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:
-        """What every rank has, one row each (see `Ranks.exchange`)."""
+        """Every rank's numbers, one row each (see `Ranks.exchange`)."""
         return self.ranks.exchange(numbers, what)
 
     def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        """The whole of what each rank has a part of, and zeros elsewhere."""
+        """The whole tensor, of which each rank passes its part and zeros for the rest."""
         return self.ranks.combine(part, name)
 
     def refuse_forward_write(self, names: str) -> None:
@@ -207,8 +207,8 @@ class RankWeights:
         }
 
     def finish(self) -> None:
-        """Before everything is closed: what all ranks have asked for, ends on all of them. Another
-        rank may be in it already, and would wait for this one. Not after an error."""
+        """Before closing: wait until collectives that all ranks have issued end. Another rank may
+        be in one already and wait for this rank. Not after an error."""
         watch = self.ranks.watch
         if not watch.is_leaving:
             self._drain(watch.timeout_s)

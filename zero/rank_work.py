@@ -1,4 +1,4 @@
-"""What ranks that train together do beside sharing weights: reduce gradients, agree on steps.
+"""The collectives of training: reducing gradients, agreeing on steps.
 
 `OneRank` has the same verbs and nothing to do.
 """
@@ -25,7 +25,7 @@ from offload.zero.sharding import Part
 
 
 class OneRank(OneRankWeights):
-    """The verbs of `RankWork` on one rank, which has everything there is."""
+    """The methods of `RankWork` on a single rank."""
 
     def __init__(self) -> None:
         self.reductions = NoReductions()
@@ -54,7 +54,7 @@ class OneRank(OneRankWeights):
 
 
 class RankWork(RankWeights):
-    """One rank's part in everything that all ranks do together."""
+    """This rank's side of all collectives."""
 
     def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
         super().__init__(ranks, memory, dtype, wire)

@@ -1,4 +1,4 @@
-"""The processes that train together: who they are, and the small things they tell each other."""
+"""The processes that train together: their groups, and the small messages they exchange."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ranks:
     watch: RankWatch
     owns_world: bool  # the process group was made here
     is_world: bool = True  # all of its ranks
-    notes: list[str] = field(default_factory=list)  # what all ranks should have done since they met
+    notes: list[str] = field(default_factory=list)  # since the last exchange
 
     @classmethod
     def join(
@@ -126,15 +126,15 @@ class Ranks:
         return control_device(self.device, self.control)
 
     def note(self, what: str) -> None:
-        """Something is done here that all ranks have to do, without a word to each other: they
-        compare it when they meet next."""
+        """Note an action that all ranks have to take without exchanging anything: the next exchange
+        compares the notes."""
         self.notes.append(what)
 
     def exchange(
         self, numbers: Sequence[int], what: str = "what each rank has", name: str = ""
     ) -> np.ndarray:
-        """What every rank says, one row each (int32). RankError, on every rank, unless all of them
-        want `what`, of as many numbers. `name` is for that error."""
+        """Every rank's numbers, one row each (int32). RankError, on every rank, unless all of them
+        ask for `what`, of as many numbers. `name` is for that error."""
         few = len(numbers) <= _FEW
         with self._together(f"the all-gather of {what}", numbers, name) as rows:
             found = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int32))
@@ -182,7 +182,7 @@ class Ranks:
         return self.watch.parted(why)
 
     def _texts(self, mine: str) -> list[str]:
-        """What every rank says in words."""
+        """Every rank's text."""
         said = mine.encode()[:_MOST_TEXT_NBYTES].ljust(_MOST_TEXT_NBYTES, b"\0")
         rows = self._gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -199,7 +199,7 @@ class Ranks:
 
     def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
         """The whole of the tensor `name`, of which each rank of this shard group has its part, and
-        zeros elsewhere. Bit for bit, in place."""
+        zeros for the rest. Bit for bit, in place."""
         moved = parts.to(self._control_device)
         bits = moved.view(torch.int32 if parts.element_size() == 4 else torch.int16)
         if bits.dtype is torch.int16:
@@ -213,15 +213,15 @@ class Ranks:
         return bits.view(parts.dtype).to(parts.device)
 
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the first rank has of a tensor; all ranks have one of this shape."""
+        """The first rank's values of a tensor; all ranks have one of this shape."""
         moved = tensor.detach().to(self._control_device, copy=True).contiguous()
         with self._together("the broadcast of initial values"):
             dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
 
     def as_on_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the first rank has of each floating-point tensor. What has the same bits on all of
-        them already (a model made under one seed, files that were copied) is not sent."""
+        """The first rank's values of each floating-point tensor. Tensors with the same bits on all
+        ranks already (a model made under one seed, files that were copied) are not sent."""
         rows = self.exchange([half for each in tensors for half in _digest(each)], "first values")
         alike = (rows == rows[0]).all(axis=0).reshape(len(tensors), 2).all(axis=1)
         return [
@@ -238,7 +238,7 @@ class Ranks:
             work.wait(limit)
 
     def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
-        """What another rank sends, in host memory."""
+        """A tensor that another rank sends, in host memory."""
         found = torch.empty(numel, dtype=dtype, device=self._control_device)
         with self._between(source, self.rank) as limit:
             work = dist.irecv(found, group=self.control, group_src=source)
@@ -247,7 +247,7 @@ class Ranks:
         return found.cpu()
 
     def all_succeeded(self, error: BaseException | None) -> str | None:
-        """What went wrong on the first rank on which anything did; None if nothing did."""
+        """The first failing rank's error; None if all ranks succeeded."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
         if not self.exchange([bool(text)], "whether all have succeeded").any():
             return None
@@ -256,7 +256,7 @@ class Ranks:
         return next(f"rank {rank}: {words}" for rank, words in texts if words)
 
     def least(self, number: int) -> int:
-        """The least of what the ranks say."""
+        """The least of all ranks' numbers."""
         mine = torch.tensor([number], dtype=torch.int64, device=self._control_device)
         with self._together("the all-reduce of the least number"):
             dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)

@@ -1,15 +1,15 @@
 """Repeated blocks give up their activations and compute them again in backward.
 
 Each block's forward becomes a checkpoint around itself (Chen et al., 2016, by way of
-`torch.utils.checkpoint`): modules, names and state dicts stay as they are. What a block was given
-is saved by whatever hooks are active, so its boundary goes where other activations go.
+`torch.utils.checkpoint`): modules, names and state dicts stay as they are. The active hooks save a
+block's inputs, so these go where other activations go.
 
     forward     hooks: gather ▶ checkpoint(own forward) ▶ release
     backward    the checkpoint ▶ gather ▶ own forward, from the same state ▶ release
 
-Selective: what matrix products and attention gave is kept (`zero/kept_products.py`). Nothing shows
-that a block was computed twice: it begins with the buffers and attributes that it had, and what it
-does to them is forgotten (`zero/block_state.py` says what is out of reach). Hooks of the block
+Selective: the results of matrix products and attention are kept (`zero/kept_products.py`). The
+second computation leaves no trace: it begins with the buffers and attributes of the first, and its
+changes to them are dropped (`zero/block_state.py` says which are not covered). Hooks of the block
 itself belong to its call in the forward; those of modules inside run again.
 
 Random numbers are drawn again as they were: `zero/random_state.py` says from which generators.
@@ -40,7 +40,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Holder(Protocol):
-    """Has the parameters of blocks."""
+    """Holds the parameters of blocks."""
 
     def held(self, unit: Unit) -> AbstractContextManager[None]:
         """Around a unit's computation in a backward pass: its parameters are there."""
@@ -57,7 +57,7 @@ class Recomputation:
     def __init__(
         self, units: Sequence[Unit], holder: Holder, *, selective: bool, keeper: Keeper | None
     ) -> None:
-        """What selective keeps goes to `keeper`, if there is one."""
+        """Results that `selective` keeps go to `keeper`, if there is one."""
         self.holder = holder
         self.selective = selective
         self.keeper = keeper

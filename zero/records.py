@@ -1,4 +1,4 @@
-"""What the optimizer keeps of one chunk of a group: one contiguous record, one move.
+"""The optimizer states of one chunk: one contiguous record, which moves in one transfer.
 
     ├ exp_avg ┤├ exp_avg_sq ┤├ remainder int16, or master fp32 ┤├ scales of 8-bit states ┤
 
@@ -66,7 +66,8 @@ A = TypeVar("A", Array, "torch.Tensor")
 
 @dataclass(frozen=True, slots=True)
 class Operands(Generic[A]):
-    """What a kernel steps beside weights and gradients; empty or None where there is none."""
+    """The arrays that a kernel steps beside weights and gradients; empty or None where there are
+    none."""
 
     states: list[A]
     scales: list[A]  # of states of 8 bits
@@ -76,7 +77,7 @@ class Operands(Generic[A]):
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """Which arrays a record has."""
+    """Which arrays a record has. A record holds a chunk's moments and its master (or remainder)."""
 
     master: Master
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # in the order in which kernels take them
@@ -117,8 +118,8 @@ class RecordFormat:
 
     # ---------------------------------------------------------------- states as kernels take them
     def operands(self, arrays: Mapping[str, A], span: slice, scalars: Scalars) -> Operands[A]:
-        """What a kernel takes of a record (of its arrays, or tensors on the device) to step a range
-        of parameters that begins at a block boundary."""
+        """A kernel's operands from a record (from its arrays, or tensors on the device) to step a
+        range of parameters that begins at a block boundary."""
         own = {name: arrays[name][place] for name, place in self.field_spans(span).items()}
         without = isinstance(scalars, SgdScalars) and not scalars.momentum
         names = () if without else self.states
@@ -143,7 +144,7 @@ class RecordFormat:
         return {name: self.read_state(arrays, name, whole) for name in self.states} | rest
 
     def take_over(self, arrays: dict[str, Array], given: dict[str, Array]) -> None:
-        """The reverse of `in_format`: overwrite `arrays` from what that gave."""
+        """The reverse of `in_format`: overwrite `arrays` from its result."""
         for name, values in given.items():
             if name in self.states:
                 self.write_state(arrays, name, slice(0, len(values)), values)

@@ -6,10 +6,10 @@
 
 A *round* is one backward pass that is reduced. In it every group that any rank had gradients of in
 the last step is reduced once on every rank, with zeros for what is missing here (a parameter that
-this rank did not use, a batch without data), so that ranks that went different ways stay in step.
-What a round leaves out - passes under `no_sync`, groups that were not expected, gradients that came
-after their group was reduced - adds up locally and is reduced in the step, once all ranks know of
-it. A parameter that no rank has a gradient of is not updated, as on one rank.
+this rank did not use, a batch without data), so that ranks that took different branches stay in
+step. Gradients that a round leaves out (passes under `no_sync`, unexpected groups, gradients that
+came after their group was reduced) add up locally and are reduced in the step, once all ranks know
+of them. A parameter that no rank has a gradient of is not updated, as on one rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offload.zero.pass_log import PassLog
 from offload.zero.ranks import Ranks
 from offload.zero.sharding import BUCKETS, Part, PartOfParam
 
-_MOST_BEHIND = 2  # complete groups that wait for one that may never be
+_MOST_BEHIND = 2  # complete groups that wait for one that may never be complete
 
 
 class ReducedGradients:
@@ -50,8 +50,8 @@ class ReducedGradients:
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
         *, summed_over_blocks: bool,
     ) -> None:  # fmt: skip
-        """`await_update` waits until no update reads what was reduced before. `make_local` makes an
-        accumulator of the whole group, for what is not reduced yet. `summed_over_blocks`:
+        """`await_update` waits until no update reads the last reduction's result. `make_local`
+        makes an accumulator of the whole group, for what is not reduced yet. `summed_over_blocks`:
         parameters get several gradients in one backward pass."""
         self.index = index
         self.name = own.name
@@ -139,7 +139,7 @@ class ReducedGradients:
             self.local.drop(indices)
 
     def forget_cleared(self, cleared: np.ndarray) -> None:
-        """As `drop`, of what was reduced: users of some rank have cleared that."""
+        """As `drop`, for reduced gradients that users cleared on some rank."""
         self.landed.wait()
         indices = np.flatnonzero(cleared).tolist()
         self.own.drop([self._numbers[index] for index in indices if index in self._numbers])
@@ -179,7 +179,7 @@ class ReducedGradients:
             self.local = None
 
     def clear_gaps(self, bucket: torch.Tensor) -> None:
-        """What lies between parameters must not make their blocks' scales, where codes travel."""
+        """Zero the gaps between parameters: codes must not take their scales from them."""
         for start, stop in self._gaps:
             bucket[start:stop].zero_()
 
@@ -210,7 +210,7 @@ class ReductionMemory:
 
 
 class NoReductions:
-    """The verbs of `Reductions` on one rank, whose gradients are all there are."""
+    """The methods of `Reductions` on a single rank, where gradients need no reduction."""
 
     has_others = False
     synchronising = True
@@ -235,7 +235,7 @@ class NoReductions:
         """No other rank has a pass."""
 
     def agree(self, use: str, name: str = "") -> None:
-        """What is here is all there is."""
+        """This rank's gradients are all there are."""
 
     def discard(self) -> None:
         """Nothing is under way."""
@@ -327,10 +327,10 @@ class Reductions:
         return True
 
     def reduce_skipped_groups(self, index: int) -> None:
-        """Backward uses the group `index` now: what is two places before it and not used again is
-        reduced with what is there of it. A rank that got no gradients there, having taken another
-        branch, must not keep the others waiting: where they wait, they have gathered all that this
-        rank needs to come here."""
+        """Backward uses the group `index` now: reduce the groups two places before it that this
+        pass does not use again, complete or not. A rank that took another branch got no gradients
+        there, and must not keep the others waiting: they have already gathered all that this rank
+        needs to come here."""
         gathers = self._ranks.sharding.parameters
         if not self.synchronising or not (self._open or gathers):
             return
@@ -375,8 +375,8 @@ class Reductions:
                 self._ranks.note(f"{group.specs[index].name}.grad is cleared")
 
     def _agree_on_cleared(self, use: str, name: str) -> None:
-        """What users of some rank have cleared since the last round, is gone on all. RankError if
-        other ranks, which could see it, have not."""
+        """Drop on all ranks the gradients that users cleared on any rank since the last round.
+        RankError if other ranks, which could see it, have not."""
         any_here = [any(group.cleared.any() for group in self._groups)]
         what = f"which gradients were cleared before {use}"
         if not self._ranks.exchange(any_here, f"whether and {what}", name).any():
@@ -560,7 +560,7 @@ class Reductions:
             stop = start + len(group.specs)
             group.passes[:] = anywhere[start:stop]
             start = stop
-        self._kept_passes = True  # what is left is reduced in fp32, and folded in
+        self._kept_passes = True  # the rest is reduced in fp32 and added
         for group in self._groups:
             if kept[group.index]:
                 self._issue(group)

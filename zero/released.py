@@ -1,4 +1,4 @@
-"""What a parameter is while its values are not in memory: itself, of a class that fetches them.
+"""A parameter while its values are not in memory: the same object, of a class that fetches them.
 
 A released parameter keeps its identity, shape and hooks; its data is a placeholder and its class a
 subclass of its own, whose `__torch_function__` sees every use:
@@ -8,7 +8,7 @@ subclass of its own, whose `__torch_function__` sees every use:
                                 tied head written as `F.linear(x, embed.weight)`)
     in a graph                  gathered for that operation; what it saves becomes handles, and what
                                 would be a view of the values is a copy
-    elsewhere                   it acts as a `PagedTensor`: read when needed, written through,
+    otherwise                   it acts as a `PagedTensor`: read when needed, written through,
                                 masters included
     copied or pickled           its values; a module of the model refuses that
 
@@ -72,7 +72,7 @@ class Values(Protocol):
 
 
 class ReleasedParameters:
-    """What uses of one model's released parameters come to. For the thread of the model."""
+    """Handles the uses of one model's released parameters. For the thread of the model."""
 
     def __init__(self, find: Callable[[nn.Parameter], tuple[ParamGroup, int] | None]) -> None:
         self._find = find

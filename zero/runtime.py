@@ -1,7 +1,7 @@
-"""What trains the weights of a `WeightStore`: gradients, optimizer states, updates.
+"""Trains the weights of a `WeightStore`: gradients, optimizer states, updates.
 
 A gradient comes to `_take`, the optimizer's step to `step`; weights are fetched by the store, which
-asks the update queue whether a group has to be updated first. What moves does so behind `State`.
+asks the update queue whether a group has to be updated first. `State` does all moves.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from offload.zero.discovery import Discovery, Unit
 from offload.zero.gradient_handles import GradientHandles
 from offload.zero.gradient_hooks import GradientHooks, check_no_graph
 from offload.zero.gradient_paths import DevicePartials
-from offload.zero.gradient_sums import GradientSums
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
 from offload.zero.handles import Keeper
 from offload.zero.hyper import HyperOf
 from offload.zero.local_tensors import spread_as
 from offload.zero.loss_scale import LossScale
+from offload.zero.micro_batch_sums import GradientSums
 from offload.zero.micro_batches import MicroBatching
 from offload.zero.optimizer_state import Gradients, OptimizerState
 from offload.zero.pipeline_stages import check_schedule
@@ -71,7 +71,7 @@ class Homes(WeightHomes, Protocol):
     def record_format(self, index: int, chunk: int) -> RecordFormat: ...
 
     def device_work(self) -> DeviceWork:
-        """What the update and the gradients use of the device beside the model."""
+        """The streams and memory of the device that updates and gradients use beside the model."""
         ...
 
     def gradient_sums(self) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Homes(WeightHomes, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """What a runtime has to know besides the model."""
+    """The settings of a runtime."""
 
     dtype: torch.dtype
     device: torch.device

@@ -1,14 +1,14 @@
-"""Does a block treat the samples of a batch alone? Asked by running it, and leaving no trace.
+"""Tests whether a block mixes the samples of a batch, by running it without a trace.
 
     values        two pieces together give what each gives alone
     dependence    what the first piece gives, and the gradients that come from it, stay as they are
                   when the second one is exchanged
 
 Values are compared in the mode that the block is in; one that draws random numbers there (dropout)
-is compared in eval mode, if it draws none in that. For dependence the same numbers are drawn. What
-is behind a gate that is zero now shows in the gradient of the gate. Not seen is what no value and
-no first derivative of this call shows: a branch behind two gates in a row, behind a condition, or
-switched on later by something else than the mode.
+is compared in eval mode, if it draws none in that. For dependence the same numbers are drawn. A
+branch behind a gate that is zero now shows in the gate's gradient. Not seen is mixing that neither
+values nor first derivatives of this call show: a branch behind two gates in a row, behind a
+condition, or switched on later by something else than the mode.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class _Question:
         return [exchanged(leaf) if split else leaf for leaf, split in pairs]
 
     def _first_piece(self, leaves: Sequence[Any]) -> dict[str, tuple[Tensor, torch.dtype]]:
-        """What the first of two pieces gives, and sketches of the gradients that come from it."""
+        """The first piece's output, of two, and sketches of the gradients that come from it."""
         span = self._pieces.spans[0]
         inputs = {n: x.requires_grad_() for n, x in enumerate(leaves) if _is_float(x)}
         # copies: a block may write to its inputs, not to leaves
@@ -281,7 +281,7 @@ def _own_parameters(block: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def _own_graph() -> AbstractContextManager[Any]:
-    """What is saved stays as it is, in no tier and under no name."""
+    """Saved tensors stay as they are: neither parked nor handles."""
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
 
 

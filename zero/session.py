@@ -1,7 +1,7 @@
 """A session: saved tensors become handles, from the outermost call of a unit to its return.
 
-torch keeps these hooks on a stack and takes off the top one: after a KeyboardInterrupt one has to
-look which are there.
+torch keeps these hooks on a stack and takes off the top one: after a KeyboardInterrupt the stack
+has to be checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Session:
         self._is_open = True
 
     def close(self) -> None:
-        """Take off one of each: whose hooks are on top of ours takes ours off in turn."""
+        """Take off one of each: if other hooks are on top of ours, their owner takes ours off in
+        turn."""
         if self._is_open:
             self._hooks.__exit__(None, None, None)
         else:

@@ -1,4 +1,4 @@
-"""Who owns which part of every group (ZeRO: Rajbhandari et al., 2020).
+"""Which rank owns which part of every group (ZeRO: Rajbhandari et al., 2020).
 
 World of `replicas x ranks` processes. The ranks of one shard group own a shard of every group each
 and together one copy of the states; replicas do the same with other data (HSDP; hpZ of ZeRO++;
@@ -71,7 +71,7 @@ def codes_nbytes(numel: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartOfParam:
-    """What of one parameter lies in a rank's part."""
+    """The range of one parameter that lies in a rank's part."""
 
     index: int  # of the parameter in the group's layout
     start: int  # its first element there, counted in the parameter
@@ -97,7 +97,7 @@ class Part:
         )  # fmt: skip
 
     def trained_in(self, host: Array) -> Array:
-        """What this rank updates, of the group's elements as they are in host memory."""
+        """The elements that this rank updates, of the group's elements in host memory."""
         start = 0 if self.is_shard else self.trainable.start
         return host[start : start + len(self.trainable)]
 
@@ -107,7 +107,7 @@ class Part:
         return host[start : start + len(self.frozen)]
 
     def trained(self) -> Iterator[PartOfParam]:
-        """What lies in the trainable part, in order."""
+        """The parameters in the trainable part, in order."""
         for index, spec in enumerate(self.layout.params):
             lo, hi = max(spec.offset, self.trainable.start), min(spec.stop, self.trainable.stop)
             if spec.trainable and (lo < hi or self.layout.ranks == 1):

@@ -1,8 +1,8 @@
 """Steps: gradients accumulated, then one decision for all groups, then pending updates.
 
 A step knows the norm of all gradients before any weight changes (partial sums were fused into the
-copies), so clipping and skipping are exact; what it decides is carried out by the update queue,
-behind the next forward:
+copies), so clipping and skipping are exact; the update queue then updates the weights, behind the
+next forward:
 
     backward k        step k       forward k+1
     ├──────────────────┤│├──────────────────────┤
@@ -47,7 +47,7 @@ Place = tuple[int, int]  # a group, and a parameter in it
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """What may happen to all gradients of a step together."""
+    """Settings for a step's gradients: clipping, skipping, scaling, early updates."""
 
     clip_grad_norm: float | None = None
     skip_nonfinite: bool = False
@@ -59,7 +59,7 @@ class StepRules:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What became of one step. The norm is of the unscaled gradients, before clipping."""
+    """The outcome of one step. The norm is of the unscaled gradients, before clipping."""
 
     gradient_norm: float
     skipped: bool
@@ -130,7 +130,7 @@ class Stepper:
 
     @property
     def loss_scale_of_gradients(self) -> float:
-        """What accumulated gradients have to be divided by."""
+        """The factor that accumulated gradients have to be divided by."""
         return self._loss_scale_of_gradients
 
     def check_arrival(self, state: OptimizerState) -> None:
@@ -230,7 +230,7 @@ class Stepper:
                     )
 
     def _end_ahead(self) -> None:
-        """What was updated ahead of this step belongs to the past; its gradients are used up."""
+        """The groups updated ahead of this step are done; their gradients are used up."""
         self._hyper_ahead = None
         with self._lock:
             ahead = sorted(self._ahead)
@@ -286,8 +286,8 @@ class Stepper:
             state.gradients.clear()
 
     def forget(self) -> None:
-        """Forget all gradients, and that updates have begun ahead of a step: what they changed is
-        about to be replaced. For settled states."""
+        """Forget all gradients and the updates begun ahead of a step: a load is about to replace
+        the weights that they changed. For settled states."""
         self._unstepped = False
         self._reductions.discard()
         self._norms = None
@@ -314,8 +314,8 @@ class Stepper:
         self._idle_passes += 1
 
     def agree(self, use: str, name: str = "") -> None:
-        """What was cleared is gone, and what other ranks have of the gradients is here: also where
-        nothing has come since the norms were made."""
+        """Apply all ranks' clearing and reduce what is left to reduce, even if no gradient has come
+        since the norms were computed."""
         self._wait_for_reading_updates()
         self._reductions.agree(use, name)
         self._norms = None
@@ -473,7 +473,7 @@ def _end(update: GroupUpdate, _: Transfer[None]) -> None:
 
 
 def _changed(used: Hyper | None, now: Hyper | None) -> str:
-    """What happened to one parameter's numbers, as half a sentence."""
+    """The change of one parameter's hyperparameters, as half a sentence."""
     if used is None or now is None:
         return f"it was {'added to' if used is None else 'taken out of'} the param groups"
     pairs = zip(used.numbers, now.numbers, strict=True)

@@ -20,6 +20,7 @@ from offload.swap.shield import check_whole
 from offload.swap.state import State
 from offload.tiers.errors import StateError
 from offload.zero.bits import FLOAT_OF
+from offload.zero.closed_engine import Refusal
 from offload.zero.discovery import Discovery, GroupPlan, Unit, shapes_of
 from offload.zero.fetching import Fetchable, Fetcher
 from offload.zero.group import ParamGroup, RankCopies
@@ -29,7 +30,6 @@ from offload.zero.layout import Layout, lay_out
 from offload.zero.loading import ValuesOf, load_weights
 from offload.zero.one_thread import OneThread
 from offload.zero.rank_weights import AnyRankWeights, OneRankWeights
-from offload.zero.refusal import Refusal
 from offload.zero.released import ReleasedParameters, Values
 from offload.zero.session import in_backward
 from offload.zero.sharding import Part
@@ -103,7 +103,7 @@ class WeightStore:
         )
 
     def part_of(self, group: ParamGroup) -> Part:
-        """What this rank owns of a group."""
+        """This rank's part of a group."""
         sharding = self.ranks.sharding
         return Part.of(group.layout, sharding.rank, is_shard=sharding.parameters)
 

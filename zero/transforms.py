@@ -1,5 +1,5 @@
-"""Transforms of torch.func and forward-mode AD: what they make of a tensor has no storage that a
-handle could name, and autograd's hooks for saved tensors do not work under them."""
+"""Refuses transforms of torch.func and forward-mode AD: their wrapped tensors have no storage that
+a handle could name, and autograd's hooks for saved tensors do not work under them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refuse_transforms() -> None:
         else "torch.func.grad, vjp, jacrev or hessian"
     )  # fmt: skip
     raise UnsupportedError(
-        f"{what} through a model whose parameters are offloaded: it knows no hooks for saved "
-        "tensors, by which parameters come back for it; use backward(), torch.autograd.grad or "
-        "torch.autograd.functional (jvp, vjp, jacobian, hessian) without forward-mode strategy"
+        f"{what} through a model whose parameters are offloaded: it ignores hooks for saved "
+        "tensors, through which backward fetches parameters; use backward(), torch.autograd.grad "
+        "or torch.autograd.functional (jvp, vjp, jacobian, hessian) without forward-mode strategy"
     )

@@ -45,8 +45,8 @@ class ExpectedUses:
 
     of_parameters: Callable[[ParamGroup], float]
     of_records: Callable[[ParamGroup], float]
-    # Whether memory is left for records once everything that is needed sooner has its place. Where
-    # it is short, records on their way home would only stand in the way of parameters.
+    # Whether memory is left for records beside everything that is needed sooner. Where it is short,
+    # records on their way home would only take memory from parameters.
     keep_records: bool = False
 
 
@@ -57,8 +57,8 @@ class UpdateQueue:
         self, own: Float, run: ParallelRunner, seed: int, buffers: Sequence[torch.Tensor],
         expected: ExpectedUses, device: DeviceWork | None = None,
     ) -> None:  # fmt: skip
-        """`seed` is that of stochastic rounding; `device` what there is to work with beside the
-        CPU, if anything."""
+        """`seed` is that of stochastic rounding; `device` the streams and memory of a device, if
+        any."""
         self._own = own
         self._run = run
         self._run_blocks = run.sharing(_LEAST_BLOCKS)
@@ -82,11 +82,12 @@ class UpdateQueue:
     def submit(self, updates: Sequence[GroupUpdate]) -> None:
         """Queue updates in order of next use; each one's `ready` fires when it can be read.
 
-        What the model's stream was given so far may still read the weights and write the gradients.
+        Work already queued on the model's stream may still read the weights and write the
+        gradients.
         """
         so_far = mark_here(self._device.stream.device)
         with self._lock:
-            self._raise_failure()  # a dead thread would never end what is submitted to it
+            self._raise_failure()  # a dead thread would never complete the updates submitted to it
             for update in updates:
                 update.after = so_far
                 update.group.pending = update.ready
@@ -141,8 +142,8 @@ class UpdateQueue:
             return self._round()
 
     def _round(self) -> bool:
-        """Keep reads ahead, compute or queue one chunk, or wait for a write. What the device does
-        is never waited for: its end wakes this thread."""
+        """Keep reads ahead, compute or queue one chunk, or wait for a write. Never waits for the
+        device: the end of its work wakes this thread."""
         self._reclaim(block=False)
         landed = self._land()
         while len(self._active) < self._lookahead:

@@ -67,7 +67,7 @@ class ParameterValues(WeightValues):
         return like(param, whole.view(spec.shape))
 
     def _whole(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        """What this rank has a part of, and zeros elsewhere."""
+        """This rank's part in a tensor of the whole, zeros for the rest."""
         return self._runtime.rank_work.combine(part, name)
 
     @uninterrupted

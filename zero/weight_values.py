@@ -82,7 +82,7 @@ class WeightValues:
 
     @uninterrupted
     def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
-        """What any rank has written is taken over by all, from each element's owner."""
+        """All ranks take over any rank's writes, from each element's owner."""
         changed: list[int] = []
         for group, before in zip(groups, known, strict=True):
             group.take_over()

@@ -1,4 +1,4 @@
-"""Systems that train in turn, each in processes of its own, one per rank: who, and their turns."""
+"""Systems that train in turn, each in processes of its own, one per rank."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def all_on(tier: str, **others: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn measured; see `systems.Turns`."""
+    """One turn's measurements; see `systems.Turns`."""
 
     losses: tuple[float, ...]
     seconds: float
@@ -134,7 +134,7 @@ class Contender:
         return [Turn(**{**answer, "losses": tuple(answer["losses"])}) for answer in answers]
 
     def _failed(self, error: ChildFailed, but: str) -> None:
-        """What failed of ours ends the bench."""
+        """A failure of ours ends the bench."""
         if self.spec.kind is not Kind.PEER:
             raise error
         self.reason = but or brief(error)
@@ -166,7 +166,7 @@ class Contender:
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
-    """What a launcher would say to each rank; nothing to one that is alone."""
+    """The environment that a launcher would set for each rank; empty for a single one."""
     if ranks == 1:
         return [{}]
     with socket.socket() as probe:
@@ -261,7 +261,7 @@ def start(
 def _left(
     spec: SystemSpec, first: SystemSpec, started: Sequence[SystemSpec], room_nbytes: int
 ) -> str:
-    """What there is for one that does not fit, and how there would be more."""
+    """The free memory or disk for a system that does not fit, and how to get more."""
     room = format_bytes(max(0, room_nbytes))
     if not started:
         return f"{room} of RAM are free; take fewer --ranks, or a smaller model"

@@ -1,4 +1,4 @@
-"""What bounds a training step, measured in the same rounds.
+"""The bounds of a training step, measured in the same rounds.
 
     compute     forward and backward of the plain model, everything in RAM, no optimizer
     disk        the step's bytes through a raw loop: reads and writes one after the other or mixed,

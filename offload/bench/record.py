@@ -1,4 +1,4 @@
-"""What a bench found: rows of measurements per round, and ratios taken within each round.
+"""A bench's results: rows of measurements per round, and ratios taken within each round.
 
 A machine's speed drifts, and all systems drift with it. So a ratio is never one of two medians: it
 is the median of the ratios of the rounds, in each of which both systems ran.
@@ -25,7 +25,7 @@ LEAST_ROUNDS = 7  # fewer are a look, not a measurement
 
 
 class Kind(enum.StrEnum):
-    """What a row is about."""
+    """The kind of a row."""
 
     LIMIT = "limit"  # what the hardware does without us
     OURS = "ours"
@@ -138,7 +138,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Record:
-        """What `to_dict` gave, but for the targets."""
+        """The reverse of `to_dict`, without the targets."""
         rows = [Row(row["name"], Kind(row["kind"]), row["measures"], row["facts"], row["note"])
                 for row in found["rows"]]  # fmt: skip
         ratios = [Ratio(ratio["of"], ratio["to"], ratio["measure"], tuple(ratio["rounds"]))
@@ -205,7 +205,7 @@ def _cannot_be_written(path: Path, error: OSError, option: str = "--json") -> Pa
 
 
 def this_machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine that was measured."""
     import torch
 
     described: dict[str, Any] = {

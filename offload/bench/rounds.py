@@ -1,4 +1,4 @@
-"""Who is measured when: every system once per round, each round beginning with another one."""
+"""The order of measurements: every system once per round, each round beginning with another one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def in_turn(systems: Sequence[T], rounds: int, warmup: int = 1) -> Iterator[tupl
 def interleaved(
     systems: Mapping[str, Callable[[], T]], rounds: int, say: Say, *, warmup: int = 1
 ) -> dict[str, list[T]]:
-    """What each system returned in each round, the first `warmup` rounds left out."""
+    """Each system's results per round, without the first `warmup` rounds."""
     results: dict[str, list[T]] = {name: [] for name in systems}
     for number, names in in_turn(list(systems), rounds, warmup):
         for name in names:

@@ -1,4 +1,4 @@
-"""What trains in a child process: plain PyTorch and ours; and the turns it trains in."""
+"""The systems that train in a child process, plain PyTorch and ours, and their turns."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Turns:
         self._batches = (batch_of(config, number) for number in count(rank, ranks))
 
     def turn(self) -> dict[str, Any]:
-        """What was measured, with the losses of all steps of the turn."""
+        """The measurements, with the losses of all steps of the turn."""
         system = self._system
         losses = [self._step()[0]] if system.defers else []
         before = system.moved()

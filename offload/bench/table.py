@@ -1,4 +1,4 @@
-"""A record on a terminal: what was measured, then the ratios."""
+"""A record on a terminal: measurements, then ratios."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     OUT                a folder: one file per group and model.safetensors.index.json, the layout
                        that Hugging Face loaders read
 
-Streams: one piece of one parameter is in memory at a time, whatever the model's size.
+Streams: one piece of one parameter is in memory at a time.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class PendingFolder:
 
 
 def recover(parent: Path) -> None:
-    """Adopt or remove what killed writers left in `parent`. Leaves alone what another
-    process writes, reads or removes."""
+    """Adopt or remove the folders that killed writers left in `parent`. Leaves folders alone that
+    another process writes, reads or removes."""
     with ExitStack() as locks:
         with alone_in(parent):
             doomed = [each.path for each in leftovers(parent) if _is_doomed(each, locks)]
@@ -108,7 +108,7 @@ def recover(parent: Path) -> None:
 
 
 def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
-    """Whether it is to be removed: then it is locked until the end. Adopts it, if that can be."""
+    """Whether it is to be removed, in which case it stays locked. Adopts it if possible."""
     try:
         lock = lock_folder(leftover.path)
     except OSError:
@@ -156,7 +156,7 @@ def _condemn(folder: Path, target: Path, locks: ExitStack) -> Path | None:
 
 
 def _publish(new: Path, target: Path) -> Path | None:
-    """Give `new` the name `target`; where the folder is now that had it before."""
+    """Give `new` the name `target`; returns the new path of the folder that had it before."""
     if not os.path.lexists(target):
         os.rename(new, target)
         return None

@@ -48,7 +48,8 @@ def load_engine(engine: Engine, path: Path, *, verify: bool = True) -> None:
 
 
 def _open(engine: Engine, path: Path, stack: ExitStack, *, verify: bool) -> _Loader:
-    """All that can be refused is refused here. Of several ranks, each verifies some files."""
+    """Open and check the checkpoint: later steps find no reason to refuse it. Of several ranks,
+    each verifies some files."""
     _adopt(path)
     reader = stack.enter_context(CheckpointReader(path))
     reader.check(contents=False)
@@ -62,7 +63,7 @@ def _open(engine: Engine, path: Path, stack: ExitStack, *, verify: bool) -> _Loa
 
 @contextmanager
 def _on_all(ranks: Ranks | None, path: Path) -> Iterator[None]:
-    """What goes wrong inside on any rank is raised on every rank."""
+    """An error inside on any rank is raised on every rank."""
     error: Exception | None = None
     try:
         yield
@@ -80,7 +81,7 @@ def _on_all(ranks: Ranks | None, path: Path) -> Iterator[None]:
 
 
 def _adopt(path: Path) -> None:
-    """Take in what a killed writer had finished under another name."""
+    """Adopt a folder that a killed writer had finished under another name."""
     try:
         real = Path(os.path.realpath(path))
         if not real.exists() and real.parent.is_dir():
@@ -114,7 +115,7 @@ class _Loader:
 
     # ---------------------------------------------------------------- applying
     def apply(self) -> None:
-        """Everything, group by group; returns when every byte is home."""
+        """Load everything, group by group; returns when every byte is home."""
         self._runtime.stepper.forget()
         for group, state in zip(self._runtime.groups, self._runtime.optimizer_states, strict=True):
             self._read_parameters(state)
@@ -128,7 +129,7 @@ class _Loader:
         self._read_numbers()
 
     def _read_parameters(self, state: OptimizerState) -> None:
-        """What this rank keeps of them: all, or its shard."""
+        """Those that this rank keeps: all, or its shard."""
         group, home = state.group, whole_state(state.group)
         for piece in range(home.pieces):
             kept = elements_of(home, piece, group.dtype.itemsize)

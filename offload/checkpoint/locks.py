@@ -1,4 +1,4 @@
-"""Locks on folders (flock), which end with the process, whatever ends it.
+"""Locks on folders (flock), which end with the process, however it ends.
 
     parent of checkpoints    exclusive, for a few renames: other processes wait to rename there
     NAME.tmp-*               exclusive, while it is written

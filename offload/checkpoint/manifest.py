@@ -1,4 +1,4 @@
-"""What is in a checkpoint: `manifest.json`, written last, with a hash of itself.
+"""The contents of a checkpoint: `manifest.json`, written last, with a hash of itself.
 
 Numbers survive exactly: Python writes a float so that it reads back as the same float.
 """

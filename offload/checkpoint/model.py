@@ -1,4 +1,4 @@
-"""What a checkpoint needs to know of an engine, apart from the bytes in its tiers."""
+"""A checkpoint's view of an engine, apart from the bytes in its tiers."""
 
 from __future__ import annotations
 

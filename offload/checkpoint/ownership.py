@@ -1,4 +1,4 @@
-"""What in a folder is ours. Nothing else is ever renamed, replaced or removed.
+"""Which files and folders are ours. No others are ever renamed, replaced or removed.
 
 A checkpoint is known by its manifest, which ends in a hash of itself, and all it holds are the
 files that the manifest names. A folder that is no checkpoint yet, or no more, is known by its name,
@@ -88,7 +88,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _sorted_out(folder: Path, is_ours: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    """What a folder holds: ours, and what is not."""
+    """A folder's contents: our files, and others."""
     ours: list[str] = []
     foreign: list[str] = []
     for name, plain in _entries(folder):

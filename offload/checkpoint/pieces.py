@@ -1,4 +1,4 @@
-"""Pieces of states in host memory, one at a time, wherever their home is.
+"""Pieces of states in host memory, one at a time, from any tier.
 
 Works through the update side of `State`, so nothing is brought, evicted or reordered: a save leaves
 every residency as it was. Memory: one buffer for the largest piece, beyond the engine's budgets.

@@ -143,8 +143,8 @@ class CheckpointReader:
             raise CheckpointError(f"{problem}; {_REMEDY}")
 
     def problems(self, *, contents: bool, share: slice = _ALL) -> Iterator[str]:
-        """What is wrong with the files: missing, of another size or, with `contents`, changed: of
-        the files in the order of their sizes, `share` is read for that."""
+        """The files' problems: missing, of another size or, with `contents`, changed: of the files
+        in the order of their sizes, `share` is read for that."""
         sound = []
         for name, record in self.manifest.files.items():
             problem = self._size_problem(name, record)
@@ -247,7 +247,7 @@ def _open_folder(path: Path) -> OpenFolder:
 
 
 def _kind(path: Path) -> str:
-    """What a file seems to be, so that the message can say why it is not read."""
+    """The apparent kind of a file, for the message that says why it is not read."""
     if not path.is_file():
         return "no folder"
     with path.open("rb") as file:

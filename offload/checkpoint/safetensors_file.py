@@ -55,13 +55,13 @@ class TensorInfo:
 
 
 def info_of(record: ParameterRecord | BufferRecord) -> TensorInfo:
-    """What a parameter or a buffer is in a checkpoint."""
+    """A parameter or buffer as a checkpoint describes it."""
     name = record.name if isinstance(record, BufferRecord) else record.names[0]
     return TensorInfo(name, record.dtype, tuple(record.shape))
 
 
 def field_info(parameter: ParameterRecord, field: str, dtype: str) -> TensorInfo:
-    """What an optimizer's array of a parameter is in a checkpoint."""
+    """A parameter's optimizer array as a checkpoint describes it."""
     shape = tuple(parameter.shape)
     if field.endswith(SCALE_SUFFIX):
         shape = (-(-math.prod(shape) // BLOCK),)

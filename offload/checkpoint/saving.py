@@ -61,8 +61,8 @@ def save_engine(engine: Engine, path: Path) -> None:
 
 
 def _save_together(engine: Engine, path: Path, ranks: Ranks) -> None:
-    """The first rank writes. An error there is raised on every rank, and the other ranks still send
-    their parts, so that no rank waits for ever."""
+    """The first rank writes, the others send their parts. An error while writing is raised on every
+    rank, after all parts were sent, so that no rank waits for ever."""
     error: BaseException | None = None
     saver = _Saver(engine)
     saver.refresh()
@@ -133,7 +133,7 @@ class _Saver:
         return self._reader.writes
 
     def refresh(self) -> None:
-        """What other ranks have updated is up to date here, where it is kept whole."""
+        """Fetch the parts that other ranks have updated, where parameters are kept whole."""
         self._runtime.rank_work.refresh(self._runtime.groups)
         for group in self._runtime.groups:
             group.state.settle()
@@ -147,12 +147,12 @@ class _Saver:
             yield self._reader.meet()
 
     def _take(self) -> Iterator[Any]:
-        """What is to be written next."""
+        """The next piece to be written."""
         self._open = next(self._parts)
         return self._open
 
     def drain(self) -> None:
-        """Take this rank's part in what is left of the save, and write nothing."""
+        """Take this rank's part in the rest of the save, and write nothing."""
         for part in (self._open, *self._parts):
             for _ in part:
                 pass

@@ -123,7 +123,7 @@ class ShardReader:
         yield from ()
 
     def _in_turn(self, own: Callable[[], Weights]) -> Weights:
-        """What each rank of the first shard group has of a group, one rank after the other."""
+        """Each rank's part of a group, in the first shard group, one rank after the other."""
         ranks = self._ranks
         assert ranks is not None, "shards of several ranks"
         if ranks.sharding.replica:

@@ -28,8 +28,9 @@ def step_of(path: Path) -> int | None:
 def latest(folder: Path) -> Path | None:
     """The checkpoint with the highest step in `folder` that is whole, None if there is none.
 
-    Takes in what a killed writer had finished. Every file is there in full length; hashes are
-    checked by the load. A torn checkpoint (a partial copy, say) is passed over with a warning.
+    Adopts a checkpoint that a killed writer had finished. Every file is there in full length;
+    hashes are checked by the load. A torn checkpoint (a partial copy, say) is passed over with a
+    warning.
     """
     if not folder.is_dir():
         return None
@@ -49,9 +50,9 @@ def latest(folder: Path) -> Path | None:
 
 def prune(folder: Path, keep_last: int) -> list[Path]:
     """Remove all but the `keep_last` (at least 1) highest steps that are whole; what was removed,
-    oldest first. What is torn counts for nothing: it goes where a whole one of a lower step would.
+    oldest first. Torn ones do not count; those below the lowest step that stays are removed, too.
 
-    What only has such a name, or holds something else as well, stays, with a warning.
+    A folder that only has such a name, or holds other files as well, stays, with a warning.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")

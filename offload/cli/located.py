@@ -1,4 +1,4 @@
-"""Where in the configuration a key lies that turned out not to work on this machine."""
+"""File and line of a key that does not work on this machine."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class PlannedModel:
 
 
 def built_in(config: OffloadConfig) -> PlannedModel:
-    """What `offload train` trains, in a loop that takes every step it begins."""
+    """The model of `offload train`, in a loop that takes every step it begins."""
     config = config.owning_the_loop()
     model = build_meta_model(config)
     workload = workload_of(config)

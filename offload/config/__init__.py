@@ -1,4 +1,4 @@
-"""What a YAML file says: the configuration, checked and with every default filled in.
+"""The configuration that a YAML file describes, checked and with every default filled in.
 
 model       OffloadConfig, the whole        fields      sections, types of values, sizes
 optimizer   `optimizer:`                    training    `train:`

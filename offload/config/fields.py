@@ -105,7 +105,7 @@ class KeyedError(ValueError):
 
 
 def _percent(fraction: float) -> str:
-    """What `parse_percent` reads back to this very fraction, in the fewest digits."""
+    """The shortest text that `parse_percent` reads back to this very fraction."""
     return f"{Decimal(repr(fraction)).scaleb(2):f}%"
 
 

@@ -141,7 +141,7 @@ def _read_text(path: Path) -> str:
 
 
 def _named(path: Path) -> str:
-    """Not longer than somebody would read."""
+    """Shortened to a readable length."""
     text = str(path)
     return text if len(text) <= 300 else f"{text[:297]}..."
 

@@ -94,7 +94,7 @@ class ActivationConfig(Section):
         False,
         description="Recompute each repeated block's activations in backward. selective: keep "
         "those of matrix products and attention. auto: as a step is fastest and fits, where the "
-        "batch is known beforehand (`offload train`, memest); elsewhere false.",
+        "batch is known beforehand (`offload train`, memest); otherwise false.",
     )
 
 
@@ -253,7 +253,7 @@ class OffloadConfig(Section):
         description="Pieces of each batch that a block runs over before the next block begins: "
         "weights and gradients move once per step, activations of one piece at a time. auto: as "
         "many as make a step fastest and fit, where the batch is known beforehand (`offload "
-        "train`, memest); elsewhere 1. Another number rounds differently.",
+        "train`, memest); otherwise 1. Another number rounds differently.",
     )
     prefetch: AutoDepth = Field("auto", description="Groups fetched ahead; 0: none.")
     threads: ThreadsConfig = Field(
@@ -264,7 +264,8 @@ class OffloadConfig(Section):
     )
     zero: ZeroConfig = Field(default_factory=ZeroConfig, description="What is sharded over ranks.")
     train: TrainConfig = Field(
-        default_factory=TrainConfig, description="What `offload train` does; unused elsewhere."
+        default_factory=TrainConfig,
+        description="What `offload train` does; a loop of your own ignores it.",
     )
     written_for: WrittenFor | None = Field(
         None, description="The model that this file was written for; absent: any."
@@ -304,7 +305,7 @@ class OffloadConfig(Section):
         return self
 
     def _needs_all_gradients(self) -> tuple[str, tuple[str, ...]] | None:
-        """What has to know every gradient before the first update: its text and key."""
+        """The setting that needs every gradient before the first update: its text and key."""
         if self.clip_grad_norm is not None:
             return f"clip_grad_norm: {self.clip_grad_norm:g}", ("clip_grad_norm",)
         if self.precision == "fp16":
@@ -407,8 +408,8 @@ class OffloadConfig(Section):
         return self.model_copy(update=update)
 
     def settled(self) -> OffloadConfig:
-        """Without `auto` for what depends on the batch: nothing recomputed, one piece. For whoever
-        does not know the batch; who does asks `offload.planning.choice.solver` first."""
+        """Without `auto` for what depends on the batch: nothing recomputed, one piece. For callers
+        that do not know the batch; those that do ask `offload.planning.choice.solver` first."""
         activations = self.placement.activations
         config = self
         if activations.checkpoint == "auto":

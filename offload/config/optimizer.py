@@ -67,7 +67,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, value: Any) -> Any:
-        """The numbers that the chosen optimizer has and nobody set."""
+        """Defaults for the chosen optimizer's numbers that were not set."""
         if not isinstance(value, Mapping):
             return value
         if value.get("type") == "muon":

@@ -1,4 +1,4 @@
-"""The model that a configuration was written for, so that it is not taken for another's."""
+"""The model that a configuration was written for, so that it is not used for another one."""
 
 from __future__ import annotations
 

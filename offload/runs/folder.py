@@ -54,7 +54,7 @@ class LoopState:
 
     @classmethod
     def from_json(cls, text: str) -> LoopState:
-        """What `to_json` wrote; ValueError, KeyError or TypeError if it is something else."""
+        """The reverse of `to_json`; ValueError, KeyError or TypeError for other text."""
         values = json.loads(text)
         rng = base64.b64decode(values["rng_state"], validate=True)
         return cls(int(values["step"]), rng, dict(values["config"]))
@@ -131,7 +131,7 @@ class RunFolder:
         write_whole(self.path / MEASURED, measured.to_json())
 
     def loggers(self, steps_done: int) -> list[Logger]:
-        """Who is told of the steps that follow; metrics.jsonl keeps the first `steps_done`."""
+        """The loggers of the steps that follow; metrics.jsonl keeps the first `steps_done`."""
         self.metrics.begin(steps_done)
         return loggers_of(self)
 
@@ -210,7 +210,7 @@ def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig
 
 
 def other_numbers(before: dict[str, Any], now: OffloadConfig) -> Iterator[str]:
-    """What a resumed run may change, and does, although its numbers depend on it."""
+    """Settings that a resumed run may and does change, although its numbers depend on them."""
     if now.optimizer.states.uniform:
         return
     current = now.to_dict()

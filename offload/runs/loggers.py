@@ -1,4 +1,4 @@
-"""Who is told of every step of a run: a list of loggers.
+"""The list of loggers, which get the figures of every step of a run.
 
 To add one, write it here and name it in `loggers_of`; `offload train` and the run folder of a loop
 of one's own both log to that list.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Logger(Protocol):
-    """Is told of every step, in order, on the thread that trains."""
+    """Gets every step's figures, in order, on the thread that trains."""
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """`values` are those of a `StepMetrics`, by name: numbers, None for what is not known, and
@@ -22,5 +22,5 @@ class Logger(Protocol):
 
 
 def loggers_of(folder: RunFolder) -> list[Logger]:
-    """Those of every run. Only the first rank has them."""
+    """The loggers of every run, on the first rank only."""
     return [folder.metrics]

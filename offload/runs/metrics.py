@@ -1,4 +1,4 @@
-"""What one step is worth remembering for, and the file that has a line of JSON for each."""
+"""The figures of one step, and the file with a line of JSON per step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepMetrics:
     validation_loss: float | None = None
 
     def values(self) -> dict[str, Any]:
-        """What a logger is given beside the step."""
+        """The figures that a logger gets beside the step."""
         values = asdict(self)
         del values["step"]
         return values
@@ -54,7 +54,7 @@ class MetricsFile:
         self._lines: LineFile | None = None
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """What is not finite becomes null, since JSON has no NaN."""
+        """Values that are not finite become null, since JSON has no NaN."""
         if self._lines is None:
             self._lines = LineFile(self.path)
         finite = {name: _finite(value) for name, value in values.items()}

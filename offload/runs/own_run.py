@@ -92,8 +92,8 @@ class OwnRun:
 
 
 def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
-    """What the plan of `config` will take in a loop of which nothing is known but what
-    `written_for` says; what cannot be told says why."""
+    """The prediction for the plan of `config` in a loop known only by `written_for`; with the
+    reason for each figure that cannot be predicted."""
     config = config.settled()
     device = compute_device(config)
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -60,7 +60,7 @@ class World:
                 end_world()
 
     def tell(self, text: str) -> str:
-        """What the first rank says, on every rank."""
+        """The first rank's value, on every rank."""
         if self.size == 1:
             return text
         mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)

@@ -1,4 +1,4 @@
-"""`python -m offload.train.baseline_probe PRECISION`: train next to nothing, print its peak RAM.
+"""`python -m offload.train.baseline_probe PRECISION`: train a tiny model, print its peak RAM.
 
 Everything that a run loads or compiles is loaded here: the model's kernels, the optimizer's, files.
 The few hundred KiB of the model's own states count as part of it.

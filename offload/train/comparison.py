@@ -23,7 +23,7 @@ PROGRAM = "offload.train.plain:train"
 
 @dataclass(frozen=True)
 class Process:
-    """What one of both has shown: a row per step, and its memory."""
+    """One of the two processes: a row per step, and its memory."""
 
     rows: Sequence[StepMetrics]
     memory: MemoryUse

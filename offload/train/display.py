@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar on a terminal, plain lines elsewhere. Loggers all."""
+"""Loggers that show a run while it trains: a bar on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _speed(values: Mapping[str, Any]) -> str:
 
 
 def _bytes(values: Mapping[str, Any]) -> list[str]:
-    """What tiers hold and links have moved, where there are any; else the process's memory."""
+    """Bytes held by tiers and moved over links, if there are any; else the process's memory."""
     tiers, moved = values["tiers"], values["moved"]
     if not tiers:
         return [f"memory of the process {format_bytes(values['rss_nbytes'])}"]

@@ -67,7 +67,7 @@ Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to."""
+    """The result of a run."""
 
     folder: Path
     first_loss: float
@@ -140,8 +140,7 @@ def _run(
 
 
 def _choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
-    """What the configuration leaves open, as the first rank chooses it: every rank has to take the
-    same steps."""
+    """Resolve open settings, as the first rank chooses: every rank has to take the same steps."""
     found = None
     if world.is_first:
         meta = build_meta_model(config)

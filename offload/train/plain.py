@@ -67,7 +67,7 @@ def build_model(config: OffloadConfig) -> LanguageModel:
 
 
 def adamw_arguments(config: OffloadConfig) -> dict[str, Any]:
-    """What torch and DeepSpeed call the numbers of an AdamW."""
+    """The hyperparameters of an AdamW, as torch and DeepSpeed name them."""
     adam = config.optimizer
     assert adam.betas is not None, "an adamw configuration has them filled in"
     return {

@@ -62,7 +62,7 @@ def _draw_loss(axes: Axes, ours: Sequence[StepMetrics], plain: Sequence[StepMetr
 def _draw_tiers(
     axes: Axes, rows: Sequence[StepMetrics], budgets: Mapping[str, int]
 ) -> None:  # fmt: skip
-    """What each tier holds as a line, its budget as a dashed one of the same colour."""
+    """Each tier's bytes as a line, its budget as a dashed one of the same colour."""
     steps = [row.step for row in rows]
     for number, tier in enumerate(rows[0].tiers if rows else ()):
         held = [row.tiers.get(tier, 0) / _MIB for row in rows]

@@ -1,4 +1,5 @@
-"""A run's prediction beside what comes: one line after the first steps, advice where it matters.
+"""A run's prediction against its measurement: one line after the first steps, advice if they
+differ.
 
 The line is printed once, as soon as a few steps have settled; the folder gets prediction.json
 before the first step and measured.json after the last.

@@ -1,4 +1,4 @@
-"""The table at the end of a run: what each tier held, and what it would have taken otherwise."""
+"""The table at the end of a run: what each tier held, and what plain PyTorch would have taken."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from tests.offload.loop_trial import PLAIN, Row, result
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 HEAD = """# Loops as people write them
 
-What comes of a training loop, or of a part of one, when its model trains through an engine. Each
-row is run by plain PyTorch and by engines that keep all states in host memory, and all on nvme with
-so little memory that they come and go. *As plain PyTorch* means: losses, whatever else the loop
-logs, and all weights within 1e-6 of plain PyTorch's in fp32, with the same bits on host and nvme.
-Where a loop is refused, the error says what to do instead; nothing trains wrongly in silence.
+The result of each training loop, or part of one, when its model trains through an engine. Each row
+is run by plain PyTorch and by two engines: one keeps all states in host memory, the other on nvme
+with too little memory for all of them. *As plain PyTorch* means: losses, all else that the loop
+logs, and all weights are within 1e-6 of plain PyTorch's in fp32, with the same bits on host and
+nvme. Where a loop is refused, the error says what to do instead; no loop trains wrongly in silence.
 
-The loops are in `tests/offload/loop_rows.py`. The tests run them and compare this page with what
-they find; `python -m tests.offload.loop_page` writes it anew.
+The loops are in `tests/offload/loop_rows.py`. The tests run them and compare this page with
+their results; `python -m tests.offload.loop_page` writes it again.
 """
 
 

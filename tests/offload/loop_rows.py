@@ -1538,7 +1538,7 @@ def compiled(t: Trial, model: Any) -> Numbers:
     return logged
 
 
-@row(COPIES, "`torch.compile(model)` (graphs end where parameters come and go)")
+@row(COPIES, "`torch.compile(model)` (graphs end where parameters are fetched and released)")
 def compiled_function(t: Trial) -> Numbers:
     return compiled(t, torch.compile(t.model, backend="aot_eager"))
 
@@ -1586,7 +1586,7 @@ def thread_in_turn(t: Trial) -> Numbers:
     return t.train(4, after=lambda: in_thread(lambda: t.loss(x, y).item()))
 
 
-@row(COPIES, "evaluation in another thread, amid a forward")
+@row(COPIES, "evaluation in another thread, during a forward")
 def thread_amid_a_forward(t: Trial) -> Numbers:
     x, y = t.data(1)[0]
     logged: list[float] = []

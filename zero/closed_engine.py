@@ -1,4 +1,5 @@
-"""What a closed engine leaves on its model: calling a unit says that the parameters are gone.
+"""Hooks that a closed engine leaves on its model: calling a unit raises, as the parameters are
+gone.
 
 The modules can be given to another engine, which has to bring values: the parameters then are what
 they were before, on the meta device.
@@ -49,7 +50,7 @@ class Refusal:
         return any(param is each for each, _ in self._params)
 
     def lift(self, model: nn.Module) -> None:
-        """Leave what `model` has of the closed engine's modules and parameters to another one.
+        """Let another engine take over the closed engine's modules and parameters in `model`.
 
         StateError if a graph of the closed engine still holds a parameter.
         """
