@@ -1,4 +1,4 @@
-"""`memest MODEL`: read, judge, show, write."""
+"""`memest MODEL`: read, estimate, show, write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload.tools.memest.commands.output import deliver, write_file
 from offload.tools.memest.commands.run_hardware import profile_of, speeds_of
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case, Question
-from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.source.model_source import ModelSource, SourceKind, UntraceableError
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
@@ -48,17 +48,17 @@ def read_question(asked: EstimateOptions) -> Question:
 
 
 def answered(
-    question: Question, judge: Judge | None = None,
+    question: Question, estimator: Estimator | None = None,
     *, advise: bool = False, by_node: bool = False,
 ) -> tuple[Question, Estimate]:  # fmt: skip
     """The estimate, assumptions first among its notes; of the states alone where the model's code
     cannot be followed, which is noted."""
     try:
-        found = estimate(question.case, judge, advise=advise, by_node=by_node)
+        found = estimate(question.case, estimator, advise=advise, by_node=by_node)
     except UntraceableError as error:
         source = question.case.source.without_graph(str(error))
         question = replace(question, case=replace(question.case, source=source))
-        found = estimate(question.case, judge, advise=advise, by_node=by_node)
+        found = estimate(question.case, estimator, advise=advise, by_node=by_node)
     return question, replace(found, notes=(*question.assumed, *found.notes))
 
 

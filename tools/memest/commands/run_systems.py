@@ -26,7 +26,7 @@ from offload.tools.memest.commands.run_estimate import (
     source_of,
 )
 from offload.tools.memest.commands.run_hardware import profile_of
-from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.part_names import read_count
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.show import wording
@@ -48,10 +48,10 @@ _NODE_TITLES = {**PLACE_TITLES, Tier.HOST: "RAM of a node", Tier.NVME: "disk of 
 def run_compare(asked: EstimateOptions) -> int:
     """One model under every system, ours last. 0 if ours fits, 1 if not."""
     _check_format(asked)
-    judge = Judge()
-    question, ours = answered(read_question(asked), judge, by_node=True)
+    estimator = Estimator()
+    question, ours = answered(read_question(asked), estimator, by_node=True)
     case = question.case
-    facts = judge.facts(case, ours.config)
+    facts = estimator.facts(case, ours.config)
     speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times
     rows = compare(case.source.shape, facts, ours, case.profile, speeds)
     if asked.output.chosen is Format.JSON:

@@ -9,7 +9,7 @@ from offload.config import OffloadConfig
 from offload.planning.plan.estimate import Change, Estimate
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.estimate.case import Case
-from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.knobs import Rung, knobs
 from offload.tools.memest.estimate.lower_bound import cannot_fit
 from offload.tools.memest.estimate.minimal_sets import minimal_sets
@@ -21,7 +21,7 @@ _ENORMOUS_NUMEL = 20 * 10**9
 _LARGE_CHUNK_NUMEL = 1 << 22
 
 
-def changes(case: Case, now: Estimate, judge: Judge) -> tuple[Change, ...]:
+def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
     """Minimal sets that fit, those of fewer changes first, then by time per step."""
 
     def fits(rungs: tuple[Rung, ...]) -> bool:
@@ -30,18 +30,18 @@ def changes(case: Case, now: Estimate, judge: Judge) -> tuple[Change, ...]:
         try:
             return (
                 tried is not None
-                and not cannot_fit(tried, judge.facts(tried, tried.config))
-                and judge.fits(tried)
+                and not cannot_fit(tried, estimator.facts(tried, tried.config))
+                and estimator.fits(tried)
             )
         except UnsupportedError:  # a batch of 2 in 4 pieces
             return False
 
     tries = _MOST_TRIES_ENORMOUS if _is_enormous(case) else _MOST_TRIES
-    ladders = knobs(case, now, judge.facts(case, now.config).peak_at)
+    ladders = knobs(case, now, estimator.facts(case, now.config).peak_at)
     found: list[tuple[int, Change]] = []
     for rungs in minimal_sets(ladders, fits, most_tries=tries, enough=_ENOUGH):
         tried = _changed(case, rungs)
-        if len(found) < MOST_SHOWN and tried is not None and (after := judge(tried)).fits:
+        if len(found) < MOST_SHOWN and tried is not None and (after := estimator(tried)).fits:
             found.append((len(rungs), _change(rungs, now, after)))
     found.sort(key=lambda pair: (pair[0], pair[1].step_factor or float("inf")))
     return tuple(change for _, change in found)

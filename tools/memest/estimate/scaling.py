@@ -24,7 +24,7 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tools.memest.estimate.case import Case
-from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import with_gpus
 from offload.tools.memest.source.shard_check import Shards, check_shards
 from offload.zero.sharding import Sharding
@@ -108,20 +108,22 @@ class Series:
     points: tuple[Point, ...]
 
 
-def scaling(case: Case, most_ranks: int = MOST_RANKS, judge: Judge | None = None) -> list[Series]:
+def scaling(
+    case: Case, most_ranks: int = MOST_RANKS, estimator: Estimator | None = None
+) -> list[Series]:
     """What is asked for, and where it leaves that open, shard groups of one machine as well.
 
     `case.profile` is of one machine. ConfigError where the times of this hardware cannot be told.
     """
     _check(case)
-    judge = judge or Judge()
+    estimator = estimator or Estimator()
     zero = case.config.zero
-    series = [_series(case, judge, most_ranks)]
+    series = [_series(case, estimator, most_ranks)]
     machine = case.profile.ranks_per_node
     if zero.stage > 0 and zero.shard_group is None and 1 < machine < most_ranks:
         hybrid = zero.model_copy(update={"shard_group": machine})
         config = case.config.model_copy(update={"zero": hybrid})
-        series.append(_series(replace(case, config=config), judge, most_ranks))
+        series.append(_series(replace(case, config=config), estimator, most_ranks))
     return series
 
 
@@ -166,7 +168,7 @@ def _check(case: Case) -> None:
         )
 
 
-def _series(case: Case, judge: Judge, most_ranks: int) -> Series:
+def _series(case: Case, estimator: Estimator, most_ranks: int) -> Series:
     zero = case.config.zero
     name = f"ZeRO stage {zero.stage}"
     if zero.stage and zero.shard_group:
@@ -176,9 +178,9 @@ def _series(case: Case, judge: Judge, most_ranks: int) -> Series:
     points: list[Point] = []
     for ranks in sizes:
         if zero.stage == 0 or ranks % group == 0:
-            points.append(_point(_as_before(case, points), judge, ranks))
+            points.append(_point(_as_before(case, points), estimator, ranks))
             if not points[-1].found.fits:  # what fitted before does not: all is open again
-                points[-1] = _point(case, judge, ranks)
+                points[-1] = _point(case, estimator, ranks)
     if not points:
         tried = ", ".join(f"{ranks:,}" for ranks in sizes)
         raise ConfigError(
@@ -210,14 +212,14 @@ def _sizes(per_machine: int, most_ranks: int) -> Sequence[int]:
     return sorted(within | machines | {largest})
 
 
-def _point(case: Case, judge: Judge, ranks: int) -> Point:
+def _point(case: Case, estimator: Estimator, ranks: int) -> Point:
     machine = case.profile.ranks_per_node
     profile = case.profile
     if ranks < machine:
         profile = with_gpus(profile, ranks)
     profile = replace(profile, nodes=max(1, ranks // machine))
     case = replace(case, profile=profile, speeds=profile.speeds())
-    found, network = judge(case), profile.network()
+    found, network = estimator(case), profile.network()
     assert network is not None, "checked before"
     assert found.step is not None, "speeds, network and work are known"
     shape, sharding = case.source.shape, case.sharding
