@@ -89,8 +89,8 @@ def test_a_machine_by_name_is_offered_no_other_gpus() -> None:
         found = estimator(case)
         peak_at = estimator.facts(case, found.config).peak_at
         assert Tier.DEVICE in {each.tier for each in found.shortfalls}
-        ladders = knobs(case, found, peak_at)
-        options = {key for ladder in ladders for rung in ladder for key in rung.settings}
+        all_knobs = knobs(case, found, peak_at)
+        options = {key for knob in all_knobs for option in knob for key in option.settings}
         assert ("--gpu" in options) == offered
 
 
