@@ -13,9 +13,8 @@ import pytest
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
 from offload.tools.memest.cli import main
+from offload.tools.memest.estimate.scaling import MOST_RANKS, _sizes, check_shards
 from offload.tools.memest.show.scale import NARROW
-from offload.tools.memest.estimate.scaling import MOST_RANKS, _sizes
-from offload.tools.memest.source.shard_check import check_shards
 from offload.tools.memest.systems.shapes import FamilyName, model_of, shapes_of
 from offload.zero.layout import Layout, ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape

@@ -18,7 +18,6 @@ from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import read_profile
-from offload.tools.memest.hardware.room import room_of
 from offload.tools.memest.source.read_model import read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes
 from offload.tools.memest.systems.compare import Row, compare
@@ -33,7 +32,7 @@ from offload.tools.memest.systems.shapes import (
     shapes_of,
     subject_from,
 )
-from offload.tools.memest.systems.subject import Ranks, Subject, subject_of
+from offload.tools.memest.systems.subject import Ranks, Subject, room_of, subject_of
 from offload.zero.sharding import Sharding
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

@@ -34,10 +34,11 @@ from offload.tools.memest.show.render_json import places
 from offload.tools.memest.show.tables import bullets, ruled, show, show_json
 from offload.tools.memest.show.view import PLACE_TITLES, model_text, workload_text
 from offload.tools.memest.systems.compare import Row, compare
-from offload.tools.memest.systems.deepspeed_estimator import Setup, estimate, lines
+from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
 from offload.tools.memest.systems.headlines import Finding, findings
 from offload.tools.memest.systems.largest import Largest, largest_of_all
 from offload.tools.memest.systems.memory import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
+from offload.tools.memest.systems.subject import Ranks
 
 Places = Mapping[Tier, PlaceEstimate]
 _NODE_TITLES = {**PLACE_TITLES, Tier.HOST: "RAM of a node", Tier.NVME: "disk of a node"}
@@ -191,15 +192,12 @@ def run_deepspeed(
     numel, layer = _numel_and_layer(model)
     if largest_layer is not None:
         layer = parse_count(largest_layer)
-    setup = Setup(
-        read_count(gpus, "--gpus", 1) or 1,
-        read_count(nodes, "--nodes", 1) or 1,
-    )
+    ranks = Ranks(read_count(gpus, "--gpus", 1) or 1, read_count(nodes, "--nodes", 1) or 1)
     stages = (2, 3) if stage is None else (stage,)
-    found = [line for each in stages for line in lines(each, estimate(each, numel, layer, setup))]
+    found = [line for each in stages for line in lines(each, estimate(each, numel, layer, ranks))]
     print(
-        f"{numel:,} parameters, the largest layer {layer:,}; {_several(setup.nodes, 'node')} "
-        f"with {_several(setup.gpus_per_node, 'GPU')}; DeepSpeed 0.19.8's estimator, which counts "
+        f"{numel:,} parameters, the largest layer {layer:,}; {_several(ranks.nodes, 'node')} "
+        f"with {_several(ranks.per_node, 'GPU')}; DeepSpeed 0.19.8's estimator, which counts "
         "no activations"
     )
     print("\n".join(found))

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from offload.planning.plan.workload import Workload
 from offload.tools.memest.hardware.parts import GIB, TB, gpu_named, machine_named
-from offload.tools.memest.hardware.room import Room
 from offload.tools.memest.systems.largest import largest_shape
 from offload.tools.memest.systems.memory import System
 from offload.tools.memest.systems.shapes import FamilyName
-from offload.tools.memest.systems.subject import Ranks
+from offload.tools.memest.systems.subject import Ranks, Room
 
 TOLERANCE = 0.15
 WORKLOAD = Workload(batch=4, sequence=1024)

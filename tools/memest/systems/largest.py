@@ -15,7 +15,6 @@ from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
-from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
 from offload.tools.memest.systems.memory import OTHERS, Numbers, System, memory_of
 from offload.tools.memest.systems.ours import plan_ours
 from offload.tools.memest.systems.shapes import (
@@ -26,7 +25,7 @@ from offload.tools.memest.systems.shapes import (
     shapes_of,
     subject_from,
 )
-from offload.tools.memest.systems.subject import Ranks, ranks_of
+from offload.tools.memest.systems.subject import Ranks, Room, places_of, ranks_of, room_of, too_full
 
 WORKLOAD = Workload(batch=1, sequence=2048)
 _LEAST_EXPERTS = 8
