@@ -162,10 +162,7 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, 
     """With as much of the optimizer's records on nvme as has to be, in per cent."""
     model, facts = _shape_of(shape), _facts_of(shape, batch)
     base = known_baseline(_PRECISION, gpu=True)
-    known = RunFacts(
-        Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base.ram_nbytes,
-        base.gpu_nbytes,
-    )  # fmt: skip
+    known = RunFacts(Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base)
     ram, disk = machine.host_nbytes - _SPARE_NBYTES, int(_DISK_SHARE * machine.disk_nbytes)
     hardware = Hardware(machine.device_nbytes, ram, ram, disk)
     spilled = 0

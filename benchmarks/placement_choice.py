@@ -93,7 +93,7 @@ def _cases(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     cases: dict[str, Any] = {"auto": found.config.to_dict()}
     for name, placement in BY_HAND.items():
         named = _with_placement(config, placement)
-        best = solve(named, found.model, found.hardware, found.known).best
+        best = solve(named, found.planned.model, found.planned.hardware, found.planned.run).best
         if best.fits:
             cases[name] = chosen_config(best.config, best.plan).to_dict()
             print(f"{name}: predicted {best.seconds:.2f} s")

@@ -16,19 +16,18 @@ from offload.config import OffloadConfig
 from offload.homes import compute_device, nvme_paths, this_machine
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
-from offload.planning.choice.advice import Situation, advise, corrected
+from offload.planning.choice.advice import advise, corrected
 from offload.planning.choice.planner import chosen_config
 from offload.planning.choice.run_check import LinkPrediction, Prediction
-from offload.planning.choice.solver import RunFacts, Solution, solve
+from offload.planning.choice.run_plan import RunPlan, plan_run
+from offload.planning.choice.solver import RunFacts, Solution
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.estimate import Change, MemoryEstimate
-from offload.planning.plan.plan import Hardware
+from offload.planning.plan.estimate import Change
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.tuning import WORTH_MEASURING_NBYTES
 from offload.planning.plan.workload import Workload
-from offload.planning.step.memory import PlannedMemory
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.tier import Tier
@@ -45,56 +44,48 @@ FactsOf = Callable[[OffloadConfig], ActivationFacts]
 class Forecast:
     """A run's plan. `speeds` None: the machine's are not known, so no time is predicted."""
 
-    given: OffloadConfig
-    model: ModelShape
-    hardware: Hardware
-    known: RunFacts
+    planned: RunPlan
     speeds: Speeds | None
-    solution: Solution
+
+    @property
+    def solution(self) -> Solution:
+        return self.planned.solution
 
     @property
     def config(self) -> OffloadConfig:
-        """The configuration with everything that the solver chose written into it."""
-        best = self.solution.best
+        """The configuration with everything that was chosen written into it."""
+        best = self.planned.best
         return chosen_config(best.config, best.plan)
 
     @property
     def timed(self) -> bool:
         """Whether times can be predicted: the network between ranks is not measured."""
-        return self.speeds is not None and self.hardware.sharding.world_size == 1
+        return self.speeds is not None and self.planned.hardware.sharding.world_size == 1
 
     def prediction(self) -> Prediction:
         """Peaks and seconds, as prediction.json has them."""
-        best = self.solution.best
-        memory = self.memory()
+        memory = self.planned.memory
         tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
         rss = memory.places[Tier.HOST].peak_nbytes
         bounds = tuple(sorted(map(str, memory.bounds)))
-        step = best.step if self.timed else None
+        step = self.planned.best.step if self.timed else None
         if step is None:
             return Prediction(tiers, rss, None, None, {}, bounds)
         links = {link.name: LinkPrediction(link.seconds, link.nbytes) for link in step.links}
         return Prediction(tiers, rss, step.seconds, step.bottleneck, links, bounds)
 
-    def memory(self) -> MemoryEstimate:
-        best = self.solution.best
-        baseline = known_baseline(best.config.precision, gpu=best.plan.gpu)
-        facts, workload = self.known.facts_of(best.config), self.known.workload
-        planned = PlannedMemory(best.plan, best.config, self.model, facts, workload, baseline)
-        return planned.estimate()
-
     def advice(self, measured_s: float) -> list[Change]:
         """What would make a step faster, judged with speeds corrected by a measured step; nothing
         where they would be corrected beyond what speeds can be wrong by."""
-        best = self.solution.best
-        if self.speeds is None or best.step is None:
+        planned = self.planned
+        if self.speeds is None or planned.best.step is None:
             return []
-        speeds = corrected(self.speeds, best.step, measured_s)
+        speeds = corrected(self.speeds, planned.best.step, measured_s)
         if speeds is None:
             return []
-        known = replace(self.known, speeds=speeds)
-        now = solve(self.config, self.model, self.hardware, known).best
-        return advise(Situation(self.given, self.model, self.hardware, known, now))
+        run = replace(planned.run, speeds=speeds)
+        now = plan_run(self.config, planned.model, planned.hardware, run)
+        return advise(replace(now, asked=planned.asked))
 
 
 def forecast(
@@ -124,17 +115,13 @@ def forecast_of(
     speeds = _speeds(config, shape)
     gpu = accelerator.is_accelerator(device)
     baseline = known_baseline(config.precision, gpu=gpu)
+    run = RunFacts(workload, speeds or replace(NOMINAL, gpu=gpu), facts, baseline)
     try:
-        known = RunFacts(
-            workload, speeds or replace(NOMINAL, gpu=gpu),
-            facts, baseline.ram_nbytes, baseline.gpu_nbytes,
-            baseline.more_nbytes,
-        )  # fmt: skip
-        solution = solve(config, shape, hardware, known)
+        planned = plan_run(config, shape, hardware, run)
     except UnsupportedError as error:
         _log.warning("no prediction for this run: %s", error)
         return None
-    return Forecast(config, shape, hardware, known, speeds, solution)
+    return Forecast(planned, speeds)
 
 
 def workload_of(config: OffloadConfig) -> Workload:

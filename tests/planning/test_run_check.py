@@ -17,7 +17,7 @@ from rich.console import Console
 
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
-from offload.planning.choice.advice import MATTERS, Situation, advise, corrected
+from offload.planning.choice.advice import MATTERS, advise, corrected
 from offload.planning.choice.run_check import (
     LinkPrediction,
     Measured,
@@ -26,6 +26,7 @@ from offload.planning.choice.run_check import (
     compare,
     usual_step_s,
 )
+from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import solve
 from offload.runs.folder import RunFolder, other_numbers, with_choices_of
 from offload.swap.threads_backend import ThreadsBackend
@@ -263,16 +264,14 @@ def check_bound(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- advice
-def situation(host: str, machine: int = 64 * GIB, **keys: Any) -> Situation:
+def planned(host: str, machine: int = 64 * GIB, **keys: Any) -> RunPlan:
     config = OffloadConfig.load({"budget": {"host": host, "nvme": "2GiB"}, **keys})
-    about = known(facts(seconds=0.02))
     machine_now = replace(hardware(), host_nbytes=machine, host_free_nbytes=machine)
-    now = solve(config, model(), machine_now, about).best
-    return Situation(config, model(), machine_now, about, now)
+    return plan_run(config, model(), machine_now, known(facts(seconds=0.02)))
 
 
 def test_more_memory_is_advised_where_it_matters():
-    found = advise(situation("80MiB", machine=GIB))
+    found = advise(planned("80MiB", machine=GIB))
     keys = [next(iter(change.settings)) for change in found]
     assert "budget.host" in keys
     change = found[keys.index("budget.host")]
@@ -287,28 +286,28 @@ def test_more_memory_is_advised_where_it_matters():
         OffloadConfig.load({"budget": {"host": budget, "nvme": "2GiB"}}),
         model(), hardware(), known(facts(seconds=0.02)),
     ).best  # fmt: skip
-    assert better.seconds < situation("80MiB").now.seconds * (1 - MATTERS)
+    assert better.seconds < planned("80MiB").best.seconds * (1 - MATTERS)
 
 
 def test_nothing_is_advised_where_everything_has_its_best_place():
-    assert advise(situation("2GiB")) == []
+    assert advise(planned("2GiB")) == []
 
 
 def test_memory_that_is_not_there_is_not_advised():
-    found = advise(situation("80MiB", machine=100 * MIB))
+    found = advise(planned("80MiB", machine=100 * MIB))
     assert all("budget.host" not in change.settings for change in found)
 
 
 def test_a_named_placement_that_costs_time_is_advised_against():
     classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
-    texts = [change.text for change in advise(situation("1GiB", placement=classes))]
+    texts = [change.text for change in advise(planned("1GiB", placement=classes))]
     assert any(text.startswith("set placement.parameters: auto") for text in texts)
 
 
 def test_states_that_tiers_keep_differently_are_not_advised_to_move():
     classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
     optimizer = {"states": {"host": "fp32", "nvme": "int8"}}
-    for change in advise(situation("1GiB", placement=classes, optimizer=optimizer)):
+    for change in advise(planned("1GiB", placement=classes, optimizer=optimizer)):
         assert "placement.optimizer" not in change.settings
 
 

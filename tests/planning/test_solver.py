@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
 from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.evaluator import NO_LIBRARIES
 from offload.planning.choice.planner import chosen_config, make_plan, resolved_config, shortfalls
 from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.choice.splits import share_of
@@ -250,7 +251,7 @@ def test_an_open_host_budget_is_what_is_free_without_the_reserve():
         assert budgets[Tier.HOST] == pytest.approx(0.95 * 64 * GIB, rel=1e-6)
     little = solved({}, gpu_known(), gpu=4 * GIB, host=2 * GIB).best.plan.budgets
     assert little[Tier.HOST] == pytest.approx(0.7 * 2 * GIB, rel=1e-5)
-    libraries = replace(gpu_known(), elsewhere_nbytes=4 * GIB)
+    libraries = replace(gpu_known(), baseline=replace(NO_LIBRARIES, ram_nbytes=4 * GIB))
     beside = solved({}, libraries, gpu=4 * GIB, host=64 * GIB).best.plan.budgets
     assert beside[Tier.HOST] == pytest.approx(0.95 * 60 * GIB, rel=1e-6)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.systems.deepspeed_estimator import Setup, estimate, lines
+from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
+from offload.tools.memest.systems.subject import Ranks
 
 # (parameters, largest layer, GPUs per node, nodes): rows of (RAM, GPU) in bytes
 ZERO2 = {
@@ -59,20 +60,20 @@ ZERO3 = {
 @pytest.mark.parametrize("case", ZERO2, ids=str)
 def test_zero2_agrees_to_the_byte(case: tuple[float, float, int, int]) -> None:
     numel, layer, gpus, nodes = case
-    needs = estimate(2, numel, layer, Setup(gpus, nodes))
+    needs = estimate(2, numel, layer, Ranks(gpus, nodes))
     assert [(each.host_nbytes, each.gpu_nbytes) for each in needs] == ZERO2[case]
 
 
 @pytest.mark.parametrize("case", ZERO3, ids=str)
 def test_zero3_agrees_to_the_byte(case: tuple[float, float, int, int]) -> None:
     numel, layer, gpus, nodes = case
-    needs = estimate(3, numel, layer, Setup(gpus, nodes))
+    needs = estimate(3, numel, layer, Ranks(gpus, nodes))
     assert [(each.host_nbytes, each.gpu_nbytes) for each in needs] == ZERO3[case]
 
 
 def test_seven_billion_parameters_on_one_gpu_read_as_deepspeed_prints_them() -> None:
-    zero3 = lines(3, estimate(3, 7e9, 1.3e8, Setup()))
-    zero2 = lines(2, estimate(2, 7e9, 1.3e8, Setup()))
+    zero3 = lines(3, estimate(3, 7e9, 1.3e8, Ranks()))
+    zero2 = lines(2, estimate(2, 7e9, 1.3e8, Ranks()))
     assert "176.02 GiB RAM" in zero3[0]
     assert " 0.48 GiB per GPU" in zero3[0]
     assert "156.46 GiB RAM" in zero2[0]
@@ -80,21 +81,21 @@ def test_seven_billion_parameters_on_one_gpu_read_as_deepspeed_prints_them() -> 
 
 
 def test_options_come_in_deepspeeds_order_and_words() -> None:
-    options = [each.options for each in estimate(3, 7e9, 1.3e8, Setup())]
+    options = [each.options for each in estimate(3, 7e9, 1.3e8, Ranks())]
     assert options[0] == "offload_param=cpu , offload_optimizer=cpu , zero_init=1"
     assert options[-1] == "offload_param=none, offload_optimizer=none, zero_init=0"
     assert len(set(options)) == 6
 
 
 @pytest.mark.parametrize(
-    ("stage", "numel", "layer", "setup"),
+    ("stage", "numel", "layer", "ranks"),
     [
-        (1, 7e9, 1e8, Setup()), (3, -7e9, 1e8, Setup()), (3, 7e9, 8e9, Setup()),
-        (2, 7e9, 1e8, Setup(gpus_per_node=0)), (2, 7e9, 1e8, Setup(nodes=0)),
+        (1, 7e9, 1e8, Ranks()), (3, -7e9, 1e8, Ranks()), (3, 7e9, 8e9, Ranks()),
+        (2, 7e9, 1e8, Ranks(per_node=0)), (2, 7e9, 1e8, Ranks(nodes=0)),
     ],
 )  # fmt: skip
 def test_sizes_that_are_none_are_refused(
-    stage: int, numel: float, layer: float, setup: Setup
+    stage: int, numel: float, layer: float, ranks: Ranks
 ) -> None:
     with pytest.raises(ConfigError):
-        estimate(stage, numel, layer, setup)
+        estimate(stage, numel, layer, ranks)

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.tiers.errors import ConfigError, PathError
-from offload.tools.memest.source.divisors import divisors
 from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.safetensors_header import read_header
-from offload.tools.memest.source.stated_sizes import StatedSizes
+from offload.tools.memest.source.stated_sizes import StatedSizes, divisors
 from offload.tools.memest.source.transformers_models import build_on_meta, fingerprint_parts
 from tests.tools.model_files import BITS, TINY_LLAMA, entries_of, write_config, write_safetensors
 

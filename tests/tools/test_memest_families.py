@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from offload.tools.memest.source.decoder_tree import decoder_tree
-from offload.tools.memest.source.families import FAMILIES
-from offload.tools.memest.source.family import Family
+from offload.tools.memest.source.family import FAMILIES, Family
 from offload.zero.discovery import discover, tree_of
 from offload.zero.module_tree import ModuleTree, shape_of
 

@@ -10,6 +10,7 @@ import pytest
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.solver import Candidate, RunFacts, solve
+from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.workload import Workload
 from offload.tools.memest.commands.options import (
     EstimateOptions,
@@ -20,7 +21,7 @@ from offload.tools.memest.commands.options import (
 )
 from offload.tools.memest.commands.run_estimate import answered, read_question
 from offload.tools.memest.estimate.case import Question
-from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.read_model import read_stated
@@ -61,7 +62,8 @@ def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: i
         first, second = (PassCost(n, n // 200, 20 * layers) for n in (forward, backward))
         return ActivationFacts(kept, kept + 256 * MIB, 256 * MIB, "forward of head", first, second)
 
-    return RunFacts(Workload(1, tokens), speeds, facts_of, 1536 * MIB, 768 * MIB)
+    libraries = Baseline(1536 * MIB, 768 * MIB, symbols_nbytes=0, compiler_nbytes=0)
+    return RunFacts(Workload(1, tokens), speeds, facts_of, libraries)
 
 
 def best_of(
@@ -106,12 +108,12 @@ def test_the_smallest_round_figure_that_fits_is_advised() -> None:
             EstimateOptions(model=sizes, work=work, machine=machine, output=OutputOptions())
         )
 
-    judge = Judge()
-    _, short = answered(asked("3GiB"), judge)
+    estimator = Estimator()
+    _, short = answered(asked("3GiB"), estimator)
     assert not short.fits
     assert short.system_nbytes == 3 << 29
     assert [dict(change.settings) for change in short.changes] == [{"--ram": "4GiB"}]
-    assert answered(asked("4GiB"), judge)[1].fits
+    assert answered(asked("4GiB"), estimator)[1].fits
 
 
 def test_all_of_a_model_that_fits_the_gpu_is_there() -> None:

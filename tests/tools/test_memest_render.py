@@ -27,9 +27,13 @@ from offload.planning.plan.estimate import (
 )
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.tools.memest.show import picture, wording
+from offload.tools.memest.show import view
 from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on
-from offload.tools.memest.show.picture import (
+from offload.tools.memest.show.render_html import to_html
+from offload.tools.memest.show.render_json import SCHEMA, to_json
+from offload.tools.memest.show.render_png import draw, to_png
+from offload.tools.memest.show.render_table import to_table
+from offload.tools.memest.show.view import (
     LEAST_WIDTH,
     bars,
     lanes,
@@ -37,10 +41,6 @@ from offload.tools.memest.show.picture import (
     step_length,
     ticks,
 )
-from offload.tools.memest.show.render_html import to_html
-from offload.tools.memest.show.render_json import SCHEMA, to_json
-from offload.tools.memest.show.render_png import draw, to_png
-from offload.tools.memest.show.render_table import to_table
 from tests.tools.estimates import GiB, estimate, memory
 
 CASES = {
@@ -142,7 +142,7 @@ def test_a_span_that_outlasts_the_step_stays_on_the_axis() -> None:
      (1.08e6, "12.5 days"), (1e9, "31.7 years"), (float("inf"), "unknown")],
 )  # fmt: skip
 def test_durations(value: float, text: str) -> None:
-    assert wording.duration(value) == text
+    assert view.duration(value) == text
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_durations(value: float, text: str) -> None:
      (30.2e12, "30.2 T"), (5e15, "5,000 T")],
 )  # fmt: skip
 def test_counts(value: float, text: str) -> None:
-    assert wording.counted(value) == text
+    assert view.counted(value) == text
 
 
 @pytest.mark.parametrize(
@@ -160,20 +160,20 @@ def test_counts(value: float, text: str) -> None:
      (1.0, "100 %"), (5.5, "550 %"), (590.0, "x 590")],
 )  # fmt: skip
 def test_what_is_there_is_never_shown_as_nothing(value: float, text: str) -> None:
-    assert wording.share(value) == text
+    assert view.share(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(1.001, "±0 %"), (1.42, "+42 %"), (0.84, "-16 %"), (3.4, "x 3.40")]
 )
 def test_costs_in_time(value: float, text: str) -> None:
-    assert wording.factor_of_time(value) == text
+    assert view.factor_of_time(value) == text
 
 
 @settings(deadline=None)
 @given(st.floats(0, 1e18))
 def test_words_are_short_for_every_number(value: float) -> None:
-    for word in (wording.duration, wording.counted, wording.per_second, wording.share):
+    for word in (view.duration, view.counted, view.per_second, view.share):
         assert 1 <= len(word(value)) <= 28
 
 
@@ -393,5 +393,5 @@ def test_any_name_and_any_sizes_can_be_drawn(name: str, nbytes: list[int]) -> No
 
 
 def test_places_have_one_order_and_one_name_everywhere() -> None:
-    titles = [bar.title for bar in picture.bars(memory(gpu=True))]
+    titles = [bar.title for bar in view.bars(memory(gpu=True))]
     assert titles == ["GPU memory", "RAM", "Disk (nvme)"]

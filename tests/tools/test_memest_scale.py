@@ -13,10 +13,9 @@ import pytest
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
 from offload.tools.memest.cli import main
-from offload.tools.memest.commands.run_scale import NARROW
-from offload.tools.memest.estimate.scaling import MOST_RANKS, _sizes
-from offload.tools.memest.source.shard_check import check_shards
-from offload.tools.memest.systems.ladders import FamilyName, ladder, model_of
+from offload.tools.memest.estimate.scaling import MOST_RANKS, _sizes, check_shards
+from offload.tools.memest.show.scale import NARROW
+from offload.tools.memest.systems.shapes import FamilyName, model_of, shapes_of
 from offload.zero.layout import Layout, ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape
 from offload.zero.sharding import Sharding
@@ -41,7 +40,7 @@ def asked(capsys: Any, *arguments: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- shards
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1000, 4096])
 def test_the_shards_of_all_ranks_make_the_model(ranks: int) -> None:
-    model = model_of(ladder(FamilyName.LLAMA)[20])
+    model = model_of(shapes_of(FamilyName.LLAMA)[20])
     found = check_shards(model, Sharding.of(3, None, ranks, 0))
     assert found.numel == model.numel
     assert found.padded_numel % ranks == 0
@@ -221,7 +220,7 @@ def test_a_machine_that_is_not_named_is_refused_unmeasured(
     def measure(*_: Any) -> None:
         raise AssertionError("this machine's speeds were not asked for")
 
-    monkeypatch.setattr("offload.tools.memest.commands.run_hardware.known_speeds", lambda _: None)
-    monkeypatch.setattr("offload.tools.memest.commands.run_hardware.machine_speeds", measure)
+    monkeypatch.setattr("offload.tools.memest.commands.run_estimate.known_speeds", lambda _: None)
+    monkeypatch.setattr("offload.tools.memest.commands.run_estimate.machine_speeds", measure)
     assert run(*SMALL) == 2
     assert "--profile 'DGX H100'" in capsys.readouterr().err

@@ -18,22 +18,21 @@ from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import read_profile
-from offload.tools.memest.hardware.room import room_of
 from offload.tools.memest.source.read_model import read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes
 from offload.tools.memest.systems.compare import Row, compare
-from offload.tools.memest.systems.ladders import (
-    FamilyName,
-    Shape,
-    facts_of,
-    ladder,
-    model_of,
-    subject_from,
-)
 from offload.tools.memest.systems.largest import largest, largest_of_all
 from offload.tools.memest.systems.memory import OTHERS, Framework, Numbers, System, memory_of
 from offload.tools.memest.systems.ours import plan_ours
-from offload.tools.memest.systems.subject import Ranks, Subject, subject_of
+from offload.tools.memest.systems.shapes import (
+    FamilyName,
+    Shape,
+    facts_of,
+    model_of,
+    shapes_of,
+    subject_from,
+)
+from offload.tools.memest.systems.subject import Ranks, Subject, room_of, subject_of
 from offload.zero.sharding import Sharding
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -149,8 +148,8 @@ def test_libraries_are_counted_once_per_rank() -> None:
 
 # ---------------------------------------------------------------- families
 @pytest.mark.parametrize("family", FamilyName)
-def test_a_ladder_grows_from_rung_to_rung(family: FamilyName) -> None:
-    numels = [shape.numel for shape in ladder(family, 64)]
+def test_the_shapes_of_a_family_grow(family: FamilyName) -> None:
+    numels = [shape.numel for shape in shapes_of(family, 64)]
     assert all(later > earlier for earlier, later in pairwise(numels))
     if family is not FamilyName.MOE:
         steps = [later / earlier for earlier, later in pairwise(numels) if earlier > BILLION]
@@ -174,7 +173,7 @@ def test_shapes_have_the_parameters_of_the_models_they_are_taken_from(
 
 @pytest.mark.parametrize("family", FamilyName)
 def test_the_groups_of_a_shape_have_its_parameters(family: FamilyName) -> None:
-    shape = ladder(family, 8)[3]
+    shape = shapes_of(family, 8)[3]
     model = model_of(shape)
     assert model.numel == pytest.approx(shape.numel, rel=1e-3)
     facts = facts_of(shape, Workload(1, 512), itemsize=2, scores=False)
@@ -285,7 +284,7 @@ def test_the_largest_fits_and_the_next_one_does_not() -> None:
     found = largest("gpt", profile, System.ZERO_OFFLOAD)
     assert found.shape is not None
     assert found.bound
-    shapes = list(ladder(FamilyName.GPT))
+    shapes = list(shapes_of(FamilyName.GPT))
     following = shapes[shapes.index(found.shape) + 1]
     facts = facts_of(following, Workload(1, 2048), itemsize=2, scores=False)
     held = memory_of(

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from offload.config import OffloadConfig
-from offload.planning.choice.solver import Candidate, RunFacts, solve
+from offload.planning.choice.run_plan import RunPlan
+from offload.planning.choice.solver import Candidate, solve
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Change, StepEstimate
-from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, round_up
-from offload.zero.model_shape import ModelShape
 
 MATTERS = 0.05  # of a step's time: less is not worth a line
 _SHARES = (0.25, 0.5, 1.0)  # of the memory that could be used
 _CORRECTION = (1 / 3, 3.0)  # beyond, it is not the speeds that are wrong
 
 
-@dataclass(frozen=True)
-class Situation:
-    """A run to give advice for."""
-
-    config: OffloadConfig  # as it was given: what is open may be placed anew
-    model: ModelShape
-    hardware: Hardware
-    run: RunFacts  # with speeds corrected by what was measured
-    now: Candidate
-
-
-def advise(situation: Situation) -> list[Change]:
-    """Changes that gain at least `MATTERS`, each alone, the largest gain first.
+def advise(now: RunPlan) -> list[Change]:
+    """Changes of `now.asked` that gain at least `MATTERS`, each alone, the largest gain first.
 
     A budget is raised as little as brings most of what raising it to all there is would bring.
     """
     gains: dict[str, Change] = {}
-    for settings, text in _changes(situation):
-        best = _solved(situation, settings)
+    for settings, text in _changes(now):
+        best = _solved(now, settings)
         if best is None:
             continue
-        factor = best.seconds / situation.now.seconds
+        factor = best.seconds / now.best.seconds
         key = next(iter(settings))
         before = gains.get(key)
         if not best.fits or factor > 1 - MATTERS:
@@ -52,10 +40,10 @@ def advise(situation: Situation) -> list[Change]:
     return sorted(gains.values(), key=lambda change: change.step_factor or 1.0)
 
 
-def _changes(situation: Situation) -> Iterator[tuple[dict[str, str], str]]:
-    config, plan = situation.config, situation.now.plan
+def _changes(now: RunPlan) -> Iterator[tuple[dict[str, str], str]]:
+    config, plan = now.asked, now.best.plan
     budget = plan.budgets[Tier.HOST]
-    free = int(0.9 * (situation.hardware.host_free_nbytes - budget))
+    free = int(0.9 * (now.hardware.host_free_nbytes - budget))
     # all that is on disk, in RAM: more would stay empty
     useful = needed_nbytes(plan, Tier.HOST) + plan.total(Tier.NVME) - budget
     for share in _SHARES:
@@ -73,19 +61,19 @@ def _changes(situation: Situation) -> Iterator[tuple[dict[str, str], str]]:
     if named:
         yield named, "set " + ", ".join(f"{key}: auto" for key in named)
     for checkpoint in ("false", "selective", "true"):
-        if str(situation.now.config.placement.activations.checkpoint).lower() != checkpoint:
+        if str(now.best.config.placement.activations.checkpoint).lower() != checkpoint:
             key = "placement.activations.checkpoint"
             yield {key: checkpoint}, f"set {key}: {checkpoint}"
 
 
-def _solved(situation: Situation, settings: Mapping[str, str]) -> Candidate | None:
+def _solved(now: RunPlan, settings: Mapping[str, str]) -> Candidate | None:
     """The best plan after a change; None where it contradicts the rest of the configuration."""
     overrides = [f"{key}={value}" for key, value in settings.items()]
     try:
-        config = OffloadConfig.load(situation.config, overrides)
+        config = OffloadConfig.load(now.asked, overrides)
     except ConfigError:
         return None
-    return solve(config, situation.model, situation.hardware, situation.run).best
+    return solve(config, now.model, now.hardware, now.run).best
 
 
 def _short(nbytes: int) -> str:

@@ -12,6 +12,7 @@ from offload.planning.activations.heap_holes import heap_holes_nbytes
 from offload.planning.choice.link_time import slowest_link_s
 from offload.planning.choice.placement_search import PlacementSearch
 from offload.planning.choice.splits import neighbours
+from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.activation_plan import least_window
 from offload.planning.plan.builder import Placements, PlanBuilder, reserve_nbytes
@@ -43,6 +44,7 @@ _GAIN = 0.002  # of a step's time, for another move
 _ROUGH, _ROUGH_LARGE = 1.1, 1.02  # of its slowest link's time: a move to more is not predicted
 AS_FAST = 0.01  # of a step's time: no prediction tells less
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
+NO_LIBRARIES = Baseline(0, symbols_nbytes=0, compiler_nbytes=0)
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,7 @@ class RunFacts:
     workload: Workload
     speeds: Speeds
     facts_of: Callable[[OffloadConfig], ActivationFacts]  # of a settled configuration
-    elsewhere_nbytes: int = 0  # RAM of interpreter and libraries
-    on_device_nbytes: int = 0  # GPU memory of context and libraries
-    more_nbytes_of: Callable[[OffloadConfig], int] = lambda config: 0  # of libraries, by use
+    baseline: Baseline = NO_LIBRARIES  # interpreter, libraries, contexts
     any_fit: bool = False  # the first placement found that fits is enough, and no times are
 
 
@@ -118,7 +118,7 @@ class PlacementEvaluator:
         passing = self.passing_nbytes
         if hardware.device_nbytes:
             left = int(_DEVICE_SHARE * hardware.device_nbytes)
-            left -= run.on_device_nbytes + self._peak_nbytes(config)
+            left -= run.baseline.gpu_nbytes + self._peak_nbytes(config)
             config, passing = _within(config, Tier.DEVICE, left), 0
         # libraries are loaded already where it is this process that will train
         left = min(hardware.host_nbytes - self._libraries_nbytes, hardware.host_free_nbytes)
@@ -317,7 +317,8 @@ class PlacementEvaluator:
     def _libraries_nbytes(self) -> int:
         if self._run is None:
             return 0
-        return self._run.elsewhere_nbytes + self._run.more_nbytes_of(self._config)
+        baseline = self._run.baseline
+        return baseline.ram_nbytes + baseline.more_nbytes(self._config)
 
     @property
     def passing_nbytes(self) -> int:
@@ -342,7 +343,7 @@ class PlacementEvaluator:
         hardware = self._hardware
         if plan.gpu:
             tier, capacity = Tier.DEVICE, hardware.device_nbytes
-            beside = self._run.on_device_nbytes + self._peak_nbytes(self._config)
+            beside = self._run.baseline.gpu_nbytes + self._peak_nbytes(self._config)
             held = plan.budgets[tier]  # taken in one piece
         else:
             tier, capacity, beside = Tier.HOST, hardware.host_nbytes, self._elsewhere_nbytes

@@ -15,7 +15,7 @@ from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show.tables import plain, show
-from offload.tools.memest.show.wording import counted, duration
+from offload.tools.memest.show.view import counted, duration
 
 
 def measure_again(paths: Sequence[Path]) -> None:

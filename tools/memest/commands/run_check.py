@@ -9,7 +9,7 @@ from rich.text import Text
 
 from offload.planning.choice.run_check import Row, RunCheck, check_run
 from offload.tiers.units import format_bytes
-from offload.tools.memest.show import wording
+from offload.tools.memest.show import view
 from offload.tools.memest.show.tables import ruled, show, show_json
 
 # How far apart a prediction may be, by figure: beyond, the line is marked.
@@ -45,7 +45,7 @@ def check_table(found: RunCheck) -> Table:
 
 
 def _shown(row: Row, value: float) -> str:
-    return wording.duration(value) if row.unit == "seconds" else format_bytes(int(value))
+    return view.duration(value) if row.unit == "seconds" else format_bytes(int(value))
 
 
 def _values(found: RunCheck) -> dict[str, object]:

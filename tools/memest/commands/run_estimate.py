@@ -1,4 +1,4 @@
-"""`memest MODEL`: read, judge, show, write."""
+"""`memest MODEL`: read, estimate, show, write."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from pathlib import Path
 from offload import machine
 from offload.config import OffloadConfig
 from offload.config.training import MOST_TOKENS
+from offload.planning.machine.calibration import known_speeds, machine_speeds
+from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.options import (
     EstimateOptions,
     Format,
+    MachineOptions,
     ModelOptions,
     OutputOptions,
     WorkOptions,
 )
 from offload.tools.memest.commands.output import deliver, write_file
-from offload.tools.memest.commands.run_hardware import profile_of, speeds_of
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case, Question
-from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.estimate.estimator import Estimator
+from offload.tools.memest.hardware.profiles import HardwareProfile, without_gpus
+from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.model_source import ModelSource, SourceKind, UntraceableError
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
@@ -48,17 +52,17 @@ def read_question(asked: EstimateOptions) -> Question:
 
 
 def answered(
-    question: Question, judge: Judge | None = None,
+    question: Question, estimator: Estimator | None = None,
     *, advise: bool = False, by_node: bool = False,
 ) -> tuple[Question, Estimate]:  # fmt: skip
     """The estimate, assumptions first among its notes; of the states alone where the model's code
     cannot be followed, which is noted."""
     try:
-        found = estimate(question.case, judge, advise=advise, by_node=by_node)
+        found = estimate(question.case, estimator, advise=advise, by_node=by_node)
     except UntraceableError as error:
         source = question.case.source.without_graph(str(error))
         question = replace(question, case=replace(question.case, source=source))
-        found = estimate(question.case, judge, advise=advise, by_node=by_node)
+        found = estimate(question.case, estimator, advise=advise, by_node=by_node)
     return question, replace(found, notes=(*question.assumed, *found.notes))
 
 
@@ -211,3 +215,33 @@ def _write_config(found: Estimate, question: Question, path: Path) -> None:
     text = config_yaml(found, case.source, question.asked, str(path), ranks_of(case.profile))
     write_file(path, text.encode(), "--write")
     print(f"wrote {path}", file=sys.stderr)
+
+
+def profile_of(asked: MachineOptions, config: OffloadConfig) -> HardwareProfile:
+    """The hardware to plan for. ConfigError naming the option that is wrong."""
+    paths = [Path(path).expanduser() for path in config.nvme.paths]
+    profile = read_profile(**vars(asked), nvme_paths=paths)
+    if config.device not in ("auto", "cpu") and not profile.gpu_nbytes:
+        raise ConfigError(
+            f"device: {config.device}, but this hardware has no GPU; name one with --gpu, or set "
+            "-o device=cpu"
+        )
+    return without_gpus(profile) if config.device == "cpu" else profile
+
+
+def speeds_of(
+    profile: HardwareProfile, config: OffloadConfig, *, measure: bool
+) -> Speeds | None:  # fmt: skip
+    """One rank's speeds; this machine's are measured if they never were and `measure` is set."""
+    if not profile.here:
+        return profile.speeds()
+    paths = config.nvme.paths
+    found = known_speeds(paths)
+    if found is None and measure:
+        print(
+            "measuring this machine's speeds, once; --no-measure leaves times out ...",
+            file=sys.stderr,
+            flush=True,
+        )
+        found = machine_speeds(paths)
+    return profile.speeds(found)

@@ -22,23 +22,23 @@ from offload.tools.memest.commands.options import (
 from offload.tools.memest.commands.run_estimate import (
     DOES_NOT_FIT,
     answered,
+    profile_of,
     read_question,
     source_of,
 )
-from offload.tools.memest.commands.run_hardware import profile_of
-from offload.tools.memest.estimate.judge import Judge
-from offload.tools.memest.hardware.part_names import read_count
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import HardwareProfile
-from offload.tools.memest.show import wording
-from offload.tools.memest.show.picture import PLACE_TITLES
+from offload.tools.memest.hardware.read_profile import read_count
+from offload.tools.memest.show import view
 from offload.tools.memest.show.render_json import places
-from offload.tools.memest.show.summary import model_text, workload_text
 from offload.tools.memest.show.tables import bullets, ruled, show, show_json
+from offload.tools.memest.show.view import PLACE_TITLES, model_text, workload_text
 from offload.tools.memest.systems.compare import Row, compare
-from offload.tools.memest.systems.deepspeed_estimator import Setup, estimate, lines
+from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
 from offload.tools.memest.systems.headlines import Finding, findings
 from offload.tools.memest.systems.largest import Largest, largest_of_all
 from offload.tools.memest.systems.memory import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
+from offload.tools.memest.systems.subject import Ranks
 
 Places = Mapping[Tier, PlaceEstimate]
 _NODE_TITLES = {**PLACE_TITLES, Tier.HOST: "RAM of a node", Tier.NVME: "disk of a node"}
@@ -48,10 +48,10 @@ _NODE_TITLES = {**PLACE_TITLES, Tier.HOST: "RAM of a node", Tier.NVME: "disk of 
 def run_compare(asked: EstimateOptions) -> int:
     """One model under every system, ours last. 0 if ours fits, 1 if not."""
     _check_format(asked)
-    judge = Judge()
-    question, ours = answered(read_question(asked), judge, by_node=True)
+    estimator = Estimator()
+    question, ours = answered(read_question(asked), estimator, by_node=True)
     case = question.case
-    facts = judge.facts(case, ours.config)
+    facts = estimator.facts(case, ours.config)
     speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times
     rows = compare(case.source.shape, facts, ours, case.profile, speeds)
     if asked.output.chosen is Format.JSON:
@@ -81,7 +81,7 @@ def compare_table(rows: Sequence[Row]) -> Table:
     table = ruled("system", *heads, "step", "fits", left=["fits"])
     for row in rows:
         cells = [_used(row.places, tier, short=tier in row.full) for tier in tiers]
-        step = "-" if row.step_s is None else wording.duration(row.step_s)
+        step = "-" if row.step_s is None else view.duration(row.step_s)
         fits = Text("yes", style="green") if row.fits else Text("no", style="red")
         table.add_row(str(row.system), *cells, step, fits)
     return table
@@ -141,7 +141,7 @@ def max_table(found: Sequence[Largest]) -> Table:
     table = ruled("system", "largest", "shape", "bound by", left=["shape", "bound by"])
     for each in found:
         bound = ", ".join(_NODE_TITLES[tier] for tier in each.bound)
-        size = wording.counted(each.numel) if each.shape else "none"
+        size = view.counted(each.numel) if each.shape else "none"
         table.add_row(str(each.system), size, each.shape.label if each.shape else "-", bound or "-")
     return table
 
@@ -162,7 +162,7 @@ def print_history() -> None:
     """Published capacities beside what the formulas say of the same machines."""
     found = findings()
     notes = [
-        f"{each.headline.system} {wording.counted(each.headline.claim)}: {each.headline.source}"
+        f"{each.headline.system} {view.counted(each.headline.claim)}: {each.headline.source}"
         + (f". {each.headline.why}" if each.headline.why else "")
         for each in found
     ]
@@ -174,8 +174,8 @@ def history_table(found: Sequence[Finding]) -> Table:
     for each in found:
         style = "" if each.within else "yellow"
         table.add_row(
-            str(each.headline.system), wording.counted(each.headline.claim),
-            wording.counted(each.numel), Text(f"{each.difference:+.0%}", style=style),
+            str(each.headline.system), view.counted(each.headline.claim),
+            view.counted(each.numel), Text(f"{each.difference:+.0%}", style=style),
             each.headline.machine,
         )  # fmt: skip
     return table
@@ -192,15 +192,12 @@ def run_deepspeed(
     numel, layer = _numel_and_layer(model)
     if largest_layer is not None:
         layer = parse_count(largest_layer)
-    setup = Setup(
-        read_count(gpus, "--gpus", 1) or 1,
-        read_count(nodes, "--nodes", 1) or 1,
-    )
+    ranks = Ranks(read_count(gpus, "--gpus", 1) or 1, read_count(nodes, "--nodes", 1) or 1)
     stages = (2, 3) if stage is None else (stage,)
-    found = [line for each in stages for line in lines(each, estimate(each, numel, layer, setup))]
+    found = [line for each in stages for line in lines(each, estimate(each, numel, layer, ranks))]
     print(
-        f"{numel:,} parameters, the largest layer {layer:,}; {_several(setup.nodes, 'node')} "
-        f"with {_several(setup.gpus_per_node, 'GPU')}; DeepSpeed 0.19.8's estimator, which counts "
+        f"{numel:,} parameters, the largest layer {layer:,}; {_several(ranks.nodes, 'node')} "
+        f"with {_several(ranks.per_node, 'GPU')}; DeepSpeed 0.19.8's estimator, which counts "
         "no activations"
     )
     print("\n".join(found))

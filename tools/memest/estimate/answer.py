@@ -9,26 +9,26 @@ from offload.planning.plan.estimate import Estimate
 from offload.planning.step.step_time import MOST_PASSES
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.changes import changes
-from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.parts import NCCL
 from offload.tools.memest.source.model_source import SourceKind
 
 
 def estimate(
-    case: Case, judge: Judge | None = None, *, advise: bool = False, by_node: bool = False
+    case: Case, estimator: Estimator | None = None, *, advise: bool = False, by_node: bool = False
 ) -> Estimate:
     """What training takes, with what would make it fit where it does not.
 
-    `judge`: one that has seen the model before. `advise`: also what would make a step faster, which
-    takes longer. `by_node`: the reader makes nodes' memory of it, and shows no times of several
-    ranks.
+    `estimator`: one that has seen the model before. `advise`: also what would make a step faster,
+    which takes longer. `by_node`: the reader makes nodes' memory of it, and shows no times of
+    several ranks.
     """
-    judge = judge or Judge()
-    found = judge(case)
+    estimator = estimator or Estimator()
+    found = estimator(case)
     notes = (*_notes(case), *found.notes, *_missing(case), *_ranks(case, by_node=by_node))
     if not found.fits:
-        return replace(found, notes=notes, changes=changes(case, found, judge))
-    return replace(found, notes=notes, changes=judge.advice(case) if advise else ())
+        return replace(found, notes=notes, changes=changes(case, found, estimator))
+    return replace(found, notes=notes, changes=estimator.advice(case) if advise else ())
 
 
 def _notes(case: Case) -> Iterator[str]:

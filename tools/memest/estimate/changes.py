@@ -9,8 +9,8 @@ from offload.config import OffloadConfig
 from offload.planning.plan.estimate import Change, Estimate
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.estimate.case import Case
-from offload.tools.memest.estimate.judge import Judge
-from offload.tools.memest.estimate.knobs import Rung, knobs
+from offload.tools.memest.estimate.estimator import Estimator
+from offload.tools.memest.estimate.knobs import Option, knobs
 from offload.tools.memest.estimate.lower_bound import cannot_fit
 from offload.tools.memest.estimate.minimal_sets import minimal_sets
 
@@ -21,33 +21,33 @@ _ENORMOUS_NUMEL = 20 * 10**9
 _LARGE_CHUNK_NUMEL = 1 << 22
 
 
-def changes(case: Case, now: Estimate, judge: Judge) -> tuple[Change, ...]:
+def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
     """Minimal sets that fit, those of fewer changes first, then by time per step."""
 
-    def fits(rungs: tuple[Rung, ...]) -> bool:
+    def fits(options: tuple[Option, ...]) -> bool:
         """With all of them, where the configuration allows them at all."""
-        tried = _changed(case, rungs)
+        tried = _changed(case, options)
         try:
             return (
                 tried is not None
-                and not cannot_fit(tried, judge.facts(tried, tried.config))
-                and judge.fits(tried)
+                and not cannot_fit(tried, estimator.facts(tried, tried.config))
+                and estimator.fits(tried)
             )
         except UnsupportedError:  # a batch of 2 in 4 pieces
             return False
 
     tries = _MOST_TRIES_ENORMOUS if _is_enormous(case) else _MOST_TRIES
-    ladders = knobs(case, now, judge.facts(case, now.config).peak_at)
+    all_knobs = knobs(case, now, estimator.facts(case, now.config).peak_at)
     found: list[tuple[int, Change]] = []
-    for rungs in minimal_sets(ladders, fits, most_tries=tries, enough=_ENOUGH):
-        tried = _changed(case, rungs)
-        if len(found) < MOST_SHOWN and tried is not None and (after := judge(tried)).fits:
-            found.append((len(rungs), _change(rungs, now, after)))
+    for options in minimal_sets(all_knobs, fits, most_tries=tries, enough=_ENOUGH):
+        tried = _changed(case, options)
+        if len(found) < MOST_SHOWN and tried is not None and (after := estimator(tried)).fits:
+            found.append((len(options), _change(options, now, after)))
     found.sort(key=lambda pair: (pair[0], pair[1].step_factor or float("inf")))
     return tuple(change for _, change in found)
 
 
-def _changed(case: Case, rungs: tuple[Rung, ...]) -> Case | None:
+def _changed(case: Case, options: tuple[Option, ...]) -> Case | None:
     """The case with all of them; None where the configuration refuses them together.
 
     What leaves recomputation open fits if it fits with all of it: so its step is one that is sure
@@ -55,8 +55,8 @@ def _changed(case: Case, rungs: tuple[Rung, ...]) -> Case | None:
     are planned one by one.
     """
     changed: Case | None = case
-    for rung in rungs:
-        changed = rung.apply(changed) if changed is not None else None
+    for option in options:
+        changed = option.apply(changed) if changed is not None else None
     if changed is None:
         return None
     overrides = []
@@ -71,9 +71,9 @@ def _is_enormous(case: Case) -> bool:
     return case.source.shape.numel // case.profile.ranks >= _ENORMOUS_NUMEL
 
 
-def _change(rungs: tuple[Rung, ...], before: Estimate, after: Estimate) -> Change:
-    settings: Mapping[str, str] = {k: v for rung in rungs for k, v in rung.settings.items()}
-    text = "; ".join(rung.text for rung in rungs)
+def _change(options: tuple[Option, ...], before: Estimate, after: Estimate) -> Change:
+    settings: Mapping[str, str] = {k: v for option in options for k, v in option.settings.items()}
+    text = "; ".join(option.text for option in options)
     if before.step is None or after.step is None:
         return Change(settings, text)
     return Change(settings, text, after.step.seconds / before.step.seconds)

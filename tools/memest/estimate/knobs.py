@@ -15,7 +15,7 @@ from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile, with_ram
-from offload.tools.memest.source.divisors import divisors
+from offload.tools.memest.source.stated_sizes import divisors
 
 GIB = 1 << 30
 # Round figures, a quarter apart at most: the smallest that fits is named.
@@ -27,7 +27,7 @@ _DISK_SIZES = tuple(n * GIB for n in (*(k << p for p in range(16) for k in (2, 3
 
 
 @dataclass(frozen=True)
-class Rung:
+class Option:
     """One change: what to set, what that does in words, and the case with it. None where the
     configuration refuses it beside what else is set."""
 
@@ -36,17 +36,17 @@ class Rung:
     apply: Callable[[Case], Case | None]
 
 
-Ladder = Sequence[Rung]
+Knob = Sequence[Option]
 
 
-def knobs(case: Case, found: Estimate, peak_at: str) -> list[Ladder]:
-    """Every ladder that could help against what `found` lacks; empty ladders left out. `peak_at`:
+def knobs(case: Case, found: Estimate, peak_at: str) -> list[Knob]:
+    """Every knob that could help against what `found` lacks; empty ones left out. `peak_at`:
     where in the model a pass holds the most."""
     tiers = {shortfall.tier for shortfall in found.shortfalls}
-    return [ladder for ladder in _all(case, found, peak_at, tiers) if ladder]
+    return [knob for knob in _all(case, found, peak_at, tiers) if knob]
 
 
-def _all(case: Case, found: Estimate, peak_at: str, tiers: set[Tier]) -> Iterator[Ladder]:
+def _all(case: Case, found: Estimate, peak_at: str, tiers: set[Tier]) -> Iterator[Knob]:
     compute = Tier.DEVICE if case.profile.gpu_nbytes else Tier.HOST
     if compute in tiers:
         yield _recompute(case)
@@ -64,7 +64,7 @@ def _all(case: Case, found: Estimate, peak_at: str, tiers: set[Tier]) -> Iterato
 
 
 # ---------------------------------------------------------------- the configuration
-def _set(text: str, settings: Mapping[str, str]) -> Rung:
+def _set(text: str, settings: Mapping[str, str]) -> Option:
     overrides = [f"{key}={value}" for key, value in settings.items()]
 
     def apply(case: Case) -> Case | None:
@@ -73,19 +73,19 @@ def _set(text: str, settings: Mapping[str, str]) -> Rung:
         except ConfigError:
             return None
 
-    return Rung(dict(settings), text, apply)
+    return Option(dict(settings), text, apply)
 
 
-def _recompute(case: Case) -> Ladder:
+def _recompute(case: Case) -> Knob:
     now = case.config.placement.activations.checkpoint
     key = "placement.activations.checkpoint"
     selective = _set("keep only products and attention of a block", {key: "selective"})
     whole = _set("recompute every block in backward", {key: "true"})
-    ladders: dict[object, Ladder] = {False: (selective, whole), "selective": (whole,)}
-    return ladders.get(now, ())
+    all_knobs: dict[object, Knob] = {False: (selective, whole), "selective": (whole,)}
+    return all_knobs.get(now, ())
 
 
-def _micro_batches(case: Case, peak_at: str) -> Ladder:
+def _micro_batches(case: Case, peak_at: str) -> Knob:
     """Of use where the peak is in a block that is repeated: outside, the batch stays whole."""
     names = {unit.name for unit in case.source.shape.units if unit.repeated}
     place = peak_at.rpartition(" ")[2]
@@ -104,16 +104,16 @@ def _micro_batches(case: Case, peak_at: str) -> Ladder:
     ]
 
 
-def _batch(case: Case) -> Ladder:
+def _batch(case: Case) -> Knob:
     """Fewer sequences per pass and more passes: the same step, for a user's own loop."""
-    rungs = []
+    options = []
     work = case.workload
     for parts in divisors(work.batch)[1:]:
         batch, passes = work.batch // parts, work.passes * parts
         text = f"{passes} passes of {batch} instead of {work.passes} of {work.batch} per step"
-        rungs.append(Rung({"--batch": str(batch), "--accumulate": str(passes)}, text,
+        options.append(Option({"--batch": str(batch), "--accumulate": str(passes)}, text,
                           lambda case, b=batch, p=passes: _passes(case, b, p)))  # type: ignore[misc]  # fmt: skip
-    return rungs
+    return options
 
 
 def _passes(case: Case, batch: int, passes: int) -> Case | None:
@@ -122,7 +122,7 @@ def _passes(case: Case, batch: int, passes: int) -> Case | None:
     return None if changed is None else replace(changed, workload=workload)
 
 
-def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Ladder]:
+def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Knob]:
     """Raise a budget that was given and is too small, as far as the machine goes."""
     if getattr(case.config.budget, tier) is None:
         return
@@ -133,17 +133,17 @@ def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Ladder]:
             yield (_set(text, {f"budget.{tier}": f"{needed}MiB"}),)
 
 
-def _placements(case: Case) -> Iterator[Ladder]:
+def _placements(case: Case) -> Iterator[Knob]:
     """Homes that were asked for: given up, or moved to disk."""
     for name in ("optimizer", "gradients", "parameters"):
         split = getattr(case.config.placement, name)
         if split is None or split.tiers == (Tier.NVME,):
             continue
         key = f"placement.{name}"
-        rungs = [_set(f"{name} wherever there is room", {key: "auto"})]
+        options = [_set(f"{name} wherever there is room", {key: "auto"})]
         if not (name == "gradients" and case.config.sums_gradients):
-            rungs.append(_set(f"{name} on disk", {key: "nvme"}))
-        yield rungs
+            options.append(_set(f"{name} on disk", {key: "nvme"}))
+        yield options
     if case.config.placement.activations.tier != "nvme" and case.profile.nvme_nbytes:
         gpu = case.profile.gpu_nbytes > 0 and case.config.placement.activations.tier == "device"
         key = "placement.activations.tier"
@@ -151,19 +151,19 @@ def _placements(case: Case) -> Iterator[Ladder]:
         yield (*host, _set("saved activations wait on disk", {key: "nvme"}))
 
 
-def _chunk(case: Case) -> Ladder:
+def _chunk(case: Case) -> Knob:
     numel = case.config.chunk_numel if case.config.optimizer.chunk != "auto" else 1 << 20
     smaller = [n for n in (1 << 18, 1 << 16) if n < numel]
     return [_set(f"smaller buffers: {n:,} elements", {"optimizer.chunk": str(n)}) for n in smaller]
 
 
-def _precision(case: Case) -> Ladder:
+def _precision(case: Case) -> Knob:
     if case.config.precision != "fp32":
         return ()
     return (_set("parameters and gradients in 16 bits, with exact masters", {"precision": "bf16"}),)
 
 
-def _states(case: Case) -> Ladder:
+def _states(case: Case) -> Knob:
     order = ("fp32", "bf16", "int8")
     states = case.config.optimizer.states
     now = max(order.index(states.of(tier)) for tier in Tier)
@@ -175,7 +175,7 @@ def _states(case: Case) -> Ladder:
 
 
 # ---------------------------------------------------------------- hardware
-def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Ladder]:
+def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Knob]:
     profile = case.profile
     ranks = profile.ranks_per_node
     if Tier.HOST in tiers:
@@ -191,9 +191,9 @@ def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Ladder]:
 
 def _bought(
     option: str, nbytes: int, text: str, change: Callable[[HardwareProfile, int], HardwareProfile]
-) -> Rung:
+) -> Option:
     size = format_bytes(nbytes).replace(".0 ", "")
-    return Rung(
+    return Option(
         {option: size}, text, lambda case: replace(case, profile=change(case.profile, nbytes))
     )
 

@@ -7,6 +7,7 @@ those of the cluster's parts. Nothing is measured.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,14 +21,15 @@ from offload.planning.step.collective_sequence import (
     collective_sequence,
 )
 from offload.planning.step.step_time import COMPUTE, NETWORK
-from offload.tiers.errors import ConfigError
+from offload.tiers.errors import ConfigError, StateError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tools.memest.estimate.case import Case
-from offload.tools.memest.estimate.judge import Judge
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import with_gpus
-from offload.tools.memest.source.shard_check import Shards, check_shards
-from offload.zero.sharding import Sharding
+from offload.zero.layout import SHARD_ALIGN_NUMEL, Layout
+from offload.zero.model_shape import ModelShape
+from offload.zero.sharding import Part, Sharding
 
 MOST_RANKS = 4096
 
@@ -108,20 +110,22 @@ class Series:
     points: tuple[Point, ...]
 
 
-def scaling(case: Case, most_ranks: int = MOST_RANKS, judge: Judge | None = None) -> list[Series]:
+def scaling(
+    case: Case, most_ranks: int = MOST_RANKS, estimator: Estimator | None = None
+) -> list[Series]:
     """What is asked for, and where it leaves that open, shard groups of one machine as well.
 
     `case.profile` is of one machine. ConfigError where the times of this hardware cannot be told.
     """
     _check(case)
-    judge = judge or Judge()
+    estimator = estimator or Estimator()
     zero = case.config.zero
-    series = [_series(case, judge, most_ranks)]
+    series = [_series(case, estimator, most_ranks)]
     machine = case.profile.ranks_per_node
     if zero.stage > 0 and zero.shard_group is None and 1 < machine < most_ranks:
         hybrid = zero.model_copy(update={"shard_group": machine})
         config = case.config.model_copy(update={"zero": hybrid})
-        series.append(_series(replace(case, config=config), judge, most_ranks))
+        series.append(_series(replace(case, config=config), estimator, most_ranks))
     return series
 
 
@@ -166,7 +170,7 @@ def _check(case: Case) -> None:
         )
 
 
-def _series(case: Case, judge: Judge, most_ranks: int) -> Series:
+def _series(case: Case, estimator: Estimator, most_ranks: int) -> Series:
     zero = case.config.zero
     name = f"ZeRO stage {zero.stage}"
     if zero.stage and zero.shard_group:
@@ -176,9 +180,9 @@ def _series(case: Case, judge: Judge, most_ranks: int) -> Series:
     points: list[Point] = []
     for ranks in sizes:
         if zero.stage == 0 or ranks % group == 0:
-            points.append(_point(_as_before(case, points), judge, ranks))
+            points.append(_point(_as_before(case, points), estimator, ranks))
             if not points[-1].found.fits:  # what fitted before does not: all is open again
-                points[-1] = _point(case, judge, ranks)
+                points[-1] = _point(case, estimator, ranks)
     if not points:
         tried = ", ".join(f"{ranks:,}" for ranks in sizes)
         raise ConfigError(
@@ -210,14 +214,14 @@ def _sizes(per_machine: int, most_ranks: int) -> Sequence[int]:
     return sorted(within | machines | {largest})
 
 
-def _point(case: Case, judge: Judge, ranks: int) -> Point:
+def _point(case: Case, estimator: Estimator, ranks: int) -> Point:
     machine = case.profile.ranks_per_node
     profile = case.profile
     if ranks < machine:
         profile = with_gpus(profile, ranks)
     profile = replace(profile, nodes=max(1, ranks // machine))
     case = replace(case, profile=profile, speeds=profile.speeds())
-    found, network = judge(case), profile.network()
+    found, network = estimator(case), profile.network()
     assert network is not None, "checked before"
     assert found.step is not None, "speeds, network and work are known"
     shape, sharding = case.source.shape, case.sharding
@@ -230,3 +234,61 @@ def _point(case: Case, judge: Judge, ranks: int) -> Point:
 
 def _busy_s(step: StepEstimate, name: str) -> float:
     return sum(link.seconds for link in step.links if link.name == name)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What was found of a model's shards. Elements of one copy of the model."""
+
+    numel: int  # of parameters
+    padded_numel: int  # of all groups' buffers
+    parts: int  # parts of parameters that were gone through, over all ranks
+
+    @property
+    def padding(self) -> float:
+        """Of the buffers, the share that is no parameter."""
+        return 1 - self.numel / self.padded_numel if self.padded_numel else 0.0
+
+
+def check_shards(model: ModelShape, sharding: Sharding) -> Shards:
+    """Every shard of every group, from the layouts that training uses: nothing left out, nothing
+    twice. Groups that are laid out alike (a model's blocks) are gone through once.
+
+    StateError, naming the group and the rank, where the shards do not make up the whole.
+    """
+    found: dict[object, int] = {}
+    padded = parts = 0
+    for group in model.sharded(sharding.ranks, sharding.replicas).groups:
+        key = tuple((param.shape, param.trainable) for param in group.params)
+        if key not in found:
+            found[key] = _check_group(group.name, group.layout, sharding)
+        parts += found[key]
+        padded += group.layout.numel
+    return Shards(model.numel, padded, parts)
+
+
+def _check_group(name: str, layout: Layout, sharding: Sharding) -> int:
+    """Parts of parameters in this group, over all ranks."""
+    if layout.ranks != sharding.ranks:
+        raise StateError(f"{name}: laid out for {layout.ranks} ranks, not {sharding.ranks}")
+    trainable, frozen, count = 0, layout.numel_trainable, 0
+    covered: dict[int, int] = defaultdict(int)
+    for rank in range(sharding.ranks):
+        part = Part.of(layout, rank)
+        if part.trainable.start != trainable or part.frozen.start != frozen:
+            raise StateError(f"{name}: the shard of rank {rank} does not follow the one before it")
+        trainable, frozen = part.trainable.stop, part.frozen.stop
+        for each in part.trained():
+            spec = layout.params[each.index]
+            if each.start != covered[each.index] or each.spec.stop > len(part.trainable):
+                raise StateError(f"{spec.name}: rank {rank} has another part than is its turn")
+            covered[each.index] += each.spec.numel
+            count += 1
+    if trainable != layout.numel_trainable or frozen != layout.numel:
+        raise StateError(f"{name}: the shards of {sharding.ranks} ranks do not end with the buffer")
+    for index, spec in enumerate(layout.params):
+        if spec.trainable and covered[index] != spec.numel:
+            raise StateError(f"{spec.name}: {covered[index]} of {spec.numel} elements are owned")
+    if sharding.world_size > 1 and layout.shard_numel % (SHARD_ALIGN_NUMEL * sharding.replicas):
+        raise StateError(f"{name}: a shard is not whole pages for each of its replicas")
+    return count

@@ -6,9 +6,9 @@ from html import escape
 
 from offload.planning.plan.estimate import Change, Estimate, StepEstimate
 from offload.tiers.units import format_bytes
-from offload.tools.memest.show import summary, svg, wording
+from offload.tools.memest.show import svg, view
 from offload.tools.memest.show.html_page import key, lines, page, table
-from offload.tools.memest.show.picture import Bar, bars, lanes, span_colours
+from offload.tools.memest.show.view import Bar, bars, lanes, span_colours
 
 
 def to_html(estimate: Estimate) -> str:
@@ -23,11 +23,11 @@ def to_html(estimate: Estimate) -> str:
 
 def _header(estimate: Estimate) -> str:
     state = "good" if estimate.fits else "bad"
-    texts = summary.what_text(estimate), summary.where_text(estimate)
+    texts = view.what_text(estimate), view.where_text(estimate)
     paragraphs = "".join(f'<p class="quiet">{escape(text)}</p>' for text in texts)
     return (
         f"<h1>{escape(estimate.model)}</h1>{paragraphs}"
-        f'<p class="verdict {state}">{escape(summary.verdict(estimate))}</p>'
+        f'<p class="verdict {state}">{escape(view.verdict(estimate))}</p>'
     )
 
 
@@ -35,7 +35,7 @@ def _figures(estimate: Estimate) -> str:
     cards = [
         f'<div class="card"><span class="quiet">{escape(figure.name)}</span>'
         f'<b>{escape(figure.value)}</b><span class="quiet">{escape(figure.aside)}</span></div>'
-        for figure in summary.figures(estimate)
+        for figure in view.figures(estimate)
     ]
     return f'<div class="figures">{"".join(cards)}</div>'
 
@@ -51,10 +51,10 @@ def _changes(estimate: Estimate) -> str:
 def _change(change: Change) -> tuple[str, str, str]:
     factor = change.step_factor
     settings = "<br>".join(
-        f"<code>{escape(summary.setting_text(key, value))}</code>"
+        f"<code>{escape(view.setting_text(key, value))}</code>"
         for key, value in change.settings.items()
     )
-    cost = "unknown" if factor is None else wording.factor_of_time(factor)
+    cost = "unknown" if factor is None else view.factor_of_time(factor)
     return cost, settings, escape(change.text)
 
 
@@ -72,7 +72,7 @@ def _place(bar: Bar) -> str:
     )  # fmt: skip
     return (
         f'<div class="card place"><div class="head"><b>{bar.title}</b>'
-        f"<span{state}>{summary.used_text(bar)}</span></div>{svg.gauge(bar)}{svg.stack(bar)}{keys}"
+        f"<span{state}>{view.used_text(bar)}</span></div>{svg.gauge(bar)}{svg.stack(bar)}{keys}"
         "</div>"
     )
 
@@ -83,8 +83,7 @@ def _time(estimate: Estimate) -> str:
         return ""
     timeline = _timeline(step) if step.spans else ""
     return (
-        f"<h2>{escape(summary.step_text(step))}</h2>"
-        f'<div class="card">{timeline}{_links(step)}</div>'
+        f'<h2>{escape(view.step_text(step))}</h2><div class="card">{timeline}{_links(step)}</div>'
     )
 
 
@@ -100,7 +99,7 @@ def _links(step: StepEstimate) -> str:
     rows = (
         (
             f"{escape(link.name)}{' (bottleneck)' if link.name == step.bottleneck else ''}",
-            wording.duration(link.seconds), wording.share(link.seconds / step.seconds),
+            view.duration(link.seconds), view.share(link.seconds / step.seconds),
             format_bytes(link.nbytes) if link.nbytes else "-",
         )
         for link in step.links

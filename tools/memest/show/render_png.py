@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from offload.planning.plan.estimate import Estimate, StepEstimate
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.show import summary
+from offload.tools.memest.show import view
 from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on
-from offload.tools.memest.show.picture import (
+from offload.tools.memest.show.view import (
     Bar,
     Piece,
     bars,
@@ -113,10 +113,10 @@ def _head(page: _Page, estimate: Estimate) -> None:
     theme = page.theme
     colour = theme.good if estimate.fits else theme.bad
     page.text(0.25, estimate.model, 14, theme.ink, weight="bold")
-    page.text(0.51, summary.verdict(estimate), 11, colour, weight="bold")
-    page.text(0.74, summary.what_text(estimate), 9, theme.quiet)
-    page.text(0.93, summary.where_text(estimate), 9, theme.quiet)
-    figures = " · ".join(f"{each.name} {each.value}" for each in summary.figures(estimate))
+    page.text(0.51, view.verdict(estimate), 11, colour, weight="bold")
+    page.text(0.74, view.what_text(estimate), 9, theme.quiet)
+    page.text(0.93, view.where_text(estimate), 9, theme.quiet)
+    figures = " · ".join(f"{each.name} {each.value}" for each in view.figures(estimate))
     page.text(1.12, figures, 9, theme.ink)
 
 
@@ -128,7 +128,7 @@ def _place(page: _Page, bar: Bar) -> None:
     axes.set(xticks=[], yticks=[], ylim=(0, _BAR))
     state = theme.good if bar.fits else theme.bad
     used = theme.ink if bar.fits else theme.bad
-    axes.set_title(summary.used_text(bar), loc="right", fontsize=9, color=used)
+    axes.set_title(view.used_text(bar), loc="right", fontsize=9, color=used)
     axes.barh(0.36, bar.gauge_capacity, 0.06, color=theme.track)
     axes.barh(0.36, max(bar.gauge_peak, 0.002), 0.06, color=state)
     if not bar.fits:
@@ -141,7 +141,7 @@ def _timeline(page: _Page, step: StepEstimate) -> None:
     """One lane per link, the first on top; the time below."""
     theme, rows = page.theme, lanes(step)
     height = _LANE * len(rows)
-    axes = page.drawing(summary.step_text(step), height, span_colours(step), left=_LANE_NAMES)
+    axes = page.drawing(view.step_text(step), height, span_colours(step), left=_LANE_NAMES)
     middles = [height - _LANE * (index + 0.5) for index in range(len(rows))]
     axes.set(ylim=(0, height), yticks=middles, yticklabels=[lane.link for lane in rows])
     for middle, lane in zip(middles, rows, strict=True):

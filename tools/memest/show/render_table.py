@@ -12,9 +12,9 @@ from rich.text import Text
 from offload.planning.plan.estimate import Estimate, MemoryClass, StepEstimate
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.tools.memest.show import summary, wording
-from offload.tools.memest.show.picture import Bar, bars
+from offload.tools.memest.show import view
 from offload.tools.memest.show.tables import bullets, plain, ruled
+from offload.tools.memest.show.view import Bar, bars
 
 _BAR_CELLS = 16
 _NAME_CELLS = max(len(name) for name in MemoryClass)
@@ -46,16 +46,16 @@ def _parts(estimate: Estimate) -> Iterator[RenderableType]:
 
 def _verdict(estimate: Estimate) -> Text:
     style = "bold green" if estimate.fits else "bold red"
-    return Text(summary.verdict(estimate), style=style)
+    return Text(view.verdict(estimate), style=style)
 
 
 def _headline(estimate: Estimate) -> Table:
     table = plain({"style": "dim", "no_wrap": True}, {"overflow": "fold"})
-    table.add_row("model", Text(summary.model_text(estimate, estimate.model)))
+    table.add_row("model", Text(view.model_text(estimate, estimate.model)))
     table.add_row("hardware", Text(estimate.hardware))
-    table.add_row("work", summary.workload_text(estimate))
-    table.add_row("states", summary.state_text(estimate))
-    table.add_row("homes", summary.homes_text(estimate.plan))
+    table.add_row("work", view.workload_text(estimate))
+    table.add_row("states", view.state_text(estimate))
+    table.add_row("homes", view.homes_text(estimate.plan))
     return table
 
 
@@ -95,7 +95,7 @@ def _short(bar: Bar) -> Text:
 
 
 def _gauge(bar: Bar) -> Text:
-    used = wording.share(bar.filled) if bar.capacity_nbytes else ""
+    used = view.share(bar.filled) if bar.capacity_nbytes else ""
     filled = min(_GAUGE_CELLS, round(bar.filled * _GAUGE_CELLS)) if bar.capacity_nbytes else 0
     text = Text("█" * filled, style="green" if bar.fits else "red")
     text.append("░" * (_GAUGE_CELLS - filled), style="dim")
@@ -104,21 +104,21 @@ def _gauge(bar: Bar) -> Text:
 
 def _time(step: StepEstimate) -> Table:
     share = "share of the step"
-    table = ruled("link", "busy", "bytes", share, title=summary.step_text(step), left=[share])
+    table = ruled("link", "busy", "bytes", share, title=view.step_text(step), left=[share])
     table.columns[0].min_width = _NAME_CELLS
     for link in step.links:
         busy = link.seconds / step.seconds if step.seconds else 0.0
         cells = min(_BAR_CELLS, round(busy * _BAR_CELLS))
         bar = Text("█" * cells, style="yellow" if link.name == step.bottleneck else "blue")
-        bar.append("░" * (_BAR_CELLS - cells), style="dim").append(f" {wording.share(busy):>6}")
+        bar.append("░" * (_BAR_CELLS - cells), style="dim").append(f" {view.share(busy):>6}")
         nbytes = format_bytes(link.nbytes) if link.nbytes else "-"
-        table.add_row(link.name, wording.duration(link.seconds), nbytes, bar)
+        table.add_row(link.name, view.duration(link.seconds), nbytes, bar)
     return table
 
 
 def _figures(estimate: Estimate) -> Table:
     table = plain({"style": "dim", "no_wrap": True}, {"justify": "right", "no_wrap": True}, {})
-    for figure in summary.figures(estimate):
+    for figure in view.figures(estimate):
         if figure.name != "step":  # the title of the table above
             table.add_row(figure.name, figure.value, figure.aside)
     return table
@@ -130,8 +130,8 @@ def _changes(estimate: Estimate) -> Iterator[RenderableType]:
     table = plain({"justify": "right", "style": "bold", "no_wrap": True}, {"overflow": "fold"})
     for change in estimate.changes:
         factor = change.step_factor
-        cost = "?" if factor is None else wording.factor_of_time(factor)
-        settings = [summary.setting_text(k, v) for k, v in change.settings.items()]
+        cost = "?" if factor is None else view.factor_of_time(factor)
+        settings = [view.setting_text(k, v) for k, v in change.settings.items()]
         text = Text(" ".join(settings), style="cyan")
         text.append(f"\n{change.text}" if settings else change.text, style="default")
         table.add_row(cost, text)

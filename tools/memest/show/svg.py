@@ -10,8 +10,8 @@ from __future__ import annotations
 from html import escape
 
 from offload.planning.plan.estimate import StepEstimate
-from offload.tools.memest.show import summary
-from offload.tools.memest.show.picture import Bar, Lane, Piece, Tick, step_length, ticks
+from offload.tools.memest.show import view
+from offload.tools.memest.show.view import Bar, Lane, Piece, Tick, step_length, ticks
 
 _LEAST_PX = 560  # width of a drawing on a small laptop
 _LETTER_PX = 7.2  # a wide letter of 12 px text, and its share of the margins
@@ -32,7 +32,7 @@ def gauge(bar: Bar) -> str:
             f'<rect x="{_percent(min(limit, 0.997))}" y="0" width="3" height="14" '
             'fill="var(--ink)"><title>capacity</title></rect>'
         )
-    return _svg("gauge", f"{bar.title}: {summary.used_text(bar)}", parts)
+    return _svg("gauge", f"{bar.title}: {view.used_text(bar)}", parts)
 
 
 def stack(bar: Bar) -> str:

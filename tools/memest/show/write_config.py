@@ -13,8 +13,8 @@ from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.tools.memest.show import summary, wording
-from offload.tools.memest.show.picture import bars
+from offload.tools.memest.show import view
+from offload.tools.memest.show.view import bars
 from offload.tools.memest.source.model_source import ModelSource
 from offload.tools.memest.systems.subject import Ranks
 
@@ -46,12 +46,12 @@ def _header(
     estimate: Estimate, source: ModelSource, file_name: str, ranks: Ranks
 ) -> Iterator[str]:  # fmt: skip
     if not estimate.fits:
-        yield f"# DOES NOT FIT: {summary.missing_text(estimate)}"
-    yield f"# {summary.model_text(estimate, _one_line(estimate.model))}"
-    yield f"# on {_one_line(estimate.hardware)}, {summary.workload_text(estimate)}"
+        yield f"# DOES NOT FIT: {view.missing_text(estimate)}"
+    yield f"# {view.model_text(estimate, _one_line(estimate.model))}"
+    yield f"# on {_one_line(estimate.hardware)}, {view.workload_text(estimate)}"
     if estimate.step is not None:
-        time = wording.duration(estimate.step.seconds)
-        rate = wording.per_second(estimate.step.tokens_per_s)
+        time = view.duration(estimate.step.seconds)
+        rate = view.per_second(estimate.step.tokens_per_s)
         yield (
             f"# predicted: {time} per step ({rate} tokens/s), bound by {estimate.step.bottleneck}"
         )

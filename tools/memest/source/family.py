@@ -1,4 +1,8 @@
-"""A family of decoders: how its modules, and the way they run, differ from Llama's."""
+"""Families of decoders whose first answer needs no transformers: how their modules, and the
+way they run, differ from Llama's. Counted without torch, traced on our modules.
+
+All others are built by the library (`transformers_models`).
+"""
 
 from __future__ import annotations
 
@@ -65,3 +69,78 @@ class Family:
 
     def keys(self, values: Mapping[str, Any], where: str) -> Keys:
         return Keys(values, self.defaults, where, self.aliases)
+
+
+def _keys(
+    vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int | None,
+    context: int, **others: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": mlp,
+        "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "max_position_embeddings": context,
+        "tie_word_embeddings": False, "attention_dropout": 0.0, **others,
+    }  # fmt: skip
+
+
+_SILU = {"hidden_act": "silu"}
+_BIAS = {"attention_bias": False}
+_QWEN = _keys(151936, 4096, 22016, 32, 32, 32, 32768, **_SILU)
+_MISTRAL = _keys(32000, 4096, 14336, 32, 32, 8, 131072, **_SILU)
+
+FAMILIES: Mapping[str, Family] = {  # by `model_type`
+    "llama": Family(
+        "Llama", _keys(32000, 4096, 11008, 32, 32, None, 2048, **_SILU, **_BIAS, mlp_bias=False)
+    ),
+    "mistral": Family("Mistral", {**_MISTRAL, "sliding_window": 4096}),
+    "qwen2": Family("Qwen2", _QWEN, qkv_bias=True),
+    "qwen3": Family("Qwen3", {**_QWEN, **_BIAS, "head_dim": 128}, head_norms="head"),
+    "olmo2": Family(
+        "Olmo2", _keys(50304, 4096, 11008, 32, 32, None, 2048, **_SILU, **_BIAS),
+        head_norms="width", norms=AFTER, rotates_in_fp32=True,
+    ),
+    "phi3": Family(
+        "Phi3",
+        _keys(
+            32064, 3072, 8192, 32, 32, None, 4096, **_SILU, resid_pdrop=0.0, sliding_window=None
+        ),
+        fused=True, ropes=("default",),
+    ),
+    "gemma2": Family(
+        "Gemma2",
+        _keys(
+            256000, 2304, 9216, 26, 8, 4, 8192, **_BIAS, head_dim=256, sliding_window=4096,
+            final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh",
+        ) | {"tie_word_embeddings": True},
+        norms=AROUND, scaled_embedding=True, alternates=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        aliases={"num_experts": "num_local_experts"}, mixture=("gate", "experts"),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3Moe",
+        _keys(
+            151936, 2048, 6144, 24, 32, 4, 32768, **_SILU, **_BIAS, decoder_sparse_step=1,
+            mlp_only_layers=None, moe_intermediate_size=768, num_local_experts=128,
+            num_experts_per_tok=8, norm_topk_prob=False,
+        ),
+        aliases={"num_experts": "num_local_experts"}, head_norms="head",
+        mixture=("experts", "gate"),
+    ),
+    "gpt2": Family(
+        "GPT2",
+        {
+            "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+            "n_inner": None, "tie_word_embeddings": True, "activation_function": "gelu_new",
+            "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1,
+        },
+        aliases={
+            "hidden_size": "n_embd", "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+        },
+        activation=("activation_function", "gelu_new"),
+    ),
+}  # fmt: skip

@@ -18,8 +18,7 @@ from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.config_keys import Keys
 from offload.tools.memest.source.decoder_tree import decoder_tree
 from offload.tools.memest.source.error_text import shown
-from offload.tools.memest.source.families import FAMILIES
-from offload.tools.memest.source.family import Family
+from offload.tools.memest.source.family import FAMILIES, Family
 from offload.zero.module_tree import ModuleTree
 
 # `attn_implementation`, `_experts_implementation_internal`, ...: in transformers the name of a

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE, MOST_WIDTH, ModelConfig
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.builtin_model import builtin_tree
-from offload.tools.memest.source.divisors import divisors
 from offload.tools.memest.source.error_text import shown
 from offload.tools.memest.source.tree_pieces import weights
 from offload.zero.model_shape import ModelShape
@@ -178,3 +177,10 @@ def _config(values: dict[str, object]) -> ModelConfig:
         where = "".join(f"--{key}: ".replace("_", "-") for key in first["loc"]) or "--"
         reason = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{where}{reason[:1].lower()}{reason[1:]}") from None
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    large = [number // n for n in reversed(small) if n * n != number]
+    return small + large

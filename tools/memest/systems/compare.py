@@ -11,7 +11,6 @@ from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
-from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
 from offload.tools.memest.systems.memory import (
     OTHERS,
     Framework,
@@ -20,7 +19,15 @@ from offload.tools.memest.systems.memory import (
     memory_of,
 )
 from offload.tools.memest.systems.step_time import rough_step_s
-from offload.tools.memest.systems.subject import Ranks, ranks_of, subject_of
+from offload.tools.memest.systems.subject import (
+    Ranks,
+    Room,
+    places_of,
+    ranks_of,
+    room_of,
+    subject_of,
+    too_full,
+)
 from offload.zero.model_shape import ModelShape
 
 ROUGH = "steps of other systems: roughly, all that they can overlap overlapped"

@@ -21,21 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.tiers.errors import ConfigError
+from offload.tools.memest.systems.subject import Ranks
 
 BUFFER_FACTOR = 1.5
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Nodes with GPUs."""
-
-    gpus_per_node: int = 1
-    nodes: int = 1
-
-    @property
-    def gpus(self) -> int:
-        return self.gpus_per_node * self.nodes
 
 
 @dataclass(frozen=True)
@@ -48,7 +37,7 @@ class Needs:
     gpu_nbytes: int
 
 
-def estimate(stage: int, numel: float, largest_layer: float, setup: Setup) -> list[Needs]:
+def estimate(stage: int, numel: float, largest_layer: float, ranks: Ranks) -> list[Needs]:
     """One row per combination of options, in DeepSpeed's order. `largest_layer`: parameters of the
     largest module without its children. ConfigError for sizes that are none."""
     if stage not in (2, 3):
@@ -58,37 +47,37 @@ def estimate(stage: int, numel: float, largest_layer: float, setup: Setup) -> li
             f"a model of {numel:g} parameters whose largest layer has {largest_layer:g} is none; "
             "write for example --params 7e9 and a largest layer of 1.3e8"
         )
-    if setup.gpus_per_node < 1 or setup.nodes < 1:
-        raise ConfigError(f"{setup.nodes} nodes with {setup.gpus_per_node} GPUs; write 1 or more")
+    if ranks.per_node < 1 or ranks.nodes < 1:
+        raise ConfigError(f"{ranks.nodes} nodes with {ranks.per_node} GPUs; write 1 or more")
     if stage == 2:
-        return [_zero2(numel, setup, offload=offload) for offload in (True, False)]
+        return [_zero2(numel, ranks, offload=offload) for offload in (True, False)]
     return [
-        _zero3(numel, largest_layer, setup, optimizer, parameters, zero_init)
+        _zero3(numel, largest_layer, ranks, optimizer, parameters, zero_init)
         for optimizer, parameters in ((True, True), (True, False), (False, False))
         for zero_init in (True, False)
     ]
 
 
-def _zero2(numel: float, setup: Setup, *, offload: bool) -> Needs:
+def _zero2(numel: float, ranks: Ranks, *, offload: bool) -> Needs:
     if offload:
         gpu = int(2 * numel)
-        per_parameter = max(4 * setup.gpus, 16)
+        per_parameter = max(4 * ranks.count, 16)
     else:
-        gpu = int(2 * numel + int(18 * numel / setup.gpus))
-        per_parameter = 4 * setup.gpus_per_node
+        gpu = int(2 * numel + int(18 * numel / ranks.count))
+        per_parameter = 4 * ranks.per_node
     host = int(numel * per_parameter * BUFFER_FACTOR)
     return Needs(f"offload_optimizer={_device(offload)}", host, gpu)
 
 
 def _zero3(
-    numel: float, largest_layer: float, setup: Setup, optimizer: bool, parameters: bool,
+    numel: float, largest_layer: float, ranks: Ranks, optimizer: bool, parameters: bool,
     zero_init: bool,
 ) -> Needs:  # fmt: skip
     sharded = 18 if not optimizer else 0 if parameters else 2  # bytes a parameter, of all GPUs
-    gpu = 4 * largest_layer + int(sharded * numel / setup.gpus)
-    built_whole = 4 * setup.gpus_per_node  # bytes a parameter before it is cut up
+    gpu = 4 * largest_layer + int(sharded * numel / ranks.count)
+    built_whole = 4 * ranks.per_node  # bytes a parameter before it is cut up
     kept = 18 if parameters else 16
-    node_share = 1 / setup.nodes
+    node_share = 1 / ranks.nodes
     # The order of multiplications is DeepSpeed's: its last bit is printed, too.
     if not optimizer:
         host = (largest_layer if zero_init else numel) * built_whole

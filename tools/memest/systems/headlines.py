@@ -1,9 +1,9 @@
 """The field's capacity headlines, computed again from the formulas of `systems`.
 
-One set of assumptions for all, none fitted to a row: the shapes of `ladders`; 16-bit Adam; one pass
+One set of assumptions for all, none fitted to a row: the models of `shapes`; 16-bit Adam; one pass
 of 4 sequences of 1,024 tokens per GPU with every block recomputed, attention scores kept (PyTorch
 did then; MegaTrain's fused attention keeps none); the buffers, libraries and fragmentation of
-`systems`; all of the memory that the machine's data sheet names. Ours is the largest rung that
+`systems`; all of the memory that the machine's data sheet names. Ours is the largest shape that
 fits.
 """
 
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from offload.planning.plan.workload import Workload
 from offload.tools.memest.hardware.parts import GIB, TB, gpu_named, machine_named
-from offload.tools.memest.hardware.room import Room
-from offload.tools.memest.systems.ladders import FamilyName
 from offload.tools.memest.systems.largest import largest_shape
 from offload.tools.memest.systems.memory import System
-from offload.tools.memest.systems.subject import Ranks
+from offload.tools.memest.systems.shapes import FamilyName
+from offload.tools.memest.systems.subject import Ranks, Room
 
 TOLERANCE = 0.15
 WORKLOAD = Workload(batch=4, sequence=1024)
@@ -40,7 +39,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class Finding:
-    """A headline and what the formulas make of it: parameters, 0 if not even the smallest rung
+    """A headline and what the formulas make of it: parameters, 0 if not even the smallest shape
     fits."""
 
     headline: Headline

@@ -1,6 +1,6 @@
 """The largest model of a family that given hardware trains, under each system: `memest max`.
 
-Found by bisection over the family's ladder of shapes; no search, no chance, well under a second.
+Found by bisection over the family's list of shapes; no search, no chance, well under a second.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
-from offload.tools.memest.hardware.room import Room, places_of, room_of, too_full
-from offload.tools.memest.systems.ladders import (
+from offload.tools.memest.systems.memory import OTHERS, Numbers, System, memory_of
+from offload.tools.memest.systems.ours import plan_ours
+from offload.tools.memest.systems.shapes import (
     FamilyName,
     Shape,
     facts_of,
-    ladder,
     model_of,
+    shapes_of,
     subject_from,
 )
-from offload.tools.memest.systems.memory import OTHERS, Numbers, System, memory_of
-from offload.tools.memest.systems.ours import plan_ours
-from offload.tools.memest.systems.subject import Ranks, ranks_of
+from offload.tools.memest.systems.subject import Ranks, Room, places_of, ranks_of, room_of, too_full
 
 WORKLOAD = Workload(batch=1, sequence=2048)
 _LEAST_EXPERTS = 8
@@ -69,7 +68,7 @@ def largest(
         ranks = Ranks(ranks.per_node, ranks.nodes, experts=math.gcd(experts, ranks.count))
     if system is not System.OURS:
         return largest_shape(system, name, ranks, room, workload, experts=experts, scores=False)
-    shapes = ladder(name, experts)
+    shapes = shapes_of(name, experts)
     beyond = bisect.bisect(shapes, _room_nbytes(ranks, room) // _LEAST_BYTES, key=_numel)
     note = f"{system}: one of {ranks.count} ranks, ZeRO stage 3" if ranks.count > 1 else ""
     return _search(system, shapes[: beyond + 1], _ours(workload, ranks, room), note)
@@ -89,7 +88,7 @@ def largest_shape(
     """As `largest`, for any way of spreading a model over GPUs, with attention scores or without.
     Not for `System.OURS`."""
     trial = _other(system, workload, ranks, room, scores=scores)
-    return _search(system, ladder(family, experts), trial)
+    return _search(system, shapes_of(family, experts), trial)
 
 
 def _search(system: System, shapes: Sequence[Shape], trial: Trying, note: str = "") -> Largest:

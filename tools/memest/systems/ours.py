@@ -18,7 +18,6 @@ from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.shortfalls import shortfalls
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.tools.memest.hardware.room import Room
 from offload.tools.memest.systems.memory import (
     FRAGMENTATION,
     GPU_FRAMEWORK_NBYTES,
@@ -27,7 +26,7 @@ from offload.tools.memest.systems.memory import (
     Held,
     with_libraries,
 )
-from offload.tools.memest.systems.subject import Ranks, Subject
+from offload.tools.memest.systems.subject import Ranks, Room, Subject
 from offload.zero.model_shape import ModelShape
 from offload.zero.sharding import Sharding
 

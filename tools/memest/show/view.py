@@ -1,4 +1,5 @@
-"""What the pictures of an estimate show, before it is known how they are drawn.
+"""What all formats show of an estimate: numbers in words, sentences, and drawings before they are
+drawn. Bytes in words: `tiers.units.format_bytes`.
 
     place    ├ parameters ┤├ gradients ┤├── optimizer ──┤├ ... ┤     shares of the peak
     gauge    ├────────── peak ─────────┤        │ capacity           shares of the larger of both
@@ -14,11 +15,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, StepEstimate
+from offload.planning.choice.durations import counted as counted
+from offload.planning.choice.durations import duration as duration
+from offload.planning.choice.durations import three_digits
+from offload.planning.plan.estimate import (
+    Estimate,
+    MemoryClass,
+    MemoryEstimate,
+    PlaceEstimate,
+    StepEstimate,
+)
+from offload.planning.plan.plan import Plan
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show.colours import SPANS
-from offload.tools.memest.show.wording import duration, share
 
 PLACE_TITLES = {
     Tier.DEVICE: "GPU memory",
@@ -167,3 +177,140 @@ def _widths(sizes: Sequence[int]) -> list[float]:
         if not found:
             return widths
         small |= found
+
+
+def per_second(rate: float) -> str:
+    """`12,300` or `0.0431`: three digits, no unit."""
+    return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else three_digits(rate)
+
+
+def share(fraction: float) -> str:
+    """`37 %`; what is there is never shown as 0 %, and only all of it as 100 %."""
+    percent = fraction * 100
+    if percent <= 0:
+        return "0 %"
+    if percent < 0.1:
+        return "<0.1 %"
+    if percent < 9.95:
+        return f"{percent:.1f} %"
+    if 99.5 <= percent < 100:
+        return ">99 %"
+    return f"{percent:.0f} %" if percent < 995 else f"x {three_digits(fraction)}"
+
+
+def factor_of_time(factor: float) -> str:
+    """A step's time against another's: `+12 %`, `-18 %`, `x 3.4`."""
+    percent = (factor - 1) * 100
+    if factor >= 2:
+        return f"x {three_digits(factor)}"
+    if abs(percent) < 0.5:
+        return "±0 %"
+    return f"{percent:+.0f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One key figure: a name, a value, and what is to be said beside it."""
+
+    name: str
+    value: str
+    aside: str = ""
+
+
+def verdict(estimate: Estimate) -> str:
+    """`fits`, or what is short of what."""
+    return "fits" if estimate.fits else f"does not fit: {missing_text(estimate)}"
+
+
+def missing_text(estimate: Estimate) -> str:
+    """`RAM is 1.2 GiB short; ...` for every place that is."""
+    missing: dict[Tier, int] = {}
+    for each in estimate.shortfalls:
+        short = max(0, each.needed_nbytes - each.capacity_nbytes)
+        missing[each.tier] = max(short, missing.get(each.tier, 0))
+    texts = (f"{PLACE_TITLES[t]} is {format_bytes(n)} short" for t, n in missing.items())
+    return "; ".join(texts)
+
+
+def workload_text(estimate: Estimate) -> str:
+    """`batch 4 x 2,048 tokens, 8 passes per step`."""
+    workload = estimate.workload
+    passes = f", {workload.passes} passes per step" if workload.passes > 1 else ""
+    micro = estimate.config.micro_batches
+    pieces = f", {micro} micro-batches" if micro > 1 else ""
+    return f"batch {workload.batch:,} x {workload.sequence:,} tokens{passes}{pieces}"
+
+
+def model_text(estimate: Estimate, name: str = "") -> str:
+    """`name: 6.74 B parameters`, and how many of them are trained; a count only once."""
+    text = f"{counted(estimate.numel)} parameters"
+    if name and name != text:
+        text = f"{name}: {text}"
+    if estimate.numel_trainable != estimate.numel:
+        text += f", {counted(estimate.numel_trainable)} trained"
+    return text
+
+
+def state_text(estimate: Estimate) -> str:
+    """`bf16, split master, fp32 states`."""
+    config = estimate.config
+    master = "" if config.master == "none" else f", {config.master} master"
+    recompute = config.placement.activations.checkpoint
+    words = {True: ", checkpointing", "selective": ", selective checkpointing"}
+    states = f", {config.optimizer.type} with {config.optimizer.states} states"
+    return f"{config.precision}{master}{states}{words.get(recompute, '')}"
+
+
+def step_text(step: StepEstimate) -> str:
+    return f"One step: {duration(step.seconds)}, bound by {step.bottleneck}"
+
+
+def used_text(bar: Bar) -> str:
+    """`12.0 GiB of 24.0 GiB (50 %)`."""
+    used = f"{format_bytes(bar.peak_nbytes)} of {format_bytes(bar.capacity_nbytes)}"
+    return f"{used} ({share(bar.filled)})" if bar.capacity_nbytes else used
+
+
+def what_text(estimate: Estimate) -> str:
+    """The model, and its numbers' formats."""
+    return f"{model_text(estimate)} · {state_text(estimate)}"
+
+
+def where_text(estimate: Estimate) -> str:
+    return f"{estimate.hardware} · {workload_text(estimate)}"
+
+
+def homes_text(plan: Plan) -> str:
+    """`parameters device; gradients host; ...`"""
+    return "; ".join(f"{name} {each.describe()}" for name, each in plan.placements.items())
+
+
+def figures(estimate: Estimate) -> tuple[Figure, ...]:
+    """Time first, then what it does to disks."""
+    step = estimate.step
+    found = []
+    if step is not None:
+        found = [
+            Figure("step", duration(step.seconds), f"bound by {step.bottleneck}"),
+            Figure("tokens/s", per_second(step.tokens_per_s),
+                   f"{step.tokens:,} tokens per step"),
+            Figure("written per step", format_bytes(step.written_nbytes), "to nvme"),
+        ]  # fmt: skip
+        if step.written_nbytes:
+            found.append(_life(estimate))
+    checkpoint = format_bytes(estimate.memory.checkpoint_nbytes)
+    return (*found, Figure("checkpoint", checkpoint, "on disk, each"))
+
+
+def _life(estimate: Estimate) -> Figure:
+    steps = estimate.ssd_life_steps
+    if steps is None or estimate.step is None:
+        return Figure("SSD life", "unknown", "name the SSD with --ssd")
+    time = duration(steps * estimate.step.seconds)
+    rated = format_bytes(estimate.endurance_nbytes)
+    return Figure("SSD life", f"{counted(steps)} steps", f"{time}; rated {rated} written")
+
+
+def setting_text(key: str, value: str) -> str:
+    """As the command line takes it: `-o micro_batches=4`, `--ram 96GiB`."""
+    return f"{key} {value}" if key.startswith("--") else f"-o {key}={value}"

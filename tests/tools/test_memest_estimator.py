@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from offload.cli.plan import _plan
+from offload.cli.planned_model import built_in
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import lay_out_plan
+from offload.planning.choice.run_plan import remedy
 from offload.planning.choice.solver import Candidate, solve
 from offload.planning.plan.estimate import MemoryClass
 from offload.planning.plan.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
 from offload.planning.plan.shortfalls import shortfalls
 from offload.planning.plan.workload import Workload
+from offload.runs.forecast import forecast_of
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
-from offload.tools.memest.estimate.judge import Judge, remedy
+from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.knobs import knobs
 from offload.tools.memest.hardware.read_profile import read_profile
-from offload.tools.memest.source.read_model import read_stated
+from offload.tools.memest.source.read_model import read_stated, read_yaml
 from offload.tools.memest.source.stated_sizes import StatedSizes
 
 GIB = 1 << 30
@@ -78,12 +85,12 @@ def test_a_machine_by_name_is_offered_no_other_gpus() -> None:
     for gpu, offered in (("DGX-2", False), ("V100-32", True)):
         profile = read_profile(gpu=gpu, ram="64GiB", nvme="0")
         case = Case(MODEL, config, Workload(1, 32), profile, None)
-        judge = Judge()
-        found = judge(case)
-        peak_at = judge.facts(case, found.config).peak_at
+        estimator = Estimator()
+        found = estimator(case)
+        peak_at = estimator.facts(case, found.config).peak_at
         assert Tier.DEVICE in {each.tier for each in found.shortfalls}
-        ladders = knobs(case, found, peak_at)
-        options = {key for ladder in ladders for rung in ladder for key in rung.settings}
+        all_knobs = knobs(case, found, peak_at)
+        options = {key for knob in all_knobs for option in knob for key in option.settings}
         assert ("--gpu" in options) == offered
 
 
@@ -91,9 +98,53 @@ def test_what_is_on_disk_already_is_not_moved_there() -> None:
     homes = {"parameters": "nvme", "gradients": "nvme", "optimizer": {"host": "50%", "nvme": "50%"}}
     config = OffloadConfig.load({"budget": {"host": "64KiB"}, "placement": homes})
     case = Case(MODEL, config, Workload(1, 32), read_profile(ram="8GiB", nvme="1GiB"), None)
-    judge = Judge()
-    found = judge(case)
-    peak_at = judge.facts(case, found.config).peak_at
-    options = [rung.settings for ladder in knobs(case, found, peak_at) for rung in ladder]
+    estimator = Estimator()
+    found = estimator(case)
+    peak_at = estimator.facts(case, found.config).peak_at
+    options = [option.settings for knob in knobs(case, found, peak_at) for option in knob]
     assert {"placement.optimizer": "nvme"} in options
     assert not any("placement.parameters" in settings for settings in options)
+
+
+MIB = 1 << 20
+TIGHT = {  # the fastest plan fits its budgets, but not the RAM: the copies that it keeps fill one
+    "device": "cpu", "budget": {"host": "128MiB", "nvme": "2GiB"},
+    "placement": {
+        "optimizer": "nvme", "parameters": "nvme", "activations": {"checkpoint": "auto"}
+    },
+    "train": {
+        "model": {"layers": 8, "hidden": 256, "heads": 4, "vocab": 1000}, "batch": 8,
+        "sequence": 256,
+    },
+}  # fmt: skip
+
+
+def test_on_a_tight_machine_train_plan_and_memest_choose_the_same_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nbytes, file = 1000 * MIB, tmp_path / "tight.yaml"
+    config = OffloadConfig.load(TIGHT)
+    file.write_text(config.to_yaml())
+    profile = replace(
+        read_profile(gpu="none", ram="64GiB", nvme="4GiB"), here=True, ram_nbytes=nbytes,
+        ram_free_nbytes=nbytes, own_ram=True,
+    )  # fmt: skip
+    for module in ("homes", "runs.forecast"):
+        monkeypatch.setattr(f"offload.{module}.this_machine", lambda *_: profile.hardware())
+    monkeypatch.setattr("offload.runs.forecast.known_speeds", lambda *_: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # libraries of default size
+
+    model = built_in(config)
+    trained = forecast_of(model.config, model.shape, model.facts, model.workload)
+    shown = _plan(model, 1, 1).solution.best
+    source = read_yaml(file)
+    found = Estimator()(Case(source, config.owning_the_loop(), model.workload, profile, None))
+
+    assert trained is not None
+    assert found.fits
+    assert shown.plan == trained.solution.best.plan == found.plan
+    for chosen in (shown.config, trained.config, found.config):
+        assert chosen.placement.activations.checkpoint is True
+    fastest = solve(model.config, model.shape, profile.hardware(), trained.planned.run).best
+    assert fastest.fits
+    assert fastest.config.placement.activations.checkpoint is False

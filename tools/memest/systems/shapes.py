@@ -1,9 +1,9 @@
 """Families of models from small to enormous, in shapes that people use.
 
-A ladder's rungs are widths with the depth at which they are usual (GPT-3, arXiv 2005.14165, table
-2.1; Megatron-LM, 2104.04473, table 1; ZeRO-Infinity, 2104.07857, table 1; Llama 2 and 3). Between
-two rungs the model gets deeper, a layer at a time, until the next width would be no larger. So each
-family is one list of shapes, ordered by size.
+Each family has a list of widths with the depth at which they are usual (GPT-3, arXiv 2005.14165,
+table 2.1; Megatron-LM, 2104.04473, table 1; ZeRO-Infinity, 2104.07857, table 1; Llama 2 and 3).
+Between two of them the model gets deeper, a layer at a time, until the next width would be no
+larger. So each family is one list of shapes, ordered by size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
 _HEAD_DIM = 128
-_GPT_RUNGS = (
+_GPT_SIZES = (
     (12, 768), (24, 1024), (24, 1536), (24, 2048), (32, 2560), (32, 4096), (40, 5120), (48, 6144),
     (64, 8192), (80, 10240), (96, 12288), (105, 20480), (128, 25600), (160, 32768), (192, 49152),
     (205, 90112), (512, 131072),
 )  # fmt: skip
-_LLAMA_RUNGS = (
+_LLAMA_SIZES = (
     (16, 1024), (16, 2048), (28, 3072), (32, 4096), (40, 5120), (60, 6656), (80, 8192),
     (100, 12288), (126, 16384), (160, 24576), (192, 32768), (240, 65536), (512, 131072),
 )  # fmt: skip
@@ -93,14 +93,14 @@ class Shape:
 
 
 @functools.cache
-def ladder(family: FamilyName, experts: int = 0) -> Sequence[Shape]:
+def shapes_of(family: FamilyName, experts: int = 0) -> Sequence[Shape]:
     """The family's shapes, strictly growing. `experts`: per expert layer, for MoE."""
-    rungs = _LLAMA_RUNGS if family is FamilyName.LLAMA else _GPT_RUNGS
+    sizes = _LLAMA_SIZES if family is FamilyName.LLAMA else _GPT_SIZES
     vocabulary = 128_256 if family is FamilyName.LLAMA else 50_304
     count = max(2, experts) if family is FamilyName.MOE else 0
     shapes: list[Shape] = []
     step = 2 if family is FamilyName.MOE else 1
-    for (layers, hidden), upper in zip(rungs, [*rungs[1:], None], strict=True):
+    for (layers, hidden), upper in zip(sizes, [*sizes[1:], None], strict=True):
         last = Shape(family, upper[0], upper[1], vocabulary, count).numel if upper else None
         for depth in range(layers // step * step, 8 * layers, step):
             shape = Shape(family, depth, hidden, vocabulary, count)

@@ -1,0 +1,158 @@
+"""The plan of a run: the first of the solver's candidates that the machine physically holds.
+
+The solver counts what a plan needs at least. Holes in the heap, and copies that fill a budget, come
+on top, and a slower candidate may keep fewer activations. So the candidates are gone through in the
+solver's order, their peaks predicted (`step/memory`), and the first one is taken whose peaks fit
+into every place. `offload train`, `offload plan` and memest all choose so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.choice.evaluator import Candidate, RunFacts
+from offload.planning.choice.solver import Solution, solve
+from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, Shortfall
+from offload.planning.plan.plan import Hardware
+from offload.planning.plan.workload import Workload
+from offload.planning.step.memory import PlannedMemory
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+NO_PASS = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The chosen candidate (`solution.best`) of a run, and what it lacks."""
+
+    asked: OffloadConfig  # as it was given: what is open there may be placed anew
+    model: ModelShape
+    hardware: Hardware
+    run: RunFacts
+    solution: Solution  # its best is the first that fits; the solver's first where none does
+    memory: MemoryEstimate  # peaks against what one rank has of each place
+    shortfalls: tuple[Shortfall, ...]
+
+    @property
+    def best(self) -> Candidate:
+        return self.solution.best
+
+
+def plan_run(
+    config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts, *,
+    traced: bool = True,
+) -> RunPlan:  # fmt: skip
+    """The plan of `config`, whether or not it fits. `traced`: `run` knows what a pass takes;
+    otherwise states and libraries alone are counted."""
+    solution = solve(config, model, hardware, run if traced else None)
+    candidates = (solution.best, *solution.others)
+    first = None
+    for candidate in candidates:
+        if first is not None and not candidate.fits:
+            break
+        facts = run.facts_of(candidate.config) if traced else NO_PASS
+        planned = PlannedMemory(
+            candidate.plan, candidate.config, model, facts, run.workload, run.baseline
+        )
+        memory = _with_capacities(planned.estimate(), hardware)
+        short = (*_reported(candidate, config), *_physical(memory, candidate, run.workload))
+        others = tuple(other for other in candidates if other is not candidate)
+        found = RunPlan(
+            config, model, hardware, run, replace(solution, best=candidate, others=others), memory,
+            short,
+        )  # fmt: skip
+        if not short:
+            return found
+        first = first or found
+    assert first is not None  # a solution has a best candidate
+    return first
+
+
+def _reported(best: Candidate, asked: OffloadConfig) -> Iterator[Shortfall]:
+    """What the plan lacks. A budget that was left open is only what the machine leaves: it is
+    named where nothing else is short of that place."""
+    for index, each in enumerate(best.shortfalls):
+        budget = best.plan.budgets[each.tier]
+        opened = getattr(asked.budget, each.tier) is None
+        if each.key != f"budget.{each.tier}" or not opened or each.capacity_nbytes != budget:
+            yield each
+        elif not any(other.tier is each.tier for other in best.shortfalls[index + 1 :]):
+            yield replace(each, message=f"{each.message}{_NOTHING_LEFT if not budget else ''}")
+
+
+_NOTHING_LEFT = "; libraries and activations leave nothing for it"
+
+
+def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> Iterator[Shortfall]:
+    """Places that overflow though every tier keeps its budget."""
+    said = {shortfall.tier for shortfall in best.shortfalls}
+    for tier, place in memory.places.items():
+        if place.peak_nbytes <= place.capacity_nbytes or tier in said:
+            continue
+        largest = max(place.by_class, key=lambda name: place.by_class[name])
+        yield Shortfall(
+            tier, place.peak_nbytes, place.capacity_nbytes, _key_of(largest, tier),
+            f"{_NAMES[tier]}: the peak of {format_bytes(place.peak_nbytes)} is "
+            f"{format_bytes(place.peak_nbytes - place.capacity_nbytes)} more than the "
+            f"{format_bytes(place.capacity_nbytes)} there are; most of it is {largest} "
+            f"({format_bytes(place.by_class[largest])}): {remedy(largest, tier, best, workload)}",
+        )  # fmt: skip
+
+
+_NAMES = {Tier.DEVICE: "GPU memory", Tier.HOST: "RAM", Tier.NVME: "disk"}
+_KEYS = {
+    MemoryClass.PARAMETERS: "placement.parameters",
+    MemoryClass.MASTER: "placement.optimizer",
+    MemoryClass.GRADIENTS: "placement.gradients",
+    MemoryClass.OPTIMIZER: "placement.optimizer",
+    MemoryClass.ACTIVATIONS: "placement.activations.checkpoint",
+}
+
+
+def remedy(name: MemoryClass, tier: Tier, best: Candidate, workload: Workload) -> str:
+    """What could be done about the largest part of a place, of what is not done already."""
+    if name is MemoryClass.ACTIVATIONS:
+        fewer = "a smaller batch" if workload.batch > 1 else "a shorter sequence"
+        recomputed = best.config.placement.activations.checkpoint is True
+        return fewer if recomputed else f"set placement.activations.checkpoint: true, or {fewer}"
+    if name is MemoryClass.FRAMEWORK:
+        return "nothing to be done about it here"
+    if name not in _KEYS:
+        return f"lower budget.{tier}"
+    if tier is Tier.NVME:
+        return "only more disk helps"
+    if tier is Tier.DEVICE and best.plan.gpu:
+        return f"set {_KEYS[name]}: host"
+    if best.plan.budgets[Tier.NVME]:
+        return f"set {_KEYS[name]}: nvme"
+    return "only more of it helps, or disk: budget.nvme is 0 B"
+
+
+def _key_of(name: MemoryClass, tier: Tier) -> str:
+    return _KEYS.get(name, f"budget.{tier}")
+
+
+def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:
+    """Every place against what one rank has of it.
+
+    A tier that its budget cannot hold is predicted as full, the excess as a negative class: what
+    would have to be held is shown instead.
+    """
+    there = {
+        Tier.DEVICE: hardware.device_nbytes,
+        Tier.HOST: hardware.host_nbytes,
+        Tier.NVME: hardware.nvme_free_nbytes,
+    }
+    places = {
+        tier: PlaceEstimate(there[tier], {name: n for name, n in place.by_class.items() if n > 0})
+        for tier, place in memory.places.items()
+    }
+    return replace(memory, places=places)

@@ -1,0 +1,101 @@
+"""The estimate of a case: the plan that `offload train` would choose, its peaks and its step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from offload.config import OffloadConfig
+from offload.planning.activations.facts import ActivationFacts, HeapFacts, PassCost
+from offload.planning.choice.advice import advise
+from offload.planning.choice.planner import resolved_config
+from offload.planning.choice.run_plan import NO_PASS, RunPlan, plan_run
+from offload.planning.choice.solver import RunFacts
+from offload.planning.machine.baseline import known_baseline
+from offload.planning.machine.speeds import NOMINAL
+from offload.planning.plan.estimate import Change, Estimate
+from offload.tools.memest.estimate.case import Case
+
+Facts = TypeVar("Facts", ActivationFacts, HeapFacts, PassCost)
+
+
+@dataclass
+class Estimator:
+    """Estimates cases of one model; what a pass takes is found once per kind of pass."""
+
+    _facts: dict[object, dict[int, ActivationFacts]] = field(default_factory=dict)
+
+    def __call__(self, case: Case) -> Estimate:
+        """The best plan that the configuration allows, whether or not it fits."""
+        planned = self._planned(case)
+        best = planned.best
+        step = best.step if case.timed else None
+        if step is not None:
+            step = replace(step, tokens=step.tokens * case.profile.ranks)
+        return Estimate(
+            model=case.source.name,
+            numel=case.source.shape.numel,
+            numel_trainable=case.source.shape.numel_trainable,
+            hardware=case.profile.text,
+            workload=case.workload,
+            config=resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu"),
+            plan=best.plan,
+            memory=planned.memory,
+            step=step,
+            shortfalls=planned.shortfalls,
+            notes=(planned.run.baseline.note,),
+            system_nbytes=case.profile.system_nbytes // case.profile.ranks_per_node,
+            endurance_nbytes=case.speeds.endurance_nbytes if case.speeds is not None else 0,
+        )
+
+    def fits(self, case: Case) -> bool:
+        """Whether any plan does. Takes a fraction of the time of an estimate."""
+        return not self._planned(case, any_fit=True).shortfalls
+
+    def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
+        """What one pass takes under `config`; nothing where the model's code is not known.
+
+        Found for one batch; at others it is taken to grow with the batch (of the built-in models
+        to 0.03 %).
+        """
+        source, workload = case.source, case.workload
+        if not source.has_graph:
+            return NO_PASS
+        device = "cuda" if case.profile.gpu_nbytes else "cpu"
+        key = (
+            source.fingerprint, config.precision, config.placement.activations.checkpoint,
+            config.micro_batches, workload.sequence, device,
+        )  # fmt: skip
+        by_batch = self._facts.setdefault(key, {})
+        if by_batch and workload.batch not in by_batch:
+            batch, facts = next(iter(by_batch.items()))
+            by_batch[workload.batch] = scaled(facts, workload.batch / batch)
+        if not by_batch:
+            by_batch[workload.batch] = source.activations(config, workload, device)
+        return by_batch[workload.batch]
+
+    def advice(self, case: Case) -> tuple[Change, ...]:
+        """What would make a step faster; nothing where nothing is known of time."""
+        return tuple(advise(self._planned(case))) if case.timed else ()
+
+    def _planned(self, case: Case, *, any_fit: bool = False) -> RunPlan:
+        baseline = known_baseline(case.config.precision, gpu=case.profile.gpu_free_nbytes > 0)
+        run = RunFacts(
+            case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
+            baseline, any_fit,
+        )  # fmt: skip
+        return plan_run(
+            case.config, case.source.shape, case.hardware, run, traced=case.source.has_graph
+        )
+
+
+def scaled(facts: Facts, factor: float) -> Facts:
+    """What a pass takes with `factor` as many sequences: as many operations, on more."""
+    values: dict[str, Any] = {}
+    for each in fields(facts):
+        value = getattr(facts, each.name)
+        if is_dataclass(value):
+            values[each.name] = scaled(value, factor)  # type: ignore[type-var]
+        elif isinstance(value, int) and each.name != "operations":
+            values[each.name] = int(value * factor)
+    return replace(facts, **values)
