@@ -126,7 +126,7 @@ class Child:
         """Never blocks longer: half a line may be all that comes."""
         pipe, ends = _pipe(self._process.stdout), time.monotonic() + timeout_s
         while b"\n" not in self._unread:
-            if not wait([pipe], max(0.0, ends - time.monotonic())):
+            if not wait([pipe.fileno()], max(0.0, ends - time.monotonic())):
                 raise self._timed_out(f"gave no answer in {timeout_s:.0f} s")
             more = os.read(pipe.fileno(), 1 << 16)
             if not more:
