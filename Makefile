@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_DIR ?= runs/bench
 # PYTHON=... given by the caller: gpu-check uses that interpreter as it is, and makes no .venv
-# a file's tests share what they set up: each file goes to one process as a whole
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+# a file's tests share what they set up: each file goes to one process as a whole, and they are begun
+# in the order of tests/conftest.py
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,7 +126,7 @@ class Child:
         """Never blocks longer: half a line may be all that comes."""
         pipe, ends = _pipe(self._process.stdout), time.monotonic() + timeout_s
         while b"\n" not in self._unread:
-            if not select.select([pipe], [], [], max(0.0, ends - time.monotonic()))[0]:
+            if not wait([pipe.fileno()], max(0.0, ends - time.monotonic())):
                 raise self._timed_out(f"gave no answer in {timeout_s:.0f} s")
             more = os.read(pipe.fileno(), 1 << 16)
             if not more:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="all cases where a sample is the rule")
 
 
+# Of few tests each, but long: begun last, one of them would leave the other cores idle.
+LONG_FILES = (
+    "ranks/test_rank_train.py", "ranks/test_rank_parity.py", "ranks/test_rank_failures.py",
+    "ranks/test_rank_ways.py", "ranks/test_rank_checkpoints.py", "ranks/test_rank_peers.py",
+    "ranks/test_rank_bytes.py", "ranks/test_rank_asks.py", "ranks/test_tensor_parallel.py",
+    "ranks/test_pipelines.py", "benchmarks/test_peers.py", "benchmarks/test_gpu_check_parts.py",
+    "offload/test_activations.py", "offload/test_bench.py", "offload/test_memory.py",
+    "offload/test_parity.py", "offload/test_gpu.py", "offload/test_writes.py",
+    "offload/test_checkpoint_crash.py", "offload/test_checkpoint_savers.py",
+    "offload/test_train_comparison.py", "planning/test_activation_trace.py",
+    "planning/test_activation_trace_transformers.py", "planning/test_memory_prediction.py",
+    "planning/test_collective_sequence.py", "tools/test_memest_own_modules.py",
+    "outside/test_transformers_trainer.py", "kernels/test_generated_code.py",
+    "kernels/test_triton_generated_code.py",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def long(request: pytest.FixtureRequest) -> bool:
     """Whether to take the time for every case."""
@@ -31,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    begin_long_files_first(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -40,3 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def begin_long_files_first(items: list[pytest.Item]) -> None:
+    """Then the files by their number of tests. Within a file nothing moves."""
+    number = Counter(item.path for item in items)
+    first = {Path(__file__).parent / name for name in LONG_FILES}
+    items.sort(key=lambda item: (item.path not in first, -number[item.path], item.path))

@@ -196,3 +196,10 @@ def test_every_listed_package_is_a_folder_with_code() -> None:
     for package in project["tool"]["setuptools"]["packages"]:
         assert (ROOT / package.replace(".", "/")).is_dir(), package
     assert project["project"]["version"] == __import__("offload").__version__
+
+
+def test_the_files_begun_first_are_there() -> None:
+    from tests.conftest import LONG_FILES
+
+    assert [name for name in LONG_FILES if not (ROOT / "tests" / name).is_file()] == []
+    assert len(set(LONG_FILES)) == len(LONG_FILES)

@@ -8,6 +8,7 @@ help: in versions up to 3.6 at least, its fma is a product and a sum, two roundi
 one. So it gets the one of `kernels.reference`, which is what these tests compare with.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def _choose() -> str:
         pytest.importorskip("triton", reason="triton is not installed")
         _import_kernels()
         _repair_fma()
+        _patch_once()
     return "cpu"
 
 
@@ -76,6 +78,26 @@ def _repair_fma() -> None:
         return TensorHandle(reference.fma(x.data, y.data, z.data), z.dtype.scalar)
 
     InterpreterBuilder.create_fma = create_fma
+
+
+def _patch_once() -> None:
+    """Leave out what takes most of the interpreter's time: for every call of one jitted function
+    from another it lists the members of `triton.language` anew, to patch those that are patched
+    since the launch. A module's members are patched and restored together: one tells of all."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    own, samples = interpreter._patch_builtin, dict[Any, str | None]()
+
+    def patch_builtin(module: Any, *args: Any) -> None:
+        if module not in samples:
+            names = (name for name, member in inspect.getmembers(module) if is_builtin(member))
+            samples[module] = next(names, None)
+        sample = samples[module]
+        if sample is None or is_builtin(getattr(module, sample)):
+            own(module, *args)
+
+    interpreter._patch_builtin = patch_builtin
 
 
 DEVICE = _choose()

@@ -22,7 +22,7 @@ from offload.checkpoint.reader import CheckpointReader
 from tests.offload.engine_cases import HOST, config
 
 REPOSITORY = Path(__file__).parents[2]
-SAVERS, ROUNDS, KILLED = 4, 15, 8
+SAVERS, ROUNDS, KILLED = 4, 8, 4
 
 
 @pytest.mark.parametrize("exchange", [True, False])

@@ -29,7 +29,7 @@ transformers = pytest.importorskip("transformers")
 AUTO = importlib.import_module("transformers.models.auto.modeling_auto")
 NAMES: dict[str, str] = dict(AUTO.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LEAST_EQUAL = 128  # of the 178 that transformers 5.17 has
-LEAST_EQUAL_OF_HALF = 60  # every other one, without --long
+LEAST_EQUAL_OF_SAMPLE = 30  # every fourth one, without --long
 
 # One dictionary for all: each configuration takes the keys that it has.
 SHRINK: dict[str, Any] = {
@@ -116,9 +116,9 @@ def assert_equal_step(plain: nn.Module, engine: offload.Engine, tokens: Tensor) 
 
 @pytest.mark.parametrize("model_type", sorted(NAMES))
 def test_two_steps_on_nvme_equal_plain_pytorch(model_type: str, folder: Path, long: bool) -> None:
-    if not long and sorted(NAMES).index(model_type) % 2:
+    if not long and sorted(NAMES).index(model_type) % 4:
         outcomes["left to --long"] += 1
-        pytest.skip("every other architecture: --long has all")
+        pytest.skip("every fourth architecture: --long has all")
     try:
         plain = build(model_type)
         tokens = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))
@@ -151,5 +151,5 @@ def test_enough_architectures_were_compared() -> None:
     print(dict(outcomes))
     if outcomes.total() < len(NAMES):
         pytest.skip("only part of the architectures was selected")
-    least = LEAST_EQUAL_OF_HALF if outcomes["left to --long"] else LEAST_EQUAL
+    least = LEAST_EQUAL_OF_SAMPLE if outcomes["left to --long"] else LEAST_EQUAL
     assert outcomes["equal"] >= least, reasons
