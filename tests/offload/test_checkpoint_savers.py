@@ -33,7 +33,7 @@ def test_savers_in_one_folder_succeed_and_touch_nothing_of_anybody_else(
     foreign = tmp_path / "backup.old-0123456789ab" / "optimizer" / "000.safetensors"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("precious")
-    factor = 40 if long else 1
+    factor = 75 if long else 1
     command = [
         sys.executable, "-m", "tests.offload.checkpoint_savers", str(tmp_path),
         f"--processes={SAVERS}", f"--rounds={ROUNDS * factor}",
