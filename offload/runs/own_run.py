@@ -19,7 +19,7 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.homes import compute_device, this_machine
 from offload.machine import peak_rss_nbytes, rss_nbytes
-from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.activations.facts import NOTHING
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.choice.run_check import Measured, Prediction, usual_step_s
@@ -36,8 +36,6 @@ from offload.zero.discovery import discover
 
 if TYPE_CHECKING:
     from offload.engine import Engine
-
-_NO_FACTS = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
 
 
 class OwnRun:
@@ -115,7 +113,7 @@ def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
                 prediction = found.prediction()
                 return prediction if found.timed else replace(prediction, missing=(_NO_SPEED,))
     work = Workload(1, 1, config.gradient_accumulation_steps)
-    memory = PlannedMemory(plan, config, shape, _NO_FACTS, work, Baseline(0)).estimate()
+    memory = PlannedMemory(plan, config, shape, NOTHING, work, Baseline(0)).estimate()
     tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
     if plan.activations is not None:
         why += "; nor what tiers hold of activations"
