@@ -16,8 +16,8 @@ from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.activation_plan import least_window
 from offload.planning.plan.builder import Placements, PlanBuilder, reserve_nbytes
 from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
-from offload.planning.plan.plan import Hardware, Plan, needed_nbytes, ram_nbytes
-from offload.planning.plan.shortfalls import leaves_none_to_activations, shortfalls
+from offload.planning.plan.plan import Hardware, Plan, ram_nbytes
+from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
 from offload.planning.plan.sizes import CLASSES
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import COMPUTE, OPTIMIZER, estimate_step
@@ -177,14 +177,7 @@ class PlacementEvaluator:
 
     def _lacks(self, plan: Plan, tier: Tier) -> int:
         """Bytes that a tier lacks of its budget or of the machine; negative: to spare."""
-        hardware, needed = self._hardware, needed_nbytes(plan, tier)
-        lacking = needed - plan.budgets[tier]
-        if tier is Tier.NVME:
-            lacking = max(lacking, needed - hardware.nvme_free_nbytes)
-            return max(1, lacking) if leaves_none_to_activations(plan) else lacking
-        if plan.gpu and tier is Tier.DEVICE:
-            return lacking
-        return max(lacking, ram_nbytes(plan) + self._elsewhere_nbytes - hardware.host_nbytes)
+        return lacking_nbytes(plan, tier, self._hardware, self._elsewhere_nbytes)
 
     def _plan(self, placements: Placements) -> Plan:
         key = _key(placements)
