@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import psutil
@@ -154,7 +155,7 @@ def _measured(key: Key, measure: Callable[[], _Part]) -> _Part:
         )  # fmt: skip
     found = measure()
     try:
-        save(*_file(key), tuple[type(found), bool], (found, busy > _MOST_BUSY))
+        save(*_file(key), GenericAlias(tuple, (type(found), bool)), (found, busy > _MOST_BUSY))
     except OSError as error:
         _log.warning(
             "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
@@ -177,7 +178,7 @@ def _file(key: Key) -> tuple[str, str]:
 def _settled(part: type[_Part], key: Key) -> _Part | None:
     """What was measured for `key` on a quiet machine, or is still the best there is; None where
     nothing valid is kept."""
-    kept = load(*_file(key), tuple[part, bool])  # type: ignore[valid-type]
+    kept = load(*_file(key), GenericAlias(tuple, (part, bool)))
     if kept is None:
         return None
     ((found, busy),) = kept
