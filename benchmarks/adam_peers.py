@@ -34,7 +34,7 @@ from offload.planning.machine.speed_arrays import Arrays, Stream, tensor_of
 
 TORCH, TORCH_WHOLE = "torch fused, fp32", "torch fused, whole path"
 DEEPSPEED, DEEPSPEED_WHOLE = "DeepSpeedCPUAdam, fp32", "DeepSpeedCPUAdam, whole path"
-EXP_AVG, EXP_AVG_SQ = Stream("exp_avg fp32", "float32"), Stream("exp_avg_sq fp32", "float32")
+EXP_AVG, EXP_AVG_SQ = PLAIN.record
 ALONE_TRAFFIC = 28.0
 # gradient up 2 + 4, a multiplication in place 4 + 4, Adam 28, weight down 4 + 2
 WHOLE_TRAFFIC = {1: 48.0, 2: 56.0}  # by multiplications

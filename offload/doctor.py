@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -66,22 +65,15 @@ def check_path(path: Path) -> list[Check]:
 def _software() -> list[Check]:
     checks = [Check("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
     for name in ("torch", "numba", "numpy"):
-        version = _version_of(name)
+        version = machine.version_of(name)
         if version is None:
             checks.append(Check(name, "warn", "not installed", f"pip install {name}"))
         else:
             checks.append(Check(name, "ok", version))
-    libaio = _version_of("libaio")
+    libaio = machine.version_of("libaio")
     advice = "" if libaio else "optional: pip install 'offload[aio]'"
     checks.append(Check("libaio", "ok" if libaio else "off", libaio or "not installed", advice))
     return checks
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _memory() -> list[Check]:
@@ -145,7 +137,7 @@ def _features() -> Check:
 
 def _precision() -> list[Check]:
     """Whether matrix products in 16 bits are worth it where there is no GPU."""
-    if _version_of("torch") is None:
+    if machine.version_of("torch") is None:
         return []
     slow = machine.slow_matmul_precisions()
     if not slow:
@@ -155,7 +147,7 @@ def _precision() -> list[Check]:
 
 
 def _gpu() -> list[Check]:
-    if _version_of("torch") is None:
+    if machine.version_of("torch") is None:
         return [Check("gpu", "off", "needs torch")]
     found = accelerator.default()
     if found is None:

@@ -13,6 +13,7 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -131,6 +132,14 @@ def cpu_model(root: Path = _ROOT) -> str:
         if name.strip() == "model name":
             return value.strip()
     return "unknown"
+
+
+def version_of(distribution: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def numa_node_count(root: Path = _ROOT) -> int:

@@ -123,7 +123,7 @@ class ActivationTier:
         if not self._is_worth_it(tensor):
             return None
         storage = tensor.untyped_storage()
-        start, stop = _span(tensor)
+        start, stop = span_of(tensor)
         if stop - start < self._least_nbytes or storage._cdata in self._spared:
             return None
         self._bury_dead()
@@ -297,7 +297,7 @@ class ActivationTier:
         self._backlog.settle()
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a strided tensor reaches: `[start, stop)`."""
     if tensor.numel() == 0:
         return 0, 0

@@ -107,9 +107,8 @@ def _systems(arrays: Arrays, runner: ParallelRunner) -> list[Timed]:
         bus = BusLoop(variant.streams, held, runner)
         name = _limit(variant.streams)
         limits.setdefault(name, passing(name, Kind.LIMIT, bus.traffic, arrays, bus, bus.language))
-        traffic = sum(stream.traffic for stream in variant.streams)
         step = stepper(variant, arrays, runner)
-        ours.append(passing(variant.name, Kind.OURS, traffic, arrays, step))
+        ours.append(passing(variant.name, Kind.OURS, variant.traffic, arrays, step))
     return [*limits.values(), *ours]
 
 

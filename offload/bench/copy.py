@@ -16,7 +16,7 @@ import torch
 
 from offload import machine
 from offload.bench.record import Kind, Record
-from offload.bench.rounds import Say, Timed, measure, sharing, timed
+from offload.bench.rounds import Say, Timed, measure, moving, sharing
 from offload.bench.table import Column, number
 from offload.planning.machine.speed_arrays import STAGGER_NBYTES
 from offload.swap.streams import CopyMark, CopyStream
@@ -43,12 +43,6 @@ class CopyOptions:
     piece_nbytes: int = 64 << 20
     rounds: int = 7
     threads: int | None = None
-
-
-def _moving(
-    name: str, kind: Kind, nbytes: int, work: Callable[[], object], note: str = ""
-) -> Timed:
-    return Timed(name, kind, timed(work), {"bytes_per_s": float(nbytes)}, note)
 
 
 def run_copy(options: CopyOptions, say: Say) -> Record:
@@ -135,8 +129,8 @@ def _host_systems(nbytes: int, piece_nbytes: int, runner: ParallelRunner) -> lis
         _wait(_start(stream, destination, source, piece_nbytes))
 
     return [
-        _moving(_MEMMOVE, Kind.LIMIT, nbytes, raw),
-        _moving(_OURS_HOST, Kind.OURS, nbytes, ours),
+        moving(_MEMMOVE, Kind.LIMIT, nbytes, raw),
+        moving(_OURS_HOST, Kind.OURS, nbytes, ours),
     ]
 
 
@@ -159,12 +153,12 @@ def _device_systems(nbytes: int, piece_nbytes: int, device: torch.device) -> lis
     for way in _WAYS:
         moved = nbytes * (2 if way == _WAYS[2] else 1)
         systems += [
-            _moving(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there, device)),
-            _moving(
+            moving(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there, device)),
+            moving(
                 f"ours pinned, {way}", Kind.OURS, moved,
                 _our_copy(way, pinned, there, piece_nbytes, device), note,
             ),
-            _moving(
+            moving(
                 f"ours pageable, {way}", Kind.OURS, moved,
                 _our_copy(way, pageable, there, piece_nbytes, device),
             ),

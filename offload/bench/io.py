@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from offload import machine
 from offload.bench.io_raw import Loop, Shape, Tried, cut, open_loop, try_grid
 from offload.bench.io_store import StoreLoop
 from offload.bench.record import Kind, Record, Row, Target
-from offload.bench.rounds import Say, Timed, measure, seconds_of
+from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
 from offload.swap.swap_file import SwapFile, file_system_of, free_space
 from offload.tiers.errors import BudgetError, ConfigError, PathError
@@ -138,23 +137,6 @@ def fill(file: SwapFile, buffer: memoryview, nbytes: int, say: Say) -> None:
     for offset in range(0, nbytes, step):
         part = buffer[: min(step, nbytes - offset)]
         os.pwritev(file.fd, [part], offset)
-
-
-def moving(name: str, kind: Kind, nbytes: int, work: Callable[[], object], note: str = "") -> Timed:
-    """A system of this process, all threads' user and system time beside the seconds."""
-
-    def run() -> dict[str, float]:
-        before = cpu_seconds()
-        seconds = seconds_of(work)
-        return {"seconds": seconds, "cpu_s_per_gb": (cpu_seconds() - before) / nbytes * 1e9}
-
-    return Timed(name, kind, run, {"bytes_per_s": float(nbytes)}, note)
-
-
-def cpu_seconds() -> float:
-    """User and system time of this process, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def best(tried: list[Tried], *, write: bool) -> Shape:

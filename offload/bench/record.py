@@ -124,17 +124,17 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the medians included."""
-        return {
-            "format": FORMAT,
-            "bench": self.bench,
-            "offload": __version__,
-            "machine": self.machine,
-            "options": self.options,
-            "rows": [_row_dict(row) for row in self.rows],
-            "ratios": [_ratio_dict(ratio) for ratio in self.ratios],
-            "notes": self.notes,
-            "details": self.details,
-        }
+        rows = [
+            {**asdict(row), "medians": {name: row.median(name) for name in row.measures}}
+            for row in self.rows
+        ]
+        ratios = [
+            {**asdict(each), "target": str(each.target) if each.target else None,
+             "median": each.median}
+            for each in self.ratios
+        ]  # fmt: skip
+        own = {**asdict(self), "rows": rows, "ratios": ratios}
+        return {"format": FORMAT, "offload": __version__, **own}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Record:
@@ -156,16 +156,6 @@ class Record:
             path.write_text(text)
         except OSError as error:
             raise _cannot_be_written(path, error, option) from error
-
-
-def _row_dict(row: Row) -> dict[str, Any]:
-    medians = {name: row.median(name) for name in row.measures}
-    return {**asdict(row), "medians": medians}
-
-
-def _ratio_dict(ratio: Ratio) -> dict[str, Any]:
-    target = None if ratio.target is None else str(ratio.target)
-    return {**asdict(ratio), "target": target, "median": ratio.median}
 
 
 def _finite(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,23 @@ def seconds_of(work: Callable[[], object]) -> float:
 def timed(work: Callable[[], object]) -> Callable[[], dict[str, float]]:
     """A pass that is one call of `work`."""
     return lambda: {"seconds": seconds_of(work)}
+
+
+def moving(name: str, kind: Kind, nbytes: int, work: Callable[[], object], note: str = "") -> Timed:
+    """A system of this process, all threads' user and system time beside the seconds."""
+
+    def run() -> dict[str, float]:
+        before = _cpu_seconds()
+        seconds = seconds_of(work)
+        return {"seconds": seconds, "cpu_s_per_gb": (_cpu_seconds() - before) / nbytes * 1e9}
+
+    return Timed(name, kind, run, {"bytes_per_s": float(nbytes)}, note)
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 @contextmanager

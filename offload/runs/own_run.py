@@ -19,10 +19,10 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.homes import compute_device, this_machine
 from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.planning.activations.facts import NOTHING
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.choice.run_check import Measured, Prediction, usual_step_s
-from offload.planning.choice.run_plan import NO_PASS
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
@@ -113,7 +113,7 @@ def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
                 prediction = found.prediction()
                 return prediction if found.timed else replace(prediction, missing=(_NO_SPEED,))
     work = Workload(1, 1, config.gradient_accumulation_steps)
-    memory = PlannedMemory(plan, config, shape, NO_PASS, work, Baseline(0)).estimate()
+    memory = PlannedMemory(plan, config, shape, NOTHING, work, Baseline(0)).estimate()
     tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
     if plan.activations is not None:
         why += "; nor what tiers hold of activations"

@@ -591,7 +591,7 @@ def test_the_c_source_touches_each_line_of_a_group_once() -> None:
 def test_every_variant_updates_its_weights_and_moments(variant: Variant) -> None:
     arrays = Arrays(GROUP * 64, [s for v in VARIANTS for s in v.streams])
     step = stepper(variant, arrays, ParallelRunner(2, min_share=1))
-    updated = (variant.weight, *variant.moments)
+    updated = (variant.weight, *variant.record)
     before = [filled(arrays, stream).copy() for stream in updated]
     for _ in range(3):
         step()

@@ -13,6 +13,7 @@ import pytest
 
 from offload.planning.machine import calibration
 from offload.planning.machine.calibration import known_speeds, machine_speeds
+from offload.planning.machine.disk_cache import digest_of
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
 from offload.tiers.errors import PathError
 
@@ -102,7 +103,7 @@ def test_another_version_of_torch_is_another_machine(
     counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine_speeds([tmp_path])
-    monkeypatch.setattr(calibration, "_version", lambda name: "0.0")
+    monkeypatch.setattr(calibration.machine, "version_of", lambda name: "0.0")
     assert known_speeds([tmp_path]) is None
 
 
@@ -119,37 +120,28 @@ def test_damaged_files_count_as_not_there(counted: Counted, tmp_path: Path, dama
     assert known_speeds([tmp_path]) is not None
 
 
+def change(file: Path, name: str, otherwise: str, value: object) -> None:
+    """Another number in a file that is whole: `otherwise`, where it has no `name`."""
+    speeds, busy = json.loads(file.read_text())["answer"]
+    speeds[name if name in speeds else otherwise] = value
+    answer = [speeds, busy]
+    file.write_text(json.dumps({"answer": answer, "digest": digest_of(answer)}))
+
+
 @pytest.mark.parametrize("value", ["fast", None, -1.0, float("inf"), True])
 def test_numbers_that_are_none_are_not_believed(
     counted: Counted, tmp_path: Path, value: object
 ) -> None:
     machine_speeds([tmp_path])
     for file in kept(tmp_path):
-        content = json.loads(file.read_text())
-        name = "request_s" if "request_s" in content["speeds"] else "host_bytes_per_s"
-        content["speeds"][name] = value
-        file.write_text(json.dumps(content))
+        change(file, "request_s", "host_bytes_per_s", value)
     assert known_speeds([tmp_path]) is None
 
 
 def test_a_rate_of_nothing_is_not_believed(counted: Counted, tmp_path: Path) -> None:
     machine_speeds([tmp_path])
     for file in kept(tmp_path):
-        content = json.loads(file.read_text())
-        rate = "nvme_read_bytes_per_s"
-        content["speeds"][rate if rate in content["speeds"] else "host_bytes_per_s"] = 0
-        file.write_text(json.dumps(content))
-    assert known_speeds([tmp_path]) is None
-
-
-def test_a_file_whose_key_is_of_another_machine_is_not_believed(
-    counted: Counted, tmp_path: Path
-) -> None:
-    machine_speeds([tmp_path])
-    for file in kept(tmp_path):
-        content = json.loads(file.read_text())
-        content["key"]["cpu"] = "another"
-        file.write_text(json.dumps(content))
+        change(file, "nvme_read_bytes_per_s", "host_bytes_per_s", 0)
     assert known_speeds([tmp_path]) is None
 
 
@@ -204,7 +196,7 @@ def test_a_file_without_a_number_is_not_believed(counted: Counted, tmp_path: Pat
     machine_speeds([tmp_path])
     for file in kept(tmp_path):
         content = json.loads(file.read_text())
-        content["speeds"].popitem()
+        content["answer"][0].popitem()
         file.write_text(json.dumps(content))
     assert known_speeds([tmp_path]) is None
 

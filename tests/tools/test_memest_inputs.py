@@ -16,10 +16,9 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.gpt import build_meta_model
-from offload.planning.machine.disk_cache import cache_folder
+from offload.planning.machine.disk_cache import cache_folder, remembered
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
-from offload.tools.memest.source.answer_cache import remembered
 from offload.tools.memest.source.builtin_model import builtin_tree
 from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated

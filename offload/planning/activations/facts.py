@@ -40,3 +40,7 @@ class ActivationFacts:
     forward: PassCost
     backward: PassCost  # recomputation included
     heap: HeapFacts = HeapFacts()
+
+
+_NO_WORK = PassCost(0, 0, 0)
+NOTHING = ActivationFacts(0, 0, 0, "", _NO_WORK, _NO_WORK)

@@ -17,6 +17,7 @@ from torch import Tensor
 from offload.planning.activations.live_bytes import LiveBytes
 from offload.planning.plan.activation_plan import LEAST_WINDOW_NBYTES
 from offload.swap.activation_rules import LEAST_NBYTES, WHOLE
+from offload.swap.activations import span_of
 
 _LEAST_SLOT_NBYTES = LEAST_WINDOW_NBYTES // 4
 
@@ -64,7 +65,7 @@ class SavedElsewhere:
         """Let it leave; None where it stays."""
         if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
             return None
-        span = _span(tensor)
+        span = span_of(tensor)
         if span[1] - span[0] < LEAST_NBYTES or not self._live.nbytes_of(tensor):
             return None
         record = self._record_of(tensor.untyped_storage(), tensor._version, span)
@@ -93,13 +94,3 @@ class SavedElsewhere:
             record.there = weakref.ref(found)
             record.there_start_bytes = record.start_bytes
         return found
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor reaches: `[start, stop)`."""
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    if tensor.numel() == 0:
-        return start, start
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    reach = 1 + sum((size - 1) * stride for size, stride in steps)
-    return start, start + reach * tensor.itemsize

@@ -145,15 +145,9 @@ def watched_blocks(
 
 
 def _told_by_hooks(unit: Unit, watch: PassWatch) -> list[RemovableHandle]:
-    def before(module: nn.Module, args: Any) -> None:
-        watch.enter(unit.name)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        watch.leave(unit.name)
-
     return [
-        unit.module.register_forward_pre_hook(before),
-        unit.module.register_forward_hook(after),
+        unit.module.register_forward_pre_hook(lambda module, args: watch.enter(unit.name)),
+        unit.module.register_forward_hook(lambda module, args, output: watch.leave(unit.name)),
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.facts import NOTHING, ActivationFacts
 from offload.planning.activations.heap_holes import heap_holes_nbytes
 from offload.planning.choice.link_time import slowest_link_s
 from offload.planning.choice.placement_search import PlacementSearch
@@ -17,8 +17,8 @@ from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.activation_plan import least_window
 from offload.planning.plan.builder import Placements, PlanBuilder, reserve_nbytes
 from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
-from offload.planning.plan.plan import Hardware, Plan, needed_nbytes, ram_nbytes
-from offload.planning.plan.shortfalls import leaves_none_to_activations, shortfalls
+from offload.planning.plan.plan import Hardware, Plan, ram_nbytes
+from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
 from offload.planning.plan.sizes import CLASSES
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import COMPUTE, OPTIMIZER, estimate_step
@@ -100,7 +100,7 @@ class PlacementEvaluator:
         self._model = model
         self._hardware = hardware
         self._run = run
-        self._facts = run.facts_of(config) if run is not None else None
+        self._facts = run.facts_of(config) if run is not None else NOTHING
         self._config = config
         self._config = self._with_open_budgets(config)
         self._builder = PlanBuilder(self._config, model, hardware)
@@ -177,14 +177,7 @@ class PlacementEvaluator:
 
     def _lacks(self, plan: Plan, tier: Tier) -> int:
         """Bytes that a tier lacks of its budget or of the machine; negative: to spare."""
-        hardware, needed = self._hardware, needed_nbytes(plan, tier)
-        lacking = needed - plan.budgets[tier]
-        if tier is Tier.NVME:
-            lacking = max(lacking, needed - hardware.nvme_free_nbytes)
-            return max(1, lacking) if leaves_none_to_activations(plan) else lacking
-        if plan.gpu and tier is Tier.DEVICE:
-            return lacking
-        return max(lacking, ram_nbytes(plan) + self._elsewhere_nbytes - hardware.host_nbytes)
+        return lacking_nbytes(plan, tier, self._hardware, self._elsewhere_nbytes)
 
     def _plan(self, placements: Placements) -> Plan:
         key = _key(placements)
@@ -273,9 +266,9 @@ class PlacementEvaluator:
 
     # ---------------------------------------------------------------- what is known
     def _predict(self, plan: Plan) -> StepEstimate | None:
-        if self._run is None or self._facts is None or self._run.any_fit:
-            return None
         run = self._run
+        if run is None or run.any_fit:
+            return None
         return estimate_step(
             plan, self._config, self._model, self._facts, run.workload, run.speeds
         )  # fmt: skip
@@ -309,8 +302,6 @@ class PlacementEvaluator:
     @property
     def _elsewhere_nbytes(self) -> int:
         """RAM that others need beside the tiers: libraries, and on a CPU activations."""
-        if self._facts is None:
-            return 0
         return self._libraries_nbytes + (0 if self._builder.gpu else self.passing_nbytes)
 
     @property
@@ -323,22 +314,18 @@ class PlacementEvaluator:
     @property
     def passing_nbytes(self) -> int:
         """RAM of a pass on a CPU: tensors, and the holes between them."""
-        if self._facts is None:
-            return 0
         away = self._config.placement.activations.tier == "nvme"
         return self._peak_nbytes(self._config) + heap_holes_nbytes(self._facts, leaves=away)
 
     def _peak_nbytes(self, config: OffloadConfig) -> int:
         """Activations where the model computes."""
-        if self._facts is None:
-            return 0
         gpu = self._hardware.device_nbytes > 0
         away = least_window(Tier(config.placement.activations.tier), gpu) > 0
         return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
 
     def _beside(self, plan: Plan) -> Iterator[Shortfall]:
         """What memory the tiers, activations and libraries need together."""
-        if self._run is None or self._facts is None:
+        if self._run is None:
             return
         hardware = self._hardware
         if plan.gpu:

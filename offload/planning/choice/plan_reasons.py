@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.planning.choice.solver import Candidate, Solution
+from offload.planning.choice.solver import Solution
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
@@ -15,23 +15,22 @@ _FASTER = {Tier.HOST: Tier.DEVICE, Tier.NVME: Tier.HOST}
 def reasons(solution: Solution) -> dict[StateClass, str]:
     """A sentence per class."""
     return {
-        state_class: _named(solution, state_class) or _reason(solution, state_class, placement)
+        state_class: _reason(solution, state_class, placement)
+        if f"placement.{state_class}" in solution.open_keys
+        else "as the configuration says"
         for state_class, placement in solution.best.plan.placements.items()
     }
-
-
-def _named(solution: Solution, state_class: StateClass) -> str:
-    return "" if f"placement.{state_class}" in solution.open_keys else "as the configuration says"
 
 
 def _reason(solution: Solution, state_class: StateClass, placement: Placement) -> str:
     plan = solution.best.plan
     slowest = placement.tiers[-1]
-    above = _above(plan, slowest)
-    if above is None:
+    above = _FASTER.get(slowest)
+    if above is None or (above is Tier.DEVICE and not plan.gpu):
         return f"fits into {slowest}: nothing has to move"
     missing = _missing(plan, state_class, slowest, above)
-    other = _cheapest_elsewhere(solution, state_class)
+    fitting = [other for other in solution.best.elsewhere(state_class) if other.fits]
+    other = min(fitting, key=lambda other: other.seconds, default=None)
     parts = [
         f"{format_bytes(missing)} more of {above} would hold it all" if missing > 0
         else f"{above} has room, but a step would not be faster"
@@ -43,21 +42,7 @@ def _reason(solution: Solution, state_class: StateClass, placement: Placement) -
     return "; ".join(parts)
 
 
-def _above(plan: Plan, tier: Tier) -> Tier | None:
-    """The tier above, if there is one with a budget."""
-    above = _FASTER.get(tier)
-    if above is Tier.DEVICE and not plan.gpu:
-        return None
-    return above
-
-
 def _missing(plan: Plan, state_class: StateClass, tier: Tier, above: Tier) -> int:
     """Bytes that the tier above lacks to hold what of the class lies in `tier`."""
     left = plan.budgets[above] - needed_nbytes(plan, above)
     return plan.expected[tier].get(state_class, 0) - left
-
-
-def _cheapest_elsewhere(solution: Solution, state_class: StateClass) -> Candidate | None:
-    """The fastest plan that fits and has this class, and nothing else, in another tier."""
-    others = [other for other in solution.best.elsewhere(state_class) if other.fits]
-    return min(others, key=lambda other: other.seconds, default=None)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.planning.activations.facts import ActivationFacts, PassCost
+from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.evaluator import Candidate, RunFacts
 from offload.planning.choice.solver import Solution, solve
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, Shortfall
@@ -25,8 +25,6 @@ from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-
-NO_PASS = ActivationFacts(0, 0, 0, "", PassCost(0, 0, 0), PassCost(0, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def plan_run(
     for candidate in candidates:
         if first is not None and not candidate.fits:
             break
-        facts = run.facts_of(candidate.config) if traced else NO_PASS
+        facts = run.facts_of(candidate.config) if traced else NOTHING
         planned = PlannedMemory(
             candidate.plan, candidate.config, model, facts, run.workload, run.baseline
         )

@@ -12,23 +12,21 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from offload import machine
-from offload.planning.machine.disk_cache import Nbytes, key_of, load, save
+from offload.planning.machine.disk_cache import Nbytes, key_of, load, remembered, save
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-FORMAT = 3  # raised whenever what is measured, or how, changes
+FORMAT = 4  # raised whenever what is measured, or how, changes
 _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 
 # Measured by `measure_baseline` on 2 cores (AMD EPYC with AVX-512), Python 3.11, torch 2.13 for
@@ -88,7 +86,8 @@ class Baseline:
 
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
     """What was measured before in `precision`, or the default; at once, without torch."""
-    found = _kept(_key(precision)) or Baseline(_DEFAULT_RAM_NBYTES[precision])
+    kept = load(_KIND, _key(precision), Baseline)
+    found = kept[0] if kept is not None else Baseline(_DEFAULT_RAM_NBYTES[precision])
     return found.beside_gpu() if gpu else found
 
 
@@ -96,11 +95,11 @@ def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
     """As `known_baseline` without a GPU; what was never measured is measured, which takes some
     seconds."""
     key = _key(precision)
-    found = None if remeasure else _kept(key)
-    if found is None:
-        found = measure_baseline(precision)
-        with suppress(OSError):
-            save(_KIND, key_of(key), {"key": key, **asdict(found)})
+    if not remeasure:
+        return remembered(_KIND, key, Baseline, lambda: measure_baseline(precision))
+    found = measure_baseline(precision)
+    with suppress(OSError):
+        save(_KIND, key, Baseline, found)
     return found
 
 
@@ -124,25 +123,13 @@ def measure_baseline(precision: str) -> Baseline:
         ) from error
 
 
-# ---------------------------------------------------------------- the cache
-def _key(precision: str) -> dict[str, Any]:
-    return {
+def _key(precision: str) -> str:
+    return key_of({
         "format": FORMAT,
         "precision": precision,
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "numba": _version("numba"),
+        "torch": machine.version_of("torch"),
+        "numba": machine.version_of("numba"),
         "cpu": machine.cpu_model(),
         "threads": os.environ.get("OMP_NUM_THREADS") or machine.cpu_count(),
-    }
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def _kept(key: Mapping[str, Any]) -> Baseline | None:
-    return load(_KIND, key_of(key), TypeAdapter(Baseline).validate_python)
+    })  # fmt: skip

@@ -11,19 +11,17 @@ be written the measurement is used, not kept, and a warning says so.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import psutil
-from pydantic import TypeAdapter
 
 from offload import machine
 from offload.planning.machine.disk_cache import cache_folder, key_of, load, save
@@ -32,7 +30,7 @@ from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
-FORMAT = 5  # raised whenever what is measured, or how, changes
+FORMAT = 6  # raised whenever what is measured, or how, changes
 _KIND, _SYSTEMS = "speeds", "file systems"
 _MOST_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2
@@ -102,8 +100,8 @@ def _compute_key() -> dict[str, Any]:
         "format": FORMAT,
         "cpu": machine.cpu_model(),
         "cores": machine.cpu_count(),
-        "torch": _version("torch"),
-        "numba": _version("numba"),
+        "torch": machine.version_of("torch"),
+        "numba": machine.version_of("numba"),
         "gpus": _gpus(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -128,13 +126,6 @@ def _gpus() -> list[str]:
             lines = file.read_text(errors="replace").splitlines()
             models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
     return models
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 # ---------------------------------------------------------------- measuring
@@ -164,7 +155,7 @@ def _measured(key: Key, measure: Callable[[], _Part]) -> _Part:
         )  # fmt: skip
     found = measure()
     try:
-        save(*_file(key), {"key": key, "busy": busy > _MOST_BUSY, "speeds": asdict(found)})
+        save(*_file(key), GenericAlias(tuple, (type(found), bool)), (found, busy > _MOST_BUSY))
     except OSError as error:
         _log.warning(
             "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
@@ -187,16 +178,8 @@ def _file(key: Key) -> tuple[str, str]:
 def _settled(part: type[_Part], key: Key) -> _Part | None:
     """What was measured for `key` on a quiet machine, or is still the best there is; None where
     nothing valid is kept."""
-
-    def decode(values: Any) -> tuple[_Part, bool]:
-        found = values["speeds"]
-        names = {field.name for field in fields(part)}
-        if values["key"] != json.loads(json.dumps(key)) or set(found) != names:
-            raise ValueError("of another machine, or damaged")
-        busy = TypeAdapter(bool).validate_python(values["busy"], strict=True)
-        return TypeAdapter(part).validate_python(found), busy
-
-    kept = load(*_file(key), decode)
-    if kept is None or (kept[1] and _busy_share() <= _MOST_BUSY):
+    kept = load(*_file(key), GenericAlias(tuple, (part, bool)))
+    if kept is None:
         return None
-    return kept[0]
+    ((found, busy),) = kept
+    return None if busy and _busy_share() <= _MOST_BUSY else found

@@ -12,10 +12,11 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 # Of dataclasses that pydantic reads back.
 Nbytes = Annotated[int, Field(strict=True, ge=0)]
@@ -39,33 +40,53 @@ def key_of(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load(kind: str, key: str, decode: Callable[[Any], _T]) -> _T | None:
+def remembered(kind: str, key: str, answer: Any, find: Callable[[], _T]) -> _T:
+    """The answer kept under `key`, else `find()`, kept where the cache can be written."""
+    known: tuple[_T] | None = load(kind, key, answer)
+    if known is not None:
+        return known[0]
+    found = find()
+    with suppress(OSError):
+        save(kind, key, answer, found)
+    return found
+
+
+def load(kind: str, key: str, answer: Any) -> tuple[Any] | None:
     """What is kept under `key`; None if there is nothing that can be read.
 
-    `decode` raises ValueError, KeyError or TypeError for values that it did not expect.
+    `answer`: its type, which pydantic reads back. A file whose digest is wrong is as good as none.
     """
     try:
         path = _path(kind, key)
         if path.stat().st_size > _MOST_NBYTES:
             return None
-        return decode(json.loads(path.read_bytes()))
+        values = json.loads(path.read_bytes())
+        if values["digest"] != digest_of(values["answer"]):
+            return None
+        return (TypeAdapter(answer).validate_python(values["answer"]),)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def save(kind: str, key: str, values: Any) -> None:
-    """Keep `values` under `key`: a reader sees all of them or those before. OSError where that
-    cannot be done (a full disk, a read-only home); the next answer is as slow then."""
+def save(kind: str, key: str, answer: Any, found: Any) -> None:
+    """Keep `found` under `key`: a reader sees all of it or what was there before. OSError where
+    that cannot be done (a full disk, a read-only home); the next answer is as slow then."""
+    values = TypeAdapter(answer).dump_python(found, mode="json")
     path = _path(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         try:
-            json.dump(values, file, separators=(",", ":"))
+            kept = {"answer": values, "digest": digest_of(values)}
+            json.dump(kept, file, separators=(",", ":"))
             file.close()
             os.replace(file.name, path)
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def digest_of(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _path(kind: str, key: str) -> Path:

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from offload.kernels.floats import Float
-from offload.kernels.int8 import BLOCK
 from offload.kernels.noise import Noise
 from offload.kernels.optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, StateFormat
+from offload.kernels.variants import Master
 from offload.planning.machine.speed_arrays import Array, Arrays, Stream
 from offload.swap.worker import ParallelRunner
+from offload.zero.records import RecordFormat
 
 GRAD32 = Stream("grad fp32", "float32", updated=False)
 GRAD16 = Stream("grad bf16", "uint16", updated=False)
 WEIGHT32 = Stream("weight fp32", "float32")
 WEIGHT16 = Stream("weight bf16", "uint16")
-LOW16 = Stream("low half of the master", "int16")
-_DTYPES = {StateFormat.FP32: "float32", StateFormat.BF16: "uint16", StateFormat.INT8: "uint8"}
 
 
 @dataclass(frozen=True)
@@ -30,31 +29,34 @@ class Variant:
     name: str
     grad: Stream
     weight: Stream
-    states: StateFormat
-    low: Stream | None = None
+    kept: RecordFormat
 
     @property
-    def moments(self) -> tuple[Stream, Stream]:
-        suffix, dtype = self.states.name.lower(), _DTYPES[self.states]
-        return Stream(f"exp_avg {suffix}", dtype), Stream(f"exp_avg_sq {suffix}", dtype)
-
-    @property
-    def scales(self) -> tuple[Stream, ...]:
-        if self.states is not StateFormat.INT8:
-            return ()
-        names = ("exp_avg scales", "exp_avg_sq scales")
-        return tuple(Stream(name, "float32", elements_each=BLOCK) for name in names)
+    def record(self) -> tuple[Stream, ...]:
+        """The arrays of a record, as its format has them."""
+        return tuple(
+            Stream(f"{field.name} {field.dtype.name}", field.dtype.name, elements_each=field.block)
+            for field in self.kept.fields
+        )
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        low = () if self.low is None else (self.low,)
-        return (self.grad, self.weight, *low, *self.moments, *self.scales)
+        return (self.grad, self.weight, *self.record)
+
+    @property
+    def traffic(self) -> float:
+        """Bytes per parameter of one step."""
+        return sum(stream.traffic for stream in self.streams)
 
 
-PLAIN = Variant("ours, fp32", GRAD32, WEIGHT32, StateFormat.FP32)
-SPLIT = Variant("ours, split", GRAD16, WEIGHT16, StateFormat.FP32, LOW16)
-SPLIT_BF16 = Variant("ours, split, bf16 moments", GRAD16, WEIGHT16, StateFormat.BF16, LOW16)
-SPLIT_INT8 = Variant("ours, split, int8 moments", GRAD16, WEIGHT16, StateFormat.INT8, LOW16)
+def _split(name: str, states: StateFormat) -> Variant:
+    return Variant(name, GRAD16, WEIGHT16, RecordFormat(Master.SPLIT, state_format=states))
+
+
+PLAIN = Variant("ours, fp32", GRAD32, WEIGHT32, RecordFormat(Master.NONE))
+SPLIT = _split("ours, split", StateFormat.FP32)
+SPLIT_BF16 = _split("ours, split, bf16 moments", StateFormat.BF16)
+SPLIT_INT8 = _split("ours, split, int8 moments", StateFormat.INT8)
 VARIANTS = (PLAIN, SPLIT, SPLIT_BF16, SPLIT_INT8)
 
 
@@ -82,20 +84,20 @@ def _fill(array: Array, name: str) -> None:
 def stepper(variant: Variant, arrays: Arrays, runner: ParallelRunner) -> Callable[[], None]:
     """A function that makes one step."""
     grad, weight = filled(arrays, variant.grad), filled(arrays, variant.weight)
-    moments = [filled(arrays, stream) for stream in variant.moments]
-    scales = [filled(arrays, stream) for stream in variant.scales]
-    low = None if variant.low is None else filled(arrays, variant.low)
+    fields = zip(variant.kept.fields, variant.record, strict=True)
+    arrays_of = {field.name: filled(arrays, stream) for field, stream in fields}
     number = Float.FP32 if variant.weight is WEIGHT32 else Float.BF16
-    exact = variant.states is StateFormat.FP32
+    states = variant.kept.state_format
+    own = variant.kept.operands(arrays_of, slice(0, arrays.numel), scalars_of(1))
     steps = 0
 
     def step() -> None:
         nonlocal steps
         steps += 1
         optimizer_step(
-            grad, weight, moments, scalars_of(steps), grad_float=number, weight_float=number,
-            state_format=variant.states, scales=scales, low=low,
-            noise=None if exact else Noise(steps, steps), run=runner,
+            grad, weight, own.states, scalars_of(steps), grad_float=number, weight_float=number,
+            state_format=states, scales=own.scales, low=own.low,
+            noise=None if states is StateFormat.FP32 else Noise(steps, steps), run=runner,
         )  # fmt: skip
 
     return step

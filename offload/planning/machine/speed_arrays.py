@@ -54,9 +54,10 @@ class Arrays:
 
     def __init__(self, numel: int, streams: Sequence[Stream]) -> None:
         self.numel = numel
-        self._planned = {stream.name: stream.dtype for stream in streams}
-        count = len(self._planned)
-        nbytes = sum(self._nbytes(stream) for stream in streams)
+        unique = {stream.name: stream for stream in streams}
+        self._planned = {name: stream.dtype for name, stream in unique.items()}
+        count = len(unique)
+        nbytes = sum(map(self._nbytes, unique.values()))
         self._memory = HostMemory(nbytes + count * (_HUGE_PAGE_NBYTES + STAGGER_NBYTES * count))
         self._end = 0
         self._made: dict[str, Array] = {}

@@ -30,11 +30,10 @@ from offload.planning.machine.optimizer_variants import (
     PLAIN,
     SPLIT_BF16,
     SPLIT_INT8,
-    Variant,
     stepper,
 )
 from offload.planning.machine.sample_models import measure_models
-from offload.planning.machine.speed_arrays import Arrays, Stream
+from offload.planning.machine.speed_arrays import Arrays
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
 from offload.planning.plan.sizes import STAGING_BUFFERS
 from offload.swap.backends import open_backend
@@ -96,7 +95,8 @@ def measure_compute() -> ComputeSpeeds:
     with ExitStack() as stack:
         runner = ParallelRunner(available_cores())
         stack.callback(runner.close)
-        arrays = Arrays(_OPTIMIZER_NUMEL, _streams(tuple(_FORMATS.values())))
+        streams = [stream for variant in _FORMATS.values() for stream in variant.streams]
+        arrays = Arrays(_OPTIMIZER_NUMEL, streams)
         steps = {name: stepper(variant, arrays, runner) for name, variant in _FORMATS.items()}
         times = {name: seconds(step, 5) for name, step in steps.items()}
         lost = 1.0 if gpu else _lost_share(steps["fp32"], times["fp32"])
@@ -109,20 +109,12 @@ def measure_compute() -> ComputeSpeeds:
         compute_bytes_per_s=touching["fp32"],
         compute_bytes_per_s_in=touching,
         operation_s=operation_s,
-        host_bytes_per_s=_traffic(PLAIN) * _OPTIMIZER_NUMEL / times["fp32"],
+        host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
         optimizer_lost_share=lost,
         host_to_device_bytes_per_s=to_device,
         device_to_host_bytes_per_s=to_host,
     )
-
-
-def _streams(variants: Sequence[Variant]) -> tuple[Stream, ...]:
-    return tuple({stream.name: stream for v in variants for stream in v.streams}.values())
-
-
-def _traffic(variant: Variant) -> float:
-    return sum(stream.traffic for stream in variant.streams)
 
 
 def matmul_rate(

@@ -260,14 +260,8 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
 
 def explicit_placements(config: OffloadConfig) -> dict[StateClass, Placement]:
     """The classes that the configuration names a home for."""
-    named = {
-        StateClass.PARAMETERS: config.placement.parameters,
-        StateClass.GRADIENTS: config.placement.gradients,
-        StateClass.OPTIMIZER: config.placement.optimizer,
-    }
-    return {
-        state_class: placement for state_class, placement in named.items() if placement is not None
-    }
+    named = {state_class: getattr(config.placement, state_class) for state_class in CLASSES}
+    return {each: placement for each, placement in named.items() if placement is not None}
 
 
 def _device_demand(placements: Placements, groups: Sequence[GroupBytes]) -> int:

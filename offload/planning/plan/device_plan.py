@@ -58,8 +58,8 @@ def plan_device(
     if not hardware.device_nbytes or hardware.kernels_missing is not None:
         return None
     numels = [numel for group in groups for numel in group.trained_numels]
-    leave = not _all_on_device(StateClass.GRADIENTS, placements)
-    stepped = _on_device(StateClass.OPTIMIZER, placements)
+    leave = _tiers(StateClass.GRADIENTS, placements) != {Tier.DEVICE}
+    stepped = Tier.DEVICE in _tiers(StateClass.OPTIMIZER, placements)
     staging = _staging_nbytes(placements, groups, sizes) if stepped else 0
     largest = max(numels, default=0)
     return DevicePlan(
@@ -74,7 +74,7 @@ def plan_device(
 def _check_kernels(placements: Mapping[StateClass, Placement], hardware: Hardware) -> None:
     missing = hardware.kernels_missing
     for state_class in (StateClass.GRADIENTS, StateClass.OPTIMIZER):
-        if hardware.device_nbytes and missing and _on_device(state_class, placements):
+        if hardware.device_nbytes and missing and Tier.DEVICE in _tiers(state_class, placements):
             raise UnsupportedError(
                 f"placement.{state_class}: device needs kernels on the GPU, and {missing}; or set "
                 f"placement.{state_class}: host"
@@ -96,18 +96,14 @@ def _staging_nbytes(
     longest = max((group.layout.shard_numel for group in groups), default=0)
     numel = min(sizes.chunk_numel, longest)
     nbytes = 0
-    if not _all_on_device(StateClass.PARAMETERS, placements):
+    if _tiers(StateClass.PARAMETERS, placements) != {Tier.DEVICE}:
         nbytes += round_up(numel * sizes.itemsize, ALIGN_NBYTES)
-    if not _all_on_device(StateClass.GRADIENTS, placements):
+    if _tiers(StateClass.GRADIENTS, placements) != {Tier.DEVICE}:
         nbytes += round_up(numel * 4, ALIGN_NBYTES)  # the sums of several passes, planned or not
     return pages(nbytes) if nbytes else 0
 
 
-def _on_device(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> bool:
+def _tiers(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> set[Tier]:
+    """Where a class was asked to be; none where it was not."""
     placement = placements.get(state_class)
-    return placement is not None and Tier.DEVICE in placement.tiers
-
-
-def _all_on_device(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> bool:
-    placement = placements.get(state_class)
-    return placement is not None and set(placement.tiers) == {Tier.DEVICE}
+    return set(placement.tiers) if placement is not None else set()

@@ -27,6 +27,25 @@ def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:
     return (*_of_budgets(plan), *_of_machine(plan, hardware))
 
 
+def lacking_nbytes(plan: Plan, tier: Tier, hardware: Hardware, beside_nbytes: int) -> int:
+    """What a tier lacks of its budget or of the machine, where `beside_nbytes` of RAM are taken
+    beside the tiers; negative: to spare."""
+    needed = needed_nbytes(plan, tier)
+    lacking = needed - plan.budgets[tier]
+    if tier is Tier.NVME:
+        lacking = max(lacking, needed - hardware.nvme_free_nbytes)
+        return max(1, lacking) if _leaves_none_to_activations(plan) else lacking
+    if plan.gpu and tier is Tier.DEVICE:
+        return lacking
+    return max(lacking, ram_nbytes(plan) + beside_nbytes - hardware.host_nbytes)
+
+
+def _leaves_none_to_activations(plan: Plan) -> bool:
+    """Whether nvme is their home, and the other states leave nothing of it."""
+    at = plan.activations
+    return at is not None and at.tier is Tier.NVME and not at.disk_nbytes
+
+
 def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
     for tier in (Tier.DEVICE, Tier.HOST, Tier.NVME):
         needed = needed_nbytes(plan, tier)
@@ -42,14 +61,8 @@ def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
             yield from _of_activations(plan)
 
 
-def leaves_none_to_activations(plan: Plan) -> bool:
-    """Whether nvme is their home, and the other states leave nothing of it."""
-    at = plan.activations
-    return at is not None and at.tier is Tier.NVME and not at.disk_nbytes
-
-
 def _of_activations(plan: Plan) -> Iterator[Shortfall]:
-    if not leaves_none_to_activations(plan):
+    if not _leaves_none_to_activations(plan):
         return
     needed, budget = needed_nbytes(plan, Tier.NVME), plan.budgets[Tier.NVME]
     yield Shortfall(

@@ -126,6 +126,11 @@ class _Pipeline:
             update_s(plan, group, config.precision, speeds) for group in range(len(plan.groups))
         ]
         self._disk_overlap = _disk_overlap(speeds)
+        self._rates = {
+            READ: speeds.nvme_read_bytes_per_s, WRITE: speeds.nvme_write_bytes_per_s,
+            TO_DEVICE: speeds.host_to_device_bytes_per_s,
+            TO_HOST: speeds.device_to_host_bytes_per_s,
+        }  # fmt: skip
         self._exchanges = self._collectives(model) if plan.sharding.world_size > 1 else {}
 
     def _collectives(self, model: ModelShape) -> dict[Action, list[Collective]]:
@@ -198,8 +203,7 @@ class _Pipeline:
 
     def _use(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
-        compute = self._clocks[COMPUTE]
-        came_s = compute.free_s
+        came_s = self._clocks[COMPUTE].free_s
         self._arrived.append(came_s)
         fetched_read = fetched_sent = 0
         for fetch in move.fetches:
@@ -222,8 +226,7 @@ class _Pipeline:
             self._whole[other] = self._exchange(ready_s, collective, "all-gather")
         ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
-        start_s, end_s = compute.take(max(came_s, ready_s), seconds)
-        self._note(COMPUTE, str(move.action.verb.value), start_s, end_s)
+        end_s = self._take(COMPUTE, move.action.verb.value, max(came_s, ready_s), seconds)
         self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written, "activations")
 
     def _gradient(self, move: Move) -> None:
@@ -280,53 +283,42 @@ class _Pipeline:
     # ---------------------------------------------------------------- links
     def _read(self, asked_s: float, nbytes: int, share: float = 1.0) -> float:
         """When the bytes are there; `share` is what of the disk's speed they get."""
-        if not nbytes:
-            return asked_s
-        seconds = nbytes / (share * self._disk_rate(self._speeds.nvme_read_bytes_per_s))
-        start_s, end_s = self._clocks[READ].take(asked_s, seconds)
-        self._hold_up(WRITE, seconds)
-        self._note(READ, "read", start_s, end_s)
-        return end_s
+        return self._disk(READ, asked_s, nbytes, "read", share)
 
     def _write(self, ready_s: float, nbytes: int, label: str, share: float = 1.0) -> float:
+        return self._disk(WRITE, ready_s, nbytes, label, share)
+
+    def _disk(self, link: str, ready_s: float, nbytes: int, label: str, share: float) -> float:
         if not nbytes:
             return ready_s
-        seconds = nbytes / (share * self._disk_rate(self._speeds.nvme_write_bytes_per_s))
-        start_s, end_s = self._clocks[WRITE].take(ready_s, seconds)
-        self._hold_up(READ, seconds)
-        self._note(WRITE, label, start_s, end_s)
-        return end_s
-
-    def _disk_rate(self, rate: float) -> float:
+        rate = self._rates[link]
         if rate <= 0:
             raise ConfigError(
                 f"placement: states are on nvme, and the speed of a disk of {self._speeds.name} is "
                 "not known; measure it (memest calibrate), or name an SSD"
             )
-        return rate
-
-    def _hold_up(self, other: str, seconds: float) -> None:
-        """A disk that does not read and write side by side does one for the other's time."""
+        seconds = nbytes / (share * rate)
+        end_s = self._take(link, label, ready_s, seconds)
+        # a disk that does not read and write side by side does one for the other's time
+        other = WRITE if link == READ else READ
         self._clocks[other].free_s += (1 - self._disk_overlap) * seconds
+        return end_s
 
     def _send(self, ready_s: float, nbytes: int, link: str) -> float:
-        rate = (
-            self._speeds.host_to_device_bytes_per_s if link == TO_DEVICE
-            else self._speeds.device_to_host_bytes_per_s
-        )  # fmt: skip
-        if not nbytes or not rate:
-            return ready_s
-        start_s, end_s = self._clocks[link].take(ready_s, nbytes / rate)
-        self._note(link, "copy", start_s, end_s)
-        return end_s
+        rate = self._rates[link]
+        return self._take(link, "copy", ready_s, nbytes / rate) if nbytes and rate else ready_s
 
     def _exchange(self, ready_s: float, collective: Collective, label: str) -> float:
         network, sharding = self._speeds.network, self._plan.sharding
         if network is None or not network.knows(sharding):
             return ready_s
         seconds = sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
-        start_s, end_s = self._clocks[NETWORK].take(ready_s, seconds)
-        self._note(NETWORK, label, start_s, end_s)
+        return self._take(NETWORK, label, ready_s, seconds)
+
+    def _take(self, link: str, label: str, ready_s: float, seconds: float) -> float:
+        """When work is over that could begin at `ready_s`."""
+        start_s, end_s = self._clocks[link].take(ready_s, seconds)
+        self._note(link, label, start_s, end_s)
         return end_s
 
     def _note(self, link: str, label: str, start_s: float, stop_s: float) -> None:

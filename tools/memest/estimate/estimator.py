@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from offload.config import OffloadConfig
-from offload.planning.activations.facts import ActivationFacts, HeapFacts, PassCost
+from offload.planning.activations.facts import NOTHING, ActivationFacts, HeapFacts, PassCost
 from offload.planning.choice.advice import advise
 from offload.planning.choice.planner import resolved_config
-from offload.planning.choice.run_plan import NO_PASS, RunPlan, plan_run
+from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
@@ -60,7 +60,7 @@ class Estimator:
         """
         source, workload = case.source, case.workload
         if not source.has_graph:
-            return NO_PASS
+            return NOTHING
         device = "cuda" if case.profile.gpu_nbytes else "cpu"
         key = (
             source.fingerprint, config.precision, config.placement.activations.checkpoint,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.planning.activations.facts import ActivationFacts
+from offload.planning.machine import disk_cache
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.tools.memest.source.answer_cache import key_of, remembered
 from offload.tools.memest.source.error_text import one_line
 from offload.zero.model_shape import ModelShape
 
@@ -85,7 +87,7 @@ class ModelSource:
         find = partial(_traced, self.build, config, workload, device)
         if self.fingerprint:
             key = key_of({"model": self.fingerprint, **_pass_parts(config, workload, device)})
-            facts = remembered("activations", key, ActivationFacts | str, find)
+            facts = disk_cache.remembered("activations", key, ActivationFacts | str, find)
         else:
             facts = find()
         if isinstance(facts, str):
@@ -130,3 +132,20 @@ def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -
         "batch": workload.batch,
         "sequence": workload.sequence,
     }
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """A name for everything that an answer depends on: `parts`, and the code that finds it."""
+    return disk_cache.key_of({"code": _code(), **parts})
+
+
+@cache
+def _code() -> str:
+    """A digest of the sources that find shapes and facts: another version, other answers."""
+    root = Path(__file__).parents[3]  # the package: its folders, and links to them
+    digest = hashlib.sha256()
+    folders = ("config", "planning", "zero", "tools/memest/source")
+    inside = (path for folder in folders for path in sorted((root / folder).glob("**/*.py")))
+    for path in (root / "gpt.py", *inside):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

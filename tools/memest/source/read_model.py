@@ -16,7 +16,6 @@ from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.config.written_for import WrittenFor
 from offload.planning.choice.durations import counted
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.source.answer_cache import key_of
 from offload.tools.memest.source.builtin_model import builtin_tree
 from offload.tools.memest.source.decoder_settings import own_model, traced_modules
 from offload.tools.memest.source.factory import build_named, is_named
@@ -26,7 +25,7 @@ from offload.tools.memest.source.hugging_face import (
     family_tree,
 )
 from offload.tools.memest.source.input_files import read_json, refuse_code, status_of
-from offload.tools.memest.source.model_source import ModelSource, SourceKind
+from offload.tools.memest.source.model_source import ModelSource, SourceKind, key_of
 from offload.tools.memest.source.safetensors_header import (
     HeaderTensor,
     read_files,

@@ -15,12 +15,12 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload import machine
+from offload.planning.machine.disk_cache import remembered
 from offload.tiers.errors import ConfigError, OffloadError
-from offload.tools.memest.source.answer_cache import key_of, remembered
 from offload.tools.memest.source.error_text import one_line
 from offload.tools.memest.source.hugging_face import (
     CONTEXT_KEYS,
@@ -29,6 +29,7 @@ from offload.tools.memest.source.hugging_face import (
     names_code,
     unknown_architecture,
 )
+from offload.tools.memest.source.model_source import key_of
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def library_model(
 
 def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
     """All that a model's graph depends on."""
-    versions = {name: _version(name) for name in ("torch", "transformers")}
+    versions = {name: machine.version_of(name) or "none" for name in ("torch", "transformers")}
     return {"values": _decoded(configuration.values), "versions": versions}
 
 
@@ -110,8 +111,8 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
         return getattr(model_class, "_from_config")(config)  # noqa: B009 - untyped
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"{configuration.where}: transformers {_version('transformers')} has no class "
-            f"{name or 'for causal language models'} for {configuration.model_type}"
+            f"{configuration.where}: transformers {machine.version_of('transformers')} has no "
+            f"class {name or 'for causal language models'} for {configuration.model_type}"
         )
     return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
@@ -130,7 +131,7 @@ def _decoded(value: Any) -> Any:
 def _require_known(configuration: ModelConfiguration) -> None:
     """ConfigError, before anything heavy is imported, for a type that the library does not name."""
     for name in ("torch", "transformers"):
-        if _version(name) == "none":
+        if machine.version_of(name) is None:
             raise ConfigError(
                 f"{configuration.where}: the modules of {configuration.model_type} are not known "
                 f"here without {name}; install transformers (`pip install 'offload[hf]'`)"
@@ -154,13 +155,6 @@ def _named_types() -> set[str]:
             return set()
         named.update(re.findall(r'\(?"([\w.-]+)"(?:, |: )"\w+Config"', path.read_text("utf-8")))
     return named
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 @contextlib.contextmanager
