@@ -31,12 +31,13 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.bits import DTYPE_OF
 from offload.zero.group import ParamGroup
 from offload.zero.local_tensors import is_dtensor, like, local_of, spread_as
+from offload.zero.norms import Place
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.paged import Operation, PagedTensor
 from offload.zero.rank_work import AnyRankWork
 from offload.zero.reduction import ReducedGradients
 from offload.zero.session import in_backward
-from offload.zero.stepper import Place, Stepper
+from offload.zero.stepper import Stepper
 
 aten = torch.ops.aten
 

@@ -225,7 +225,7 @@ class Runtime:
             )
         found = [self.group_of(param) for param in model.parameters()]
         places = [place for place in found if place is not None]
-        self.stepper.add_norms_in([(g.index, i) for g, i in places if g.layout.params[i].trainable])
+        self.stepper.norms.add_in([(g.index, i) for g, i in places if g.layout.params[i].trainable])
         self.gradients.prepare()
         self._gradient_hooks = GradientHooks(self.store, self._take)
 

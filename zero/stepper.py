@@ -33,16 +33,15 @@ from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.zero.chunks import GroupUpdate, Segment
-from offload.zero.gradients import total_square
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.loss_scale import LossScale
+from offload.zero.norms import GradientNorms, Place, clip_coefficient
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.reduction import NoReductions, Reductions
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import UpdateQueue, merge
 
 _log = logging.getLogger("offload")
-Place = tuple[int, int]  # a group, and a parameter in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,6 @@ class Stepper:
         self.hyper_source: Callable[[], HyperOf] | None = None
         # told which groups' gradients have no values any more, and why
         self.on_used_up: Callable[[Sequence[int], str], None] = _no_handles
-        self._order: list[Place] = []  # parameters, as the norms of their gradients are added
-        self._places: dict[Place, int] = {}
-        self._norms: torch.Tensor | None = None  # of the gradients as they are now
         self._loss_scale_of_gradients = 1.0  # they were multiplied with it
         self._idle_passes = 0  # since the last step
         self._short_step: int | None = None  # passes of the last step, if it had less than it says
@@ -104,20 +100,9 @@ class Stepper:
         self._ahead: set[int] = set()
         self._summed_over_blocks = summed_over_blocks
         self._reductions = NoReductions() if reductions is None else reductions
-        self._tensor_parallel = tensor_parallel
-        self._counted_elsewhere = [
-            frozenset() if tensor_parallel is None
-            else tensor_parallel.counted_elsewhere(state.group.params)
-            for state in states
-        ]  # fmt: skip
+        self.norms = GradientNorms(states, self._reductions, tensor_parallel)
         self._arrived = [np.zeros_like(state.steps) for state in states]
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
-
-    def add_norms_in(self, order: Sequence[Place]) -> None:
-        """Groups and parameters in them (by index): torch's clipping adds norms in the order of
-        `model.parameters()`, and rounds in between."""
-        self._order = list(order)
-        self._places = {place: number for number, place in enumerate(self._order)}
 
     @property
     def has_unstepped_gradients(self) -> bool:
@@ -147,7 +132,7 @@ class Stepper:
         """A gradient of parameter `index` is in its accumulator. `more`: it is a part, and the
         rest comes in the same backward pass."""
         self._unstepped = True
-        self._norms = None
+        self.norms.invalidate()
         if more or not self._rules.in_backward or state.group.index in self._summed_over_blocks:
             return
         arrived = self._arrived[state.group.index]
@@ -197,7 +182,7 @@ class Stepper:
         for state in self._states:
             state.gradients.close()
         scale = self._loss_scale_of_gradients
-        total = self._total_norm()
+        total = self.norms.total(scale)
         norm = float(total)
         finite = math.isfinite(norm)
         skip = not finite and self._rules.skip_nonfinite
@@ -207,7 +192,8 @@ class Stepper:
             self.skipped += 1
         else:
             self.taken += 1
-            self._submit_rest(hyper_of, self._clip(total) / scale)
+            clip = clip_coefficient(total, self._rules.clip_grad_norm)
+            self._submit_rest(hyper_of, clip / scale)
         self._say_nonfinite(finite, skip)
         self._trace.end_cycle()
         self._end_ahead()
@@ -249,7 +235,7 @@ class Stepper:
         """
         self._refuse_to_drop(self._ahead)
         self._unstepped = False
-        self._norms = None
+        self.norms.invalidate()
         self._reductions.discard()
         for state in self._states:
             self._clear(state)
@@ -263,7 +249,7 @@ class Stepper:
     def drop(self, state: OptimizerState, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters of a group, as `zero_grad` does."""
         self._refuse_to_drop(self._ahead & {state.group.index})
-        self._norms = None
+        self.norms.invalidate()
         self._reductions.finish()
         self._reductions.clear(state.group.index, indices)
         state.gradients.drop(indices)
@@ -290,7 +276,7 @@ class Stepper:
         the weights that they changed. For settled states."""
         self._unstepped = False
         self._reductions.discard()
-        self._norms = None
+        self.norms.invalidate()
         having = [state for state in self._states if state.gradients.holds_any]
         self._end_ahead()
         self.on_used_up(range(len(self._states)), "a checkpoint was loaded since")
@@ -303,11 +289,7 @@ class Stepper:
     def gradient_norm_of(self, place: Place) -> torch.Tensor:
         """The 2-norm of one parameter's gradient, 0-dim, fp32. Of several ranks all have to ask,
         and are answered from one exchange until a gradient changes."""
-        group, index = place
-        if not self._reductions.has_others and self._tensor_parallel is None:
-            square = self._states[group].gradients.square(index)
-            return self._as_norms([square])[0]
-        return self._gradient_norms()[self._places[place]]
+        return self.norms.of(place, self._loss_scale_of_gradients)
 
     def idled(self) -> None:
         """This rank took part in a pass without data."""
@@ -318,40 +300,12 @@ class Stepper:
         since the norms were computed."""
         self._wait_for_reading_updates()
         self._reductions.agree(use, name)
-        self._norms = None
+        self.norms.invalidate()
 
     def changed(self) -> None:
         """A gradient was written or scaled."""
         self._unstepped = True
-        self._norms = None
-
-    def _gradient_norms(self) -> torch.Tensor:
-        """2-norms of all gradients, in order, fp32, without the loss scale; 0 where there is none.
-        The same on every rank."""
-        if self._norms is None:
-            squares = [self._square(*place) for place in self._order]
-            squares = _added_up(self._reductions.all_squares(squares))
-            if self._tensor_parallel is not None:
-                squares = _added_up(self._tensor_parallel.exchange_sums(squares))
-            self._norms = self._as_norms(squares)
-        return self._norms
-
-    def _square(self, group: int, index: int) -> float:
-        if index in self._counted_elsewhere[group]:
-            return 0.0
-        return self._states[group].gradients.square(index)
-
-    def _as_norms(self, squares: Sequence[float]) -> torch.Tensor:
-        scale = self._loss_scale_of_gradients
-        norms = [math.sqrt(square) / scale for square in squares]
-        return torch.tensor(norms, dtype=torch.float64).to(torch.float32)
-
-    def _total_norm(self) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` has it: the norm of the norms that there are."""
-        norms = self._gradient_norms()
-        there = [bool(self._states[g].gradients.passes[i]) for g, i in self._order]
-        total: torch.Tensor = torch.linalg.vector_norm(norms[torch.tensor(there, dtype=torch.bool)])
-        return total
+        self.norms.invalidate()
 
     def _check_passes(self) -> None:
         """`gradient_accumulation_steps` says how many passes come before a step. It gates nothing,
@@ -387,13 +341,6 @@ class Stepper:
         _log.warning(
             "the gradient norm is not finite; the step is %s; said once, report() counts them", what
         )
-
-    def _clip(self, norm: torch.Tensor) -> float:
-        """The coefficient, bit for bit that of `torch.nn.utils.clip_grad_norm_`."""
-        limit = self._rules.clip_grad_norm
-        if limit is None or not bool(norm.isfinite()):
-            return 1.0
-        return float(torch.clamp(limit / (norm + 1e-6), max=1.0))
 
     def _submit_rest(self, hyper_of: HyperOf, grad_scale: float) -> None:
         """Submit every group with gradients that is not being updated yet."""
@@ -461,11 +408,6 @@ class Stepper:
 
 def _no_handles(groups: Sequence[int], why: str) -> None:
     """There are no handles of gradients."""
-
-
-def _added_up(rows: np.ndarray) -> list[float]:
-    """Sums of squares over ranks, one row each."""
-    return [total_square(column) for column in rows.T.tolist()]
 
 
 def _end(update: GroupUpdate, _: Transfer[None]) -> None:

@@ -63,7 +63,7 @@ class Training:
         self.updates = UpdateQueue(Float.FP32, self.run, 0, (), expected)
         self.states = [self._state(index, numels) for index, numels in enumerate(NUMELS)]
         self.stepper = Stepper(self.states, self.updates, StepRules(**rules), Trace(), loss_scale)
-        self.stepper.add_norms_in(PLACES)
+        self.stepper.norms.add_in(PLACES)
         self.stepper.hyper_source = self.hypers_now
 
     def _memory(self, name: str, nbytes: int) -> MemoryState:

@@ -1,0 +1,102 @@
+"""Norms of gradients: each parameter's, of all together, and the clip coefficient.
+
+`kernels/norm_blocks.py` sums squares while gradients are copied; here those sums are added up over
+a parameter, over ranks, and over the model, in the order and with the rounding of
+`torch.nn.utils.clip_grad_norm_`, so that both clip alike to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from offload.zero.gradients import total_square
+from offload.zero.optimizer_state import OptimizerState
+from offload.zero.reduction import NoReductions, Reductions
+from offload.zero.tensor_parallel import TensorParallel
+
+Place = tuple[int, int]  # a group, and a parameter in it
+
+
+class GradientNorms:
+    """2-norms of the gradients of `states`, fp32, kept until `invalidate`.
+
+    Of several ranks all have to ask, and are answered from one exchange. `loss_scale`: what the
+    gradients were multiplied with.
+    """
+
+    def __init__(
+        self, states: Sequence[OptimizerState], reductions: Reductions | NoReductions,
+        tensor_parallel: TensorParallel | None,
+    ) -> None:  # fmt: skip
+        self._states = states
+        self._reductions = reductions
+        self._tensor_parallel = tensor_parallel
+        self._counted_elsewhere = [
+            frozenset() if tensor_parallel is None
+            else tensor_parallel.counted_elsewhere(state.group.params)
+            for state in states
+        ]  # fmt: skip
+        self._order: list[Place] = []
+        self._places: dict[Place, int] = {}
+        self._norms: torch.Tensor | None = None  # of the gradients as they are now
+
+    def add_in(self, order: Sequence[Place]) -> None:
+        """Add norms in this order: torch's clipping has that of `model.parameters()`, and rounds
+        in between."""
+        self._order = list(order)
+        self._places = {place: number for number, place in enumerate(self._order)}
+
+    def invalidate(self) -> None:
+        """A gradient has changed."""
+        self._norms = None
+
+    def of(self, place: Place, loss_scale: float) -> torch.Tensor:
+        """Of one parameter's gradient, 0-dim."""
+        group, index = place
+        if not self._reductions.has_others and self._tensor_parallel is None:
+            square = self._states[group].gradients.square(index)
+            return _norms_of([square], loss_scale)[0]
+        return self._all(loss_scale)[self._places[place]]
+
+    def total(self, loss_scale: float) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` has it: the norm of the norms that there are."""
+        norms = self._all(loss_scale)
+        there = [bool(self._states[g].gradients.passes[i]) for g, i in self._order]
+        total: torch.Tensor = torch.linalg.vector_norm(norms[torch.tensor(there, dtype=torch.bool)])
+        return total
+
+    def _all(self, loss_scale: float) -> torch.Tensor:
+        """In order; 0 where there is no gradient. The same on every rank."""
+        if self._norms is None:
+            squares = [self._square(*place) for place in self._order]
+            squares = _added_up(self._reductions.all_squares(squares))
+            if self._tensor_parallel is not None:
+                squares = _added_up(self._tensor_parallel.exchange_sums(squares))
+            self._norms = _norms_of(squares, loss_scale)
+        return self._norms
+
+    def _square(self, group: int, index: int) -> float:
+        if index in self._counted_elsewhere[group]:
+            return 0.0
+        return self._states[group].gradients.square(index)
+
+
+def clip_coefficient(total: torch.Tensor, limit: float | None) -> float:
+    """What gradients are multiplied with, bit for bit as `torch.nn.utils.clip_grad_norm_` does."""
+    if limit is None or not bool(total.isfinite()):
+        return 1.0
+    return float(torch.clamp(limit / (total + 1e-6), max=1.0))
+
+
+def _norms_of(squares: Sequence[float], loss_scale: float) -> torch.Tensor:
+    norms = [math.sqrt(square) / loss_scale for square in squares]
+    return torch.tensor(norms, dtype=torch.float64).to(torch.float32)
+
+
+def _added_up(rows: np.ndarray) -> list[float]:
+    """Sums of squares over ranks, one row each."""
+    return [total_square(column) for column in rows.T.tolist()]
