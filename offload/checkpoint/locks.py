@@ -46,11 +46,12 @@ class OpenFolder:
         return True
 
     def close(self) -> None:
+        if self.fd < 0:
+            return
+        if self._pid == os.getpid():  # else a forked child, which shares the lock
+            _flock(self.fd, fcntl.LOCK_UN)  # first: what a Ctrl-C cuts short, __del__ repeats
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            if self._pid == os.getpid():  # else a forked child, which shares the lock
-                _flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+        os.close(fd)
 
     def __del__(self) -> None:
         self.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from offload.checkpoint import folder as folders
 from offload.checkpoint.locks import OpenFolder, lock_folder
 from offload.checkpoint.reader import CheckpointReader
 from tests.offload.engine_cases import HOST, config
+from tests.offload.interrupt_points import at_point
 
 REPOSITORY = Path(__file__).parents[2]
 SAVERS, ROUNDS, KILLED = 4, 8, 4
@@ -100,3 +102,15 @@ def test_a_forked_child_does_not_end_its_parent_s_lock(tmp_path: Path) -> None:
     assert not OpenFolder(tmp_path).share()
     lock.close()
     assert OpenFolder(tmp_path).share()
+
+
+@pytest.mark.parametrize("point", range(1, 9))
+def test_a_ctrl_c_while_a_lock_is_given_back_leaves_no_lock(tmp_path: Path, point: int) -> None:
+    lock = lock_folder(tmp_path)
+    assert lock is not None
+    with suppress(KeyboardInterrupt), at_point(point):
+        lock.close()
+    del lock
+    again = lock_folder(tmp_path)  # BlockingIOError where it is left
+    assert again is not None
+    again.close()
