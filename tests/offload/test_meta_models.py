@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from offload.errors import CheckpointError, UnsupportedError
 from tests.offload.engine_cases import HOST, NVME, WIDTH, assert_same_bits, config, parameters_of
 
 VOCABULARY, LENGTH = 32, 8
+REPOSITORY = Path(__file__).parents[2]
 
 
 class OwnNorm(nn.Module):
@@ -421,3 +424,12 @@ def test_a_part_of_a_model_that_is_transformers_begins_as_transformers_begins_it
 
     with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.down_proj\.weight .*written 2"):
         begun(tmp_path, on_meta(Zero))
+
+
+def test_values_from_a_constructor_take_no_import_of_the_compiler() -> None:
+    """torch imports it, 100 MiB, where it computes on the meta device."""
+    program = (
+        "import sys; from offload.train.baseline_probe import peak_nbytes\n"
+        "peak_nbytes('fp32'); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, timeout=120)
