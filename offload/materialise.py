@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.initialisers import Call, Entry, Initialisers
-from offload.planning.activations.compiler_free import without_compiler
+from offload.planning.activations.compiler_free import without_dynamo
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.zero.layout import ParamSpec
 
@@ -31,7 +31,7 @@ class MetaInitialiser:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = model
         self._seed = seed
-        with without_compiler():  # references of kernels import it, 130 MiB, for one answer
+        with without_dynamo():  # references of kernels import it, 95 MiB, for one answer
             self._plan = Initialisers(model)
         self._names = {id(module): name for name, module in model.named_modules()}
         entries = sorted(self._plan.entries, key=lambda entry: entry.is_meta)

@@ -21,11 +21,25 @@ _TOLD = "__dynamo_disable"  # where torch keeps what it was given for a function
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, torch's compiler is imported only where it is used. Afterwards all is as before."""
+    """Inside, torch's compiler is imported only where it is used. Afterwards all is as before.
+
+    For code that imports no further part of torch: that part would keep what stands here.
+    """
     with ExitStack() as stack:
         for kind in (_Dynamo, _SymbolicShapes, _Sympy, _SympyFunctions):
             if kind.NAME not in sys.modules:
                 stack.callback(kind().remove)
+        yield
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """As `without_compiler`, for code that torch may import its DTensors in (at the first tensor
+    of a subclass, and symbolic shapes with them): only Dynamo, which these import nothing of, is
+    left out."""
+    with ExitStack() as stack:
+        if _Dynamo.NAME not in sys.modules:
+            stack.callback(_Dynamo().remove)
         yield
 
 
