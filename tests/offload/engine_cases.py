@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,10 @@ from torch import Tensor, nn
 import offload
 from offload.errors import BudgetError
 from offload.tiers.units import parse_bytes
+
+# The engine's device. `make gpu-check` sets it; tests that go by it take MARKS.
+ON = os.environ.get("OFFLOAD_TEST_DEVICE", "cpu")
+MARKS = [pytest.mark.gpu] if ON == "cuda" else []
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 37, 32, 6, 2
 NVME: dict[str, Any] = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
@@ -74,13 +79,13 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Any:
 def batches(count: int, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (BATCH, LENGTH + 1)
-    return [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(count)]
+    return [torch.randint(VOCABULARY, shape, generator=generator).to(ON) for _ in range(count)]
 
 
 def config(folder: Path, placement: Mapping[str, Any] = NVME, **keys: Any) -> dict[str, Any]:
     """A configuration with budgets of megabytes, swap files under `folder`."""
     return {
-        "device": "cpu",
+        "device": ON,
         "budget": {"host": "16MiB", "nvme": "64MiB"},
         "nvme": {"paths": [str(folder)], "backend": "threads"},
         "placement": dict(placement),
@@ -112,7 +117,7 @@ def gradients_of(engine: offload.Engine) -> dict[str, Tensor]:
 
 
 def bits(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:

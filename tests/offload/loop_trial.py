@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import BudgetError, OffloadError
-from tests.offload.engine_cases import HOST, NVME, bits
+from tests.offload.engine_cases import HOST, NVME, ON, bits
 
 WIDTH, OUT, BATCH, STEPS, BLOCKS = 32, 8, 6, 6, 4
 PLACEMENTS = {"host": HOST, "nvme": NVME}
@@ -58,7 +58,7 @@ class Trial:
     def data(self, count: int = STEPS) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(1)
         shapes = (BATCH, WIDTH), (BATCH, OUT)
-        return [tuple(torch.randn(s, generator=generator) for s in shapes) for _ in range(count)]  # type: ignore[misc]
+        return [tuple(torch.randn(s, generator=generator).to(ON) for s in shapes) for _ in range(count)]  # type: ignore[misc]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         found: Tensor = ((self.model(x) - y) ** 2).mean()
@@ -126,7 +126,7 @@ def plain(row: Row) -> Outcome:
         chosen = model.parameters() if groups is None else groups
         return torch.optim.AdamW(chosen, **ADAMW), None
 
-    return _run(row, start)
+    return _run(row, start, ON)
 
 
 def offloaded(row: Row, where: str) -> Outcome:
@@ -151,15 +151,15 @@ def offloaded(row: Row, where: str) -> Outcome:
 def configuration(folder: Path, where: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = {**ADAMW, "betas": list(ADAMW["betas"]), **keys.get("optimizer", {})}
     return {
-        "device": "cpu", "precision": "fp32", "budget": BUDGETS[where],
+        "device": ON, "precision": "fp32", "budget": BUDGETS[where],
         "nvme": {"paths": [str(folder)], "backend": "threads"}, "placement": PLACEMENTS[where],
         **keys, "optimizer": optimizer,
     }  # fmt: skip
 
 
-def _run(row: Row, start: Callable[[nn.Module], Any]) -> Outcome:
+def _run(row: Row, start: Callable[[nn.Module], Any], device: str = "cpu") -> Outcome:
     torch.manual_seed(0)
-    trial = Trial(model=row.build(), start=start)
+    trial = Trial(model=row.build().to(device), start=start)
     if row.prepare is not None:
         row.prepare(trial)
     trial.begin()
@@ -200,7 +200,7 @@ def _assert_near(what: str, expected: Outcome, found: Outcome) -> None:
         assert abs(a - b) <= 1e-6 * max(1.0, abs(a)), f"{what}: number {number}: {b} for {a}"
     assert expected.weights.keys() == found.weights.keys(), what
     for name, weight in expected.weights.items():
-        difference = (weight.double() - found.weights[name].double()).abs().max().item()
+        difference = (weight.cpu().double() - found.weights[name].cpu().double()).abs().max().item()
         assert difference <= 1e-6, f"{what}: {name} differs by {difference}"
 
 

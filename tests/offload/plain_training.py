@@ -13,6 +13,7 @@ from tests.offload.engine_cases import (
     DEVICE,
     HOST,
     NVME,
+    ON,
     WIDTH,
     assert_same_bits,
     gradients_of,
@@ -34,14 +35,14 @@ def plain_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def noise(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(ON)
 
 
 def trained_plainly(
     build: Build, loss_of: Loss, data: list[Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Gradients of the first batch, then parameters and buffers after a step for each."""
-    model = seeded(build)
+    model = seeded(build).to(ON)
     optimizer = plain_optimizer(model)
     gradients: dict[str, Tensor] = {}
     for number, batch in enumerate(data):
@@ -58,7 +59,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
     assert found.keys() == expected.keys()
     for name, value in found.items():
         torch.testing.assert_close(
-            value, expected[name].detach(), rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            value.cpu(), expected[name].detach().cpu(), rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

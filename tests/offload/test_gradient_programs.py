@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import offload
 import offload.zero.update
-from tests.offload.engine_cases import HOST, NVME, bits
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, bits
 from tests.offload.loop_trial import ADAMW, configuration
 
 MIXED = {"parameters": "nvme", "gradients": "host", "optimizer": {"host": "50%", "nvme": "50%"}}
+pytestmark = MARKS
 PLACEMENTS = {"host": HOST, "nvme": NVME, "mixed": MIXED}
 SECONDS_WORTH, MANY = 25, 1500
 
@@ -68,7 +69,7 @@ class Run:
 
 def backward(run: Run, rng: random.Random) -> None:
     run.model.skip = rng.random() < 0.3
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rng.randrange(99)))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rng.randrange(99))).to(ON)
     loss = run.model(x).pow(2).mean() / rng.choice([1, 1, 4])
     loss.backward()
     run.logged.append(loss.item())
@@ -81,7 +82,7 @@ def backward_with_weights(run: Run, rng: random.Random) -> None:
 
 def differentiate(run: Run, rng: random.Random) -> None:
     run.model.skip = False
-    loss = run.model(torch.ones(2, 6)).pow(2).mean()
+    loss = run.model(torch.ones(2, 6, device=ON)).pow(2).mean()
     for p, gradient in zip(run.params, torch.autograd.grad(loss, run.params), strict=True):
         if rng.random() < 0.5:
             p.grad = gradient
@@ -127,7 +128,7 @@ def log_gradients(run: Run, rng: random.Random) -> None:
 def scale_one(run: Run, rng: random.Random) -> None:
     for p in run.with_gradient(rng):
         factor = rng.choice(
-            [2.0, 0.3, -1, torch.tensor(0.5), torch.tensor([1.5] if p.dim() else 1.5)]
+            [2.0, 0.3, -1, torch.tensor(0.5), torch.tensor([1.5] if p.dim() else 1.5, device=ON)]
         )
         rng.choice([p.grad.mul_, p.grad.div_, p.grad.data.mul_])(factor)
 
@@ -193,7 +194,7 @@ def read_weights(run: Run, rng: random.Random) -> None:
 
 def evaluate(run: Run, rng: random.Random) -> None:
     with torch.no_grad():
-        run.logged.append(run.model(torch.ones(1, 6)).sum().item())
+        run.logged.append(run.model(torch.ones(1, 6, device=ON)).sum().item())
 
 
 def learning_rate(run: Run, rng: random.Random) -> None:
@@ -229,7 +230,7 @@ def build() -> Any:
 def check(seed: int, folder: Path) -> None:
     program = drawn(seed)
     text = f"seed {seed}: {', '.join(action.__name__ for action, _ in program)}"
-    plain = build()
+    plain = build().to(ON)
     expected = Run(plain, torch.optim.AdamW(plain.parameters(), **ADAMW))
     play(program, expected)
     found = {}
@@ -248,7 +249,7 @@ def check(seed: int, folder: Path) -> None:
             near = math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6)
             assert near, f"{where}, number {number}: {b} for {a}, {text}"
         for name, value in weights.items():
-            difference = (value - state[name]).abs().max().item()
+            difference = (value.cpu() - state[name].cpu()).abs().max().item()
             assert difference <= 2e-6, f"{where}: {name} differs by {difference}, {text}"
     logged, state = found.pop("host")
     for where, (other, others) in found.items():
@@ -274,18 +275,18 @@ def test_a_gradient_that_is_set_does_not_change_what_the_last_step_reads(
         real(*args, **keys)
 
     monkeypatch.setattr(offload.zero.update, "optimizer_step", late)
-    plain = build()
+    plain = build().to(ON)
     steps_with_set_gradients(plain, torch.optim.AdamW(plain.parameters(), **ADAMW))
     keys = configuration(tmp_path, "nvme", {"placement": MIXED})
     with offload.initialize(build(), keys) as engine:
         steps_with_set_gradients(engine.module, engine.optimizer)
         found = engine.module.state_dict()
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)
+        torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=0, atol=2e-6)
 
 
 def steps_with_set_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for size in (1.0, -2.0, 0.5):
         for p in model.parameters():
-            p.grad = torch.full(p.shape, size)  # `full_like` would wait for the update
+            p.grad = torch.full(p.shape, size, device=ON)  # `full_like` would wait for the update
         optimizer.step()

@@ -18,7 +18,9 @@ from tests.aio import WHY_NO_LIBAIO
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
+    MARKS,
     NVME,
+    ON,
     TinyLM,
     assert_same_bits,
     batches,
@@ -29,6 +31,7 @@ from tests.offload.engine_cases import (
     states_of,
 )
 
+pytestmark = MARKS
 STEPS = 8
 Run = tuple[list[float], dict[str, Tensor]]
 
@@ -163,7 +166,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 
 def plain_run(accumulate: int, clip: float) -> tuple[list[float], dict[str, Tensor]]:
-    model = seeded(TinyLM)
+    model = seeded(TinyLM).to(ON)
     optimizer = torch.optim.AdamW(param_groups(model), lr=2e-3, betas=(0.9, 0.95))
     scheduler = schedule(optimizer)
     losses = []
@@ -206,5 +209,5 @@ def test_fp32_agrees_with_plain_adamw_to_rounding(
     expected_losses, expected = plain_run(accumulate, 0.5)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     for name, value in found.items():
-        distance = (value - expected[name]).norm() / expected[name].norm()
+        distance = (value.cpu() - expected[name].cpu()).norm() / expected[name].cpu().norm()
         assert distance <= 1e-6, (name, distance.item())
