@@ -341,6 +341,7 @@ def this_machine(
         hardware, kernels_missing=missing, sharding=sharding,
         host_nbytes=hardware.host_nbytes // here,
         host_free_nbytes=hardware.host_free_nbytes // here,
+        cores=max(1, hardware.cores // here),
         measure_nvme=lambda: _bandwidth(tuple(sorted(reports))),
     )  # fmt: skip
 

@@ -58,7 +58,9 @@ class Trial:
     def data(self, count: int = STEPS) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(1)
         shapes = (BATCH, WIDTH), (BATCH, OUT)
-        return [tuple(torch.randn(s, generator=generator).to(ON) for s in shapes) for _ in range(count)]  # type: ignore[misc]
+        return [
+            tuple(torch.randn(s, generator=generator).to(ON) for s in shapes) for _ in range(count)
+        ]  # type: ignore[misc]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         found: Tensor = ((self.model(x) - y) ** 2).mean()

@@ -59,7 +59,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
     assert found.keys() == expected.keys()
     for name, value in found.items():
         torch.testing.assert_close(
-            value.cpu(), expected[name].detach().cpu(), rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            value.cpu(),
+            expected[name].detach().cpu(),
+            rtol=1e-5,
+            atol=atol,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
