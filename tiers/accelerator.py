@@ -207,8 +207,10 @@ class Cuda(_OwnStreams):
 
     def unregister(self, address: int, device: torch.device) -> None:
         with self.on(device):
-            self._module.synchronize(device)
-            self._module.cudart().cudaHostUnregister(address)
+            try:
+                self._module.synchronize(device)
+            finally:
+                self._module.cudart().cudaHostUnregister(address)
 
     @property
     def lacks_triton(self) -> str | None:

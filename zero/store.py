@@ -197,8 +197,10 @@ class WeightStore:
         """Replace the hooks by refusals and let go of all parameters. Their memory is the homes'
         to give back."""
         self.refuse_use()
-        self.ranks.finish()
-        self.ranks.close()
+        try:
+            self.ranks.finish()
+        finally:
+            self.ranks.close()
         if self.hooks is not None:
             self.hooks.remove()
         own = [pair for group in self.groups for pair in group.own_classes()]

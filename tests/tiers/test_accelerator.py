@@ -241,6 +241,21 @@ def test_pinned_memory_is_given_back_when_its_device_has_done_everything(
     assert not memory.pinned
 
 
+def test_memory_is_unpinned_also_where_the_device_has_failed(
+    module: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device: Any = Device("cuda", 1)
+    memory = HostMemory(1 << 20, pin_for=device)
+
+    def failed(device: Device) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(module, "synchronize", failed)
+    with pytest.raises(RuntimeError, match="illegal"):
+        memory.close()
+    assert module.calls[-1] == "unregister"
+
+
 @pytest.mark.parametrize("kind", ["xpu", "npu"])
 def test_a_kind_that_cannot_pin_existing_memory_says_so_once(
     kind: str, module: FakeModule, caplog: pytest.LogCaptureFixture
