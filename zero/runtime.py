@@ -231,6 +231,7 @@ class Runtime:
 
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
+        self.store.check_usable()
         if not self._called:
             self._called = True
             check_schedule(self.options.step_rules)

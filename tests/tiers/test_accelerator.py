@@ -73,6 +73,7 @@ class FakeModule:
         self.events: list[FakeEvent] = []
         self.device_index, self.devices, self.available = 0, 2, True
         self.status = self.last_error = 0
+        self.is_current_stream_capturing: Any = None
 
     def is_available(self) -> bool:
         return self.available
@@ -198,6 +199,20 @@ def test_on_a_cpu_there_is_nothing_to_wait_for(module: FakeModule) -> None:
     work.close()
     assert module.calls == []
     assert accelerator.free_nbytes(cpu) == 0
+
+
+# ---------------------------------------------------------------- graphs
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_that_is_being_captured_is_seen(kind: str, module: FakeModule) -> None:
+    device: Any = Device(kind)
+    assert not accelerator.is_capturing(device)  # also of a PyTorch that has no graphs for it
+    module.is_current_stream_capturing = lambda: True
+    assert accelerator.is_capturing(device)
+    assert not accelerator.is_capturing(torch.device("cpu"))
+
+
+def test_pytorch_is_asked_about_graphs_by_the_name_it_has_for_that() -> None:
+    assert hasattr(torch.cuda, "is_current_stream_capturing")
 
 
 # ---------------------------------------------------------------- pinning
