@@ -39,8 +39,10 @@ class Links:
 
     def close(self) -> None:
         """Wait for every copy."""
-        self.to_device.close()
-        self.to_host.close()
+        try:
+            self.to_device.close()
+        finally:
+            self.to_host.close()
 
 
 class MirroredState(SlotState):
