@@ -173,6 +173,19 @@ def test_a_home_in_host_memory_is_kept_until_its_copy_has_left(bench: Bench):
     assert not lease.in_use()
 
 
+@pytest.mark.parametrize("side", ["update", "reader", "writer"])
+def test_a_home_in_host_memory_may_be_changed_once_the_copy_of_it_is_done(bench: Bench, side):
+    """A copy that was started for the next use, and overtaken by an update, say."""
+    state = bench.mirrored("state", 4, 1)
+    state.bring(next_use=1.0)
+    assert state.residency() is Residency.ARRIVING
+    if side == "update":
+        state.host_piece(2).wait()
+    else:
+        state.host_tensor() if side == "reader" else state.host_blank()
+    assert state.residency() is Residency.CLEAN
+
+
 # ------------------------------------------------------------------ updates
 def test_what_the_device_updated_in_a_mirror_is_not_copied_there_again(bench: Bench):
     state = bench.mirrored("state", 4, 1)
