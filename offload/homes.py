@@ -108,8 +108,9 @@ class TieredHomes:
             return None
         with self.lock:
             lease = self._memory[Tier.HOST].lease(
-                plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS
-            )
+                plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS,
+                in_parts=True,
+            )  # fmt: skip
         # on a CPU the copies into the window are no traffic between host and device
         own = Links(CopyStream(device), CopyStream(device))
         links = self._device.links if self.plan.gpu else own

@@ -219,11 +219,12 @@ def test_a_failed_pinning_leaves_no_error_to_the_next_kernel(
     module.status = 2
     with caplog.at_level(logging.WARNING, "offload"):
         memory = HostMemory(1 << 20, pin_for=device)
+        memory.tensor(0, 16)
     module.kernel()  # raises if the error were left
     assert not memory.pinned
     assert blamed == [device]
     (line,) = caplog.messages
-    assert "1.0 MiB could not be pinned (cudaHostRegister's error 2)" in line
+    assert "1.0 MiB could not be pinned (cudaHostRegister's error 2), 0 B are" in line
     memory.close()
     assert "unregister" not in module.calls
     assert memory.tensor(0, 16).sum() == 0
@@ -234,6 +235,7 @@ def test_pinned_memory_is_given_back_when_its_device_has_done_everything(
 ) -> None:
     device: Any = Device("cuda", 1)
     memory = HostMemory(1 << 20, pin_for=device)
+    memory.tensor(0, 16)
     assert memory.pinned
     module.calls.clear()
     memory.close()
@@ -247,14 +249,19 @@ def test_a_kind_that_cannot_pin_existing_memory_says_so_once(
 ) -> None:
     device: Any = Device(kind)
     with caplog.at_level(logging.WARNING, "offload"):
-        assert not HostMemory(1 << 20, pin_for=device).pinned
+        memory = HostMemory(1 << 20, pin_for=device)
+        for _ in range(2):
+            memory.tensor(0, 16)
+        assert not memory.pinned
     (line,) = caplog.messages
     assert f"PyTorch cannot pin existing memory for {kind.upper()}" in line
 
 
 def test_nothing_is_pinned_for_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "offload"):
-        assert not HostMemory(1 << 20, pin_for=torch.device("cpu")).pinned
+        memory = HostMemory(1 << 20, pin_for=torch.device("cpu"))
+        memory.tensor(0, 16)
+        assert not memory.pinned
     assert caplog.messages == []
 
 
