@@ -152,7 +152,7 @@ def _case(shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer
             if best.shortfalls[0].tier is not Tier.DEVICE:
                 return reason  # whatever the batch
             continue
-        if best.plan.budgets[Tier.DEVICE] < _device_budget(machine):
+        if best.plan.room_nbytes(Tier.DEVICE) < _device_budget(machine):
             reason = f"one sequence of {SEQUENCE} tokens leaves too little of the device"
             continue
         case = _laid_out(shape, batch, best, spilled, machine)

@@ -115,8 +115,9 @@ class TieredHomes:
             return None
         with self.lock:
             lease = self._memory[Tier.HOST].lease(
-                plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS
-            )
+                plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS,
+                in_parts=True,
+            )  # fmt: skip
         links = self._device.links
         if not self.plan.gpu:  # copies into the window are no traffic between host and device
             links = Links(CopyStream(device), CopyStream(device))

@@ -14,7 +14,7 @@ from offload.tiers.memory_tier import Lease
 
 
 class Slot:
-    """A range of the window: whole pages, one storage of its own. Freed once."""
+    """A range of the window: whole pages. Freed once."""
 
     __slots__ = ("_window", "nbytes", "offset_bytes", "tensor")
 
@@ -22,7 +22,8 @@ class Slot:
         self._window = window
         self.offset_bytes = offset_bytes
         self.nbytes = nbytes
-        self.tensor = _tensor_over(self.pages())  # 1D uint8
+        stop = offset_bytes + nbytes
+        self.tensor = window.lease.part(offset_bytes, stop)  # 1D uint8, a storage of its own
 
     def pages(self) -> memoryview:
         """The range for a file transfer; not counted by `in_use`."""
@@ -62,8 +63,3 @@ class ActivationWindow:
         if offset is None:
             return None
         return Slot(self, offset, self.arena.size_of(offset))
-
-
-@torch.inference_mode(False)  # a slot filled while evaluating may serve training
-def _tensor_over(pages: memoryview) -> torch.Tensor:
-    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -22,6 +22,7 @@ import torch
 
 from offload.swap.transfer import Transfer
 from offload.tiers import accelerator
+from offload.tiers.pinning import pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,10 @@ class CopyStream:
 
 
 def _start(destination: torch.Tensor, source: torch.Tensor) -> None:
-    destination.copy_(source, non_blocking=True)
+    """In pieces where host memory was pinned in pieces: the driver refuses to copy them as one."""
+    host = source if source.device.type == "cpu" else destination
+    for piece in pieces(host.data_ptr(), host.numel()):
+        destination[piece].copy_(source[piece], non_blocking=True)
 
 
 @dataclass(slots=True)

@@ -1,24 +1,22 @@
 """The bytes behind a memory tier: one address range, handed out as tensors without a copy.
 
 `HostMemory` reserves address space only: a page costs RAM when it is first touched, so a generous
-budget costs nothing until it is used. For a GPU the range is registered once, as a whole, so that
-every copy from it is asynchronous (a caching pinned allocator would round sizes up by up to 1.9x).
+budget costs nothing until it is used. For a GPU ranges are pinned as they are first used, in large
+extents (`tiers/pinning.py`), so that every copy from them is asynchronous (a caching pinned
+allocator would round sizes up by up to 1.9x).
 """
 
 from __future__ import annotations
 
-import logging
-import mmap
 from typing import Protocol
 
 import torch
 
 from offload.tiers import accelerator
 from offload.tiers.errors import BudgetError, UnsupportedError
+from offload.tiers.host_region import HostRegion
+from offload.tiers.pinning import Pins
 from offload.tiers.units import format_bytes
-
-_log = logging.getLogger("offload")
-_MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 on
 
 
 class Memory(Protocol):
@@ -40,61 +38,41 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Anonymous memory, page-aligned; pinned for `pin_for`, where that is an accelerator."""
+    """Anonymous memory, page-aligned, which a forked child does not share; pinned for `pin_for`,
+    where that is an accelerator."""
 
     def __init__(self, nbytes: int, *, pin_for: torch.device | None = None) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
-            self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
+            self._region = HostRegion(nbytes)
         except OSError as error:
             raise BudgetError(
                 f"cannot reserve {format_bytes(nbytes)} of address space for the host tier "
                 f"({error}); lower budget.host or raise `ulimit -v`"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _advise_huge_pages(self._map)
-        self._pinned_for = pin_for if pin_for and _pin(self._map, nbytes, pin_for) else None
+        self._pins: Pins | None = None
+        if pin_for is not None and accelerator.is_accelerator(pin_for):
+            self._pins = Pins(self._region.address, len(self._region), pin_for)
 
     @property
     def pinned(self) -> bool:
-        return self._pinned_for is not None
+        """Whether all that was handed out is pinned, and anything was."""
+        return self._pins is not None and self._pins.complete
 
-    @torch.inference_mode(False)  # a lease taken in an evaluation may serve training later on
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset_bytes, count=nbytes)
+        stop, pins = offset_bytes + nbytes, self._pins
+        found = self._region.tensor(offset_bytes, stop)
+        if pins is not None:
+            pins.use(offset_bytes, stop)
+        return found
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
-        return memoryview(self._map)[offset_bytes : offset_bytes + nbytes]
+        return memoryview(self._region)[offset_bytes : offset_bytes + nbytes]
 
     def close(self) -> None:
         """Unpin. The pages go when the last tensor over them goes."""
-        device, self._pinned_for = self._pinned_for, None
-        if device is not None:
-            accelerator.of(device).unregister(_address(self._map), device)
-
-
-def _advise_huge_pages(region: mmap.mmap) -> None:
-    try:
-        region.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:  # a kernel built without transparent huge pages
-        _log.debug("huge pages not advised: %s", error)
-
-
-def _address(region: mmap.mmap) -> int:
-    return torch.frombuffer(region, dtype=torch.uint8, count=1).data_ptr()
-
-
-def _pin(region: mmap.mmap, nbytes: int, device: torch.device) -> bool:
-    if not accelerator.is_accelerator(device):
-        return False
-    reason = accelerator.of(device).register(_address(region), nbytes, device)
-    if reason is not None:
-        _log.warning(
-            "host tier: %s could not be pinned (%s), copies to the %s device will be slower; "
-            "lower budget.host or raise `ulimit -l`",
-            format_bytes(nbytes), reason, accelerator.of(device).title,
-        )  # fmt: skip
-    return reason is None
+        pins, self._pins = self._pins, None
+        if pins is not None:
+            pins.close()
 
 
 class DeviceMemory:

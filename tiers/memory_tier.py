@@ -25,17 +25,20 @@ class MemoryTier:
         ledger.audit(name, self.arena)
         self._memory = memory
 
-    def lease(self, nbytes: int, *, owner: str, state_class: StateClass) -> Lease:
+    def lease(
+        self, nbytes: int, *, owner: str, state_class: StateClass, in_parts: bool = False
+    ) -> Lease:
         """The right to `nbytes` of this tier until freed. Raises TierFullError.
 
-        The content is undefined.
+        The content is undefined. `in_parts`: only `Lease.part` and `Lease.pages` will be used of
+        it, so that what is never used is never pinned.
         """
         offset = self.arena.allocate(nbytes)
         if offset is None:
             raise self.full(nbytes, owner, state_class)
         extent = Extent(self.name, offset, self.arena.size_of(offset))
         self.account.move(state_class, extent.nbytes)
-        return Lease(self, extent, nbytes, owner, state_class)
+        return Lease(self, extent, nbytes, owner, state_class, in_parts=in_parts)
 
     def fits(self, nbytes: int) -> bool:
         """True if a lease of `nbytes` can be had right now."""
@@ -72,20 +75,29 @@ class Lease:
     __slots__ = ("_tier", "extent", "freed", "nbytes", "owner", "state_class", "tensor")
 
     def __init__(
-        self, tier: MemoryTier, extent: Extent, nbytes: int, owner: str, state_class: StateClass
-    ) -> None:
+        self, tier: MemoryTier, extent: Extent, nbytes: int, owner: str, state_class: StateClass,
+        *, in_parts: bool = False,
+    ) -> None:  # fmt: skip
         self._tier = tier
         self.extent = extent
         self.nbytes = nbytes
         self.owner = owner
         self.state_class = state_class
         self.freed = False
-        # 1D uint8, whole pages (direct I/O reads and writes whole pages), one storage of its own
-        self.tensor: torch.Tensor = tier._memory.tensor(extent.offset_bytes, extent.nbytes)
+        # 1D uint8, whole pages (direct I/O reads and writes whole pages), one storage of its own;
+        # empty where it is used in parts
+        self.tensor: torch.Tensor = (
+            torch.empty(0, dtype=torch.uint8) if in_parts
+            else tier._memory.tensor(extent.offset_bytes, extent.nbytes)
+        )  # fmt: skip
 
     @property
     def tier(self) -> Tier:
         return self.extent.tier
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes `[start, stop)`, with a storage of their own: no use of the lease."""
+        return self._tier._memory.tensor(self.extent.offset_bytes + start, stop - start)
 
     def pages(self, start: int, stop: int) -> memoryview:
         """Bytes `[start, stop)` of the range, for a file transfer; not counted by `in_use`."""

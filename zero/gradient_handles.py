@@ -90,15 +90,17 @@ class GradientHandles:
     def __init__(
         self, states: Sequence[OptimizerState], stepper: Stepper, rank_work: AnyRankWork,
         arrive: Callable[[OptimizerState, int, torch.Tensor], None],
-        comes_in_parts: Callable[[ParamGroup], bool],
+        comes_in_parts: Callable[[ParamGroup], bool], check_process: Callable[[], None],
     ) -> None:  # fmt: skip
         """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`:
-        whether gradients of a group are still arriving, micro-batch by micro-batch."""
+        whether gradients of a group are still arriving, micro-batch by micro-batch.
+        `check_process` raises in a forked child."""
         self._states = states
         self._stepper = stepper
         self._rank_work = rank_work
         self._arrive = arrive
         self._comes_in_parts = comes_in_parts
+        self._check_process = check_process
         self._sources: dict[Place, GradientSource] = {}  # of the accumulated gradients
         self._handles: dict[Place, PagedTensor] = {}  # unused ones, with no other reference
         self._params: dict[Place, nn.Parameter] = {
@@ -431,6 +433,8 @@ class GradientHandles:
     def _check(self, source: GradientSource) -> None:
         if source.used_up is not None:
             raise StateError(f"{source.name} has no value any more: {source.used_up}")
+        if source.kept is None:
+            self._check_process()
         if source.kept is None and self._comes_in_parts(source.state.group):
             raise StateError(
                 f"{source.name} is not complete: with micro_batches above 1 the gradients of a "

@@ -152,7 +152,7 @@ class Runtime:
             )  # fmt: skip
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
-                self._comes_in_parts,
+                self._comes_in_parts, self.store.one_thread.check_process,
             )  # fmt: skip
             begun.pop_all()
         self._micro_batching: MicroBatching | None = None

@@ -117,7 +117,8 @@ Run = tuple[list[float], dict[str, Tensor], Any]
 
 def settings(folder: Path, placement: dict[str, Any], **keys: Any) -> dict[str, Any]:
     optimizer = {"chunk": 2048, "lr": 3e-3, **keys.pop("optimizer", {})}
-    return config(folder, {**HOST, **placement}, budget=BUDGET, optimizer=optimizer, **keys)
+    keys = {"budget": BUDGET, **keys}
+    return config(folder, {**HOST, **placement}, optimizer=optimizer, **keys)
 
 
 def run(
@@ -282,6 +283,29 @@ def test_sums_of_several_passes_are_the_same_planned_or_not(tmp_path, device, gr
         keys["gradient_accumulation_steps"] = 2
     placement = {"gradients": gradients, "optimizer": SPLIT}
     assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {},
+        {"parameters": "nvme", "gradients": "device", "optimizer": SPLIT},
+        {"parameters": "device", "gradients": "device", "optimizer": "device"},
+    ],
+    ids=str,
+)
+def test_an_open_device_budget_is_all_that_a_run_can_use_and_no_more(
+    tmp_path, device, placement, accumulate
+):
+    """Also with sums of more passes than were planned for. Nothing is ever copied twice."""
+    keys: dict[str, Any] = {"precision": "bf16", "accumulate": accumulate}
+    found = run(tmp_path, placement, device, budget={"host": "16MiB", "nvme": "64MiB"}, **keys)
+    assert_same(found, on_host(tmp_path, device, **keys))
+    tier = found[2].tiers["device"]
+    assert tier.peak_nbytes <= tier.budget_nbytes <= 8 << 20
+    given = run(tmp_path, placement, device, budget={**BUDGET, "device": "64MiB"}, **keys)
+    assert found[2].bytes_moved["host to device"] == given[2].bytes_moved["host to device"]
 
 
 def test_weights_stepped_on_the_device_are_not_copied_there_again(tmp_path, device):

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset
 
 import offload
@@ -28,6 +29,7 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+from tests.tiers.test_host_region import child
 
 BLOCKS = {"groups": {"blocks": ["Block"]}}
 
@@ -142,7 +144,7 @@ def test_threads_that_take_turns_train_as_one(engine: offload.Engine, tmp_path: 
 
 
 def child_says(work: Callable[[], Any], timeout_s: int = 60) -> str:
-    """What `work` raised in a forked child that then ends as a program does."""
+    """What `work` returned or raised in a forked child that then ends as a program does."""
     read, write = os.pipe()
     sys.stdout.flush()
     with warnings.catch_warnings():
@@ -152,8 +154,7 @@ def child_says(work: Callable[[], Any], timeout_s: int = 60) -> str:
         os.close(read)
         threading.Timer(timeout_s, os._exit, [3]).start()
         try:
-            work()
-            said = "nothing"
+            said = repr(work())
         except BaseException as error:  # noqa: BLE001 - told to the parent
             said = f"{type(error).__name__}: {error}"
         os.write(write, said.encode())
@@ -189,9 +190,96 @@ def test_a_forked_child_is_told_that_the_engine_is_its_parents(
         assert said.startswith("StateError: this engine belongs to process"), said
     loss = model.loss(data[1])  # type: ignore[operator]
     assert child_says(loss.backward).startswith("StateError: this engine belongs to process")
-    assert child_says(engine.close) == "nothing"
+    assert child_says(engine.close) == "None"
     assert losses_of(engine, data[2:]) != losses
     engine.check_integrity()
+
+
+def a_weight(model: Any) -> float:
+    return float(model.blocks[1].mlp[0].weight.detach().double().sum())
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "sum": a_weight,
+    "numpy": lambda model: model.norm.weight.detach().numpy().tolist(),
+    "item": lambda model: model.blocks[0].norm.bias[3].item(),
+    "vector": lambda model: float(parameters_to_vector(model.parameters()).detach().sum()),
+    "values in a state dict": lambda model: float(model.state_dict()["head.weight"].sum()),
+    "gradient": lambda model: model.norm.weight.grad.tolist(),
+    "norm of a gradient": lambda model: float(model.head.weight.grad.norm()),
+    "scaled gradient": lambda model: float(model.position.grad.mul_(0.5).sum()),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", [NVME, HOST], ids=["nvme", "host"])
+def test_a_forked_child_reads_what_was_there_or_is_told_why_not(
+    tmp_path: Path, placement: dict[str, Any], precision: str
+) -> None:
+    keys = config(tmp_path, placement, precision=precision, **BLOCKS)
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        losses_of(engine, batches(2))
+        kept = engine.module.head.weight.detach().clone()  # type: ignore[union-attr,operator]
+        engine.backward(engine.module.loss(batches(1)[0]))  # type: ignore[operator]
+        said = {name: child_says(lambda read=read: read(engine.module))  # type: ignore[misc]
+                for name, read in READS.items()}  # fmt: skip
+        for name, found in said.items():
+            if "StateError" not in found:
+                assert found == repr(READS[name](engine.module)), name
+            else:
+                assert found.startswith("StateError: this engine belongs to process"), name
+        assert "StateError" in said["gradient"]
+        assert child_says(lambda: kept.sum().item()) == repr(kept.sum().item())
+        losses_of(engine, batches(2))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_forked_child_inherits_parameters_that_are_gathered(
+    tmp_path: Path, precision: str
+) -> None:
+    keys = config(tmp_path, NVME, precision=precision, **BLOCKS)
+    with offload.initialize(seeded(TinyLM), keys) as engine, engine.gathered():
+        expected = a_weight(engine.module)
+        assert child_says(lambda: a_weight(engine.module)) == repr(expected)
+
+
+class Wide(nn.Module):
+    """8.4 M parameters in 8 blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8))
+
+    def loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x.float().square().mean()
+
+
+def private_nbytes(process: int) -> int:
+    rows = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return sum(int(row.split()[1]) << 10 for row in rows if row.startswith("Private_"))
+
+
+def test_states_that_are_updated_while_a_child_lives_take_no_more_ram(tmp_path: Path) -> None:
+    """Pages that the two shared, and the parent has rewritten since, are the child's alone."""
+    keys = config(tmp_path, HOST, precision="bf16", budget={"host": "160MiB"})
+    data = torch.ones(2, 1024).bfloat16()
+
+    def step() -> None:
+        engine.backward(engine.module.loss(data))  # type: ignore[operator]
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        engine.settle()
+
+    with offload.initialize(seeded(Wide), keys) as engine:
+        step()
+        with child() as other:
+            before = private_nbytes(other)
+            step()
+            grown = private_nbytes(other) - before
+        assert engine.report().tiers["host"].used_nbytes > 100 << 20
+    assert grown < 16 << 20
 
 
 class Tokens(Dataset[Tensor]):
@@ -216,3 +304,38 @@ def test_a_data_loader_that_forks_workers_simply_works(
         for tokens in loader:
             losses += losses_of(engine, [tokens])
     assert losses == expected
+
+
+class Weighed(Tokens):
+    """Holds the model, and reads one of its weights with every row."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(a_weight(self.model), dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("where", ["dataset", "collate_fn"])
+def test_a_worker_that_reads_a_weight_gets_it_or_an_error(
+    engine: offload.Engine, where: str
+) -> None:
+    def collate(rows: Any) -> Tensor:
+        return torch.tensor(a_weight(engine.module), dtype=torch.float64)
+
+    losses_of(engine, batches(2))
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 60}
+    loader = (
+        DataLoader(Weighed(engine.module), batch_size=None, **options)
+        if where == "dataset"
+        else DataLoader(Tokens(), batch_size=2, collate_fn=collate, **options)
+    )
+    try:
+        found = {float(value) for value in loader}
+    except StateError as error:
+        assert "this engine belongs to process" in str(error)  # noqa: PT017 - one of two
+    else:
+        assert found == {a_weight(engine.module)}
+    losses_of(engine, batches(2))
+    engine.check_integrity()

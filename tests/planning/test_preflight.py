@@ -73,11 +73,13 @@ def test_parameters_that_already_take_ram_are_not_counted_twice(tmp_path):
     assert fly(tmp_path, keys, root, freed=32 * MIB).refusals == ()
 
 
-def test_a_gpu_pins_the_whole_budget(tmp_path):
+def test_a_gpu_needs_no_more_ram_than_its_plan(tmp_path):
+    """Memory is pinned as it is used, not as a whole."""
     keys = {"placement": HOST, "budget": {"host": "1GiB"}}
     root = made_up(tmp_path, available=512 * MIB)
-    found = fly(tmp_path, keys, root, gpu=True)
-    with pytest.raises(BudgetError, match=r"budget.host: 1.0 GiB is pinned whole.*512.0 MiB short"):
+    assert fly(tmp_path, keys, root, gpu=True).refusals == ()
+    found = fly(tmp_path, keys, made_up(tmp_path, available=100 * MIB), gpu=True)
+    with pytest.raises(BudgetError, match=r"budget.host: the plan needs 1.* short; close other"):
         found.refuse()
 
 
@@ -131,9 +133,11 @@ def test_a_limit_of_locked_memory_is_said_where_memory_is_pinned(tmp_path, monke
     assert "memlock limit: 8.0 MiB, 248.0 MiB less than budget.host" in warning
 
 
-def test_a_budget_that_others_have_taken_is_said(tmp_path):
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_budget_that_others_have_taken_is_said(tmp_path, gpu, monkeypatch):
+    monkeypatch.setattr(module.machine, "memlock_limit_nbytes", lambda: None)
     keys = {"placement": NVME, "budget": {"host": "1GiB"}}
-    (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB)).warnings
+    (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB), gpu=gpu).warnings
     assert "budget.host: 1.0 GiB, but 512.0 MiB of RAM are available now" in warning
 
 

@@ -103,7 +103,9 @@ class PlacementEvaluator:
         self._facts = run.facts_of(config) if run is not None else NOTHING
         self._config = config
         self._config = self._with_open_budgets(config)
-        self._builder = PlanBuilder(self._config, model, hardware)
+        self._builder = PlanBuilder(
+            self._config, model, hardware, device_is_open=config.budget.device is None
+        )
         if before is not None:
             self._builder.share_with(before._builder)
         self._plans: dict[tuple[Placement, ...], Plan] = {}

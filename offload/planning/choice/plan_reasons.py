@@ -44,5 +44,5 @@ def _reason(solution: Solution, state_class: StateClass, placement: Placement) -
 
 def _missing(plan: Plan, state_class: StateClass, tier: Tier, above: Tier) -> int:
     """Bytes that the tier above lacks to hold what of the class lies in `tier`."""
-    left = plan.budgets[above] - needed_nbytes(plan, above)
+    left = plan.room_nbytes(above) - needed_nbytes(plan, above)
     return plan.expected[tier].get(state_class, 0) - left

@@ -65,8 +65,7 @@ def preflight(
 
 def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iterator[OffloadError]:
     """RAM for the host tier, for what a CPU calls its device, and for files that lie in RAM."""
-    # a GPU's copies need pinned memory: all of the budget is locked at once
-    held = plan.budgets[Tier.HOST] if plan.gpu else ram_nbytes(plan)
+    held = ram_nbytes(plan)
     files = _files_in_memory(plan, folders, root)
     available = machine.available_memory_nbytes(root) + freed
     needed = held + files
@@ -78,11 +77,6 @@ def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iter
             f"nvme.paths: {folders[0]} is RAM ({format_bytes(files)} of files), and with "
             f"{format_bytes(held)} of memory the plan is {missing} beyond the "
             f"{format_bytes(available)} available; name a folder on a disk, or lower budget.nvme"
-        )
-    elif plan.gpu:
-        yield BudgetError(
-            f"budget.host: {format_bytes(held)} is pinned whole, {format_bytes(available)} of RAM "
-            f"are available now, {missing} short; lower budget.host, or close other programs"
         )
     else:
         yield BudgetError(
@@ -143,15 +137,15 @@ def _locked(plan: Plan) -> Iterator[str]:
     if plan.gpu and limit is not None and limit < budget:
         yield (
             f"memlock limit: {format_bytes(limit)}, {format_bytes(budget - limit)} less than "
-            "budget.host, which is to be pinned; CUDA's driver does not usually count it, and "
-            "where it does copies get slower: raise it with `ulimit -l`"
+            "budget.host, which is pinned as it is used; CUDA's driver does not usually count it, "
+            "and where it does copies get slower: raise it with `ulimit -l`"
         )
 
 
 def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
     """Copies may fill a budget that the machine does not have free now."""
     budget, available = plan.budgets[Tier.HOST], machine.available_memory_nbytes(root)
-    if plan.gpu or not plan.uses_nvme or budget <= available:
+    if not plan.uses_nvme or budget <= available:
         return
     yield (
         f"budget.host: {format_bytes(budget)}, but {format_bytes(available)} of RAM are available "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from offload.config.fields import Percent
 from offload.planning.plan.activation_plan import least_window, share_out
+from offload.planning.plan.device_most import within_use
 from offload.planning.plan.device_plan import plan_device
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.shared_plan import plan_shared
@@ -48,7 +49,12 @@ Placements = Mapping[StateClass, Placement]
 class PlanBuilder:
     """Plans of one model, one configuration and one machine, by placement."""
 
-    def __init__(self, config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
+    def __init__(
+        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, *,
+        device_is_open: bool = False,
+    ) -> None:  # fmt: skip
+        """`device_is_open`: the device's budget is what is left of a GPU, more than may be of
+        use."""
         config = config.settled()
         sharding = hardware.sharding
         model = model.sharded(sharding.ranks, sharding.replicas)
@@ -58,6 +64,7 @@ class PlanBuilder:
         self.model = model
         self.hardware = hardware
         self.gpu = hardware.device_nbytes > 0
+        self._device_is_open = self.gpu and device_is_open
         self.sizes = sizes_of(self.config)
         self.groups = measure(self.config, model, sharding)
         self.budgets = resolve_budgets(config, hardware, _device_demand(self.explicit, self.groups))
@@ -98,6 +105,8 @@ class PlanBuilder:
             sharding=self.hardware.sharding, shared=self.shared[moves],
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan, dealt))
+        if self._device_is_open:
+            plan = within_use(plan)
         return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
     def _assign_gradients(self, placement: Placement) -> list[Tier]:
@@ -233,7 +242,8 @@ def _records(model: ModelShape, chunk_numel: int) -> int:
 def resolve_budgets(
     config: OffloadConfig, hardware: Hardware, on_cpu_device: int
 ) -> dict[Tier, int]:
-    """Bytes per tier. `on_cpu_device`: what an automatic device budget is on a CPU."""
+    """Bytes per tier, as far as they do not depend on a placement. `on_cpu_device`: what an
+    automatic device budget is on a CPU."""
     budget = config.budget
     device_auto = int(hardware.device_nbytes * 0.8) if hardware.device_nbytes else on_cpu_device
     device_whole = hardware.device_nbytes or hardware.host_nbytes

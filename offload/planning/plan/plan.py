@@ -71,6 +71,13 @@ class Plan:
     device: DevicePlan | None = None  # None: no kernel of ours runs on a device
     sharding: Sharding = ALONE  # of the rank that it is for
     shared: SharedPlan | None = None  # None: this rank is alone
+    device_room_nbytes: int | None = None  # where budget.device is open: with what it cannot use
+
+    def room_nbytes(self, tier: Tier) -> int:
+        """What the tier may hold: its budget, and of a GPU what the plan has no use for."""
+        if tier is Tier.DEVICE and self.device_room_nbytes is not None:
+            return self.device_room_nbytes
+        return self.budgets[tier]
 
     def total(self, tier: Tier) -> int:
         return sum(self.expected[tier].values())

@@ -31,7 +31,7 @@ def lacking_nbytes(plan: Plan, tier: Tier, hardware: Hardware, beside_nbytes: in
     """What a tier lacks of its budget or of the machine, where `beside_nbytes` of RAM are taken
     beside the tiers; negative: to spare."""
     needed = needed_nbytes(plan, tier)
-    lacking = needed - plan.budgets[tier]
+    lacking = needed - plan.room_nbytes(tier)
     if tier is Tier.NVME:
         lacking = max(lacking, needed - hardware.nvme_free_nbytes)
         return max(1, lacking) if _leaves_none_to_activations(plan) else lacking

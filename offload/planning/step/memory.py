@@ -32,6 +32,7 @@ from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds
 from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.traffic import find_copies
 from offload.tiers.ledger import StateClass
+from offload.tiers.pinning import EXTENT_NBYTES
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.records import RecordFormat
@@ -293,7 +294,16 @@ class PlannedMemory:
         by_class[MemoryClass.STAGING] += copies.nbytes + self._staging
         by_class[MemoryClass.STAGING] -= 0 if used else self._update_buffers
         by_class[MemoryClass.FRAGMENTATION] += copies.touched_nbytes - copies.nbytes
+        if self._plan.gpu:
+            left = max(0, self._plan.budgets[Tier.HOST] - sum(by_class.values()))
+            by_class[MemoryClass.FRAGMENTATION] += min(left, self._ends_of_pinned)
         return by_class
+
+    @property
+    def _ends_of_pinned(self) -> int:
+        """Memory is pinned in extents: at the end of what is used a whole one. What is not used of
+        the window for activations has two more such ends."""
+        return EXTENT_NBYTES * (3 if self._window else 1)
 
     @property
     def _largest_values(self) -> int:

@@ -1,0 +1,222 @@
+"""A forked child shares no pages of host memory but those that somebody can still see."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.tiers import host_region
+from offload.tiers.host_region import HostRegion
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import HostMemory
+from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.tiers.tier import Tier
+
+MIB, PAGE = 1 << 20, mmap.PAGESIZE
+
+
+def in_child(work: Callable[[], object]) -> str:
+    """What `work` returned or raised in a forked child; how that ended, if not by itself."""
+    read, write = os.pipe()
+    child = fork()
+    if child == 0:
+        try:
+            said = repr(work())
+        except BaseException:  # noqa: BLE001 - told to the parent
+            said = traceback.format_exc()
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return said if ended == 0 else f"ended with {ended}"
+
+
+@contextmanager
+def child() -> Iterator[int]:
+    """A child that lives inside."""
+    read, write = os.pipe()
+    found = fork()
+    if found == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        yield found
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(found, 0)
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads
+        return os.fork()
+
+
+def proportional_nbytes(*processes: int) -> int:
+    """RAM of processes; what they share counts once."""
+    total = 0
+    for process in processes:
+        text = Path(f"/proc/{process}/smaps_rollup").read_text()
+        total += next(int(row.split()[1]) for row in text.splitlines() if row.startswith("Pss:"))
+    return total << 10
+
+
+def tier(nbytes: int) -> MemoryTier:
+    return MemoryTier(Tier.HOST, nbytes, HostMemory(nbytes), Ledger())
+
+
+def lease_of(host: MemoryTier, nbytes: int, value: int = 0) -> Lease:
+    lease = host.lease(nbytes, owner="a", state_class=StateClass.OPTIMIZER)
+    lease.tensor.fill_(value)
+    return lease
+
+
+def test_what_the_parent_rewrites_while_a_child_lives_takes_no_more_ram():
+    lease = lease_of(tier(128 * MIB), 128 * MIB, 1)
+    with child() as other:
+        before = proportional_nbytes(os.getpid(), other)
+        lease.tensor.fill_(2)
+        grown = proportional_nbytes(os.getpid(), other) - before
+    assert grown < 8 * MIB
+    assert int(lease.tensor.min()) == 2
+
+
+def test_a_child_has_what_somebody_views_as_it_was_and_nothing_else():
+    host = tier(MIB)
+    seen, unseen, freed = (lease_of(host, 5 * PAGE, value) for value in (1, 2, 3))
+    views = [seen.tensor[8:12], freed.tensor.view(torch.float32).data[1:], seen.tensor.numpy()]
+    expected = [view.tolist() for view in views]
+    freed.free()
+    assert in_child(lambda: [view.tolist() for view in views]) == repr(expected)
+    for use in (lambda t: t.max(), lambda t: t[:4], lambda t: t.view(torch.float32), Tensor.numpy):
+        assert "StateError: this memory belongs to the process that" in in_child(
+            lambda use=use: use(unseen.tensor)
+        )
+    assert "StateError" in in_child(unseen.in_use)
+    assert int(unseen.tensor.min()) == 2
+    with child() as other:
+        seen.tensor.fill_(7)
+        assert views[0].tolist() == [7] * 4
+        assert os.waitpid(other, os.WNOHANG) == (0, 0)
+
+
+def test_a_child_keeps_its_values_whatever_the_parent_does_meanwhile():
+    lease = lease_of(tier(MIB), PAGE, 1)
+    view, (read, write) = lease.tensor[:3], os.pipe()
+
+    def wait_and_look() -> list[int]:
+        os.read(read, 1)
+        return view.tolist()
+
+    thread = threading.Timer(0.1, lambda: (lease.tensor.fill_(9), os.write(write, b"x")))
+    thread.start()
+    said = in_child(wait_and_look)
+    thread.join()
+    assert said == "[1, 1, 1]"
+
+
+def test_a_view_that_is_gone_keeps_nothing():
+    region = HostRegion(64 * PAGE)
+    tensors = [region.tensor(n * PAGE, (n + 1) * PAGE) for n in range(64)]
+    views = [each[:1] for each in tensors[8:12]] + [tensors[20][1:]]
+    region.keep_what_is_seen()
+    assert region._kept == [(8 * PAGE, 12 * PAGE), (20 * PAGE, 21 * PAGE)]
+    region.keep_nothing()
+    del views
+    region.keep_what_is_seen()
+    assert region._kept == []
+
+
+def test_tensors_that_are_gone_are_forgotten():
+    region = HostRegion(PAGE)
+    for _ in range(10_000):
+        region.tensor(0, PAGE)
+    assert len(region._given) < 200
+
+
+def test_more_ranges_than_are_told_apart_are_kept_with_all_between(monkeypatch):
+    monkeypatch.setattr(host_region, "_MOST_RANGES", 3)
+    region = HostRegion(64 * PAGE)
+    tensors = [region.tensor(n * PAGE, (n + 1) * PAGE) for n in range(64)]
+    for tensor in tensors:
+        tensor.fill_(5)
+    views = [each[:1] for each in tensors[::2]]
+    assert in_child(lambda: [int(v) for v in views] + [int(tensors[1][0])]) == repr([5] * 33)
+    del views[2:]
+    assert in_child(lambda: [int(v) for v in views]) == "[5, 5]"
+    assert "StateError" in in_child(lambda: tensors[1][0])
+
+
+def test_a_grandchild_has_what_the_child_has():
+    lease = lease_of(tier(MIB), PAGE, 4)
+    view = lease.tensor[:2]
+    assert in_child(lambda: in_child(view.tolist)) == repr("[4, 4]")
+
+
+def test_a_child_that_drops_the_memory_loses_none_of_its_own():
+    """The end of the mapping in the child must not unmap what lies elsewhere."""
+    held = [lease_of(tier(64 * MIB), 64 * MIB, 1)]
+
+    def drop() -> bool:
+        own = [torch.full((16 * MIB,), n, dtype=torch.uint8) for n in range(8)]
+        held.clear()
+        own += [torch.full((16 * MIB,), n, dtype=torch.uint8) for n in range(8, 16)]
+        return all(bool((each == n).all()) for n, each in enumerate(own))
+
+    assert in_child(drop) == "True"
+    assert int(held[0].tensor.min()) == 1
+
+
+def test_memory_that_was_closed_is_inherited_while_it_is_viewed():
+    memory = HostMemory(MIB)
+    view = memory.tensor(0, PAGE).fill_(6)[:2]
+    memory.close()
+    del memory
+    assert in_child(view.tolist) == "[6, 6]"
+
+
+def test_children_forked_by_several_threads_at_once_have_what_is_seen():
+    lease = lease_of(tier(MIB), 16 * PAGE, 3)
+    view, found = lease.tensor[:2], []
+
+    def work() -> None:
+        found.extend(in_child(view.tolist) for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["[3, 3]"] * 20
+
+
+def test_a_kernel_that_cannot_keep_pages_from_children_is_put_up_with():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_region, "_MADV_WIPEONFORK", 9999)
+        lease = lease_of(tier(MIB), PAGE, 8)
+    assert in_child(lambda: int(lease.tensor.min())) == "8"
+
+
+@pytest.mark.gpu
+def test_a_child_of_a_process_with_pinned_memory_copies_none_of_it():
+    memory = HostMemory(512 * MIB, pin_for=torch.device("cuda", 0))
+    memory.tensor(0, 512 * MIB).fill_(1)
+    assert memory.pinned
+    before = proportional_nbytes(os.getpid())
+    with child() as other:
+        assert proportional_nbytes(os.getpid(), other) - before < 64 * MIB
+    memory.close()
