@@ -26,6 +26,7 @@ _KERNEL_COLUMNS = (
 )  # fmt: skip
 _STEP_COLUMNS = (
     Column("s/step", number("seconds")),
+    Column("predicted", number("predicted_s")),
     Column("range", lambda row: span(row.measures.get("seconds", ()))),
     Column("tokens/s", number("tokens_per_s", digits=0)),
     Column("model TFLOP/s", number("model_flops_per_s", 1e12, 0)),
@@ -140,7 +141,7 @@ def _case(name: str, case: _Json, record: Record) -> str:
         f"- {name}: {case['numel'] / 1e9:.2f} G parameters, bf16, {case['batch']} x "
         f"{case['config']['train']['sequence']} tokens, activations recomputed, device budget "
         f"{format_bytes(budget['device'])}, host budget {format_bytes(budget['host'])}, "
-        f"optimizer on {_places(case['config']['placement']['optimizer'])}"
+        f"optimizer on {_places(case['config']['placement'].get('optimizer'))}"
     )
     row = record.measured(case["label"])
     if row is None:
@@ -159,7 +160,9 @@ def _bounds(row: Row) -> str:
     return text + (f"; bytes moved per least possible: {', '.join(moved)}" if moved else "")
 
 
-def _places(placement: str | _Json) -> str:
+def _places(placement: str | _Json | None) -> str:
+    if placement is None:
+        return "whichever tier the planner chooses"
     if isinstance(placement, str):
         return placement
     return " and ".join(f"{tier} {share}" for tier, share in placement.items())

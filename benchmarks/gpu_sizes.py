@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.gpu_machine import GpuMachine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
+from offload.machine import cpu_count
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.solver import Candidate, RunFacts, solve
@@ -96,8 +97,15 @@ class Case:
     adam_nbytes: int  # of a step, over the memory bus
     flops: float  # of a step, each block's second forward included
     model_flops: float  # without it
+    predicted_s: float  # of a step, by the planner; 0 where it was not asked
     estimated_s: float  # of the whole process
     why: tuple[str, ...] = ()
+
+    def placed_automatically(self) -> Case:
+        """The same model and budgets, every home left to the planner."""
+        activations = self.config["placement"]["activations"]
+        config = {**self.config, "placement": {"activations": activations}}
+        return replace(self, config=config, predicted_s=0.0)
 
     @property
     def tokens(self) -> int:
@@ -164,7 +172,7 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, 
     base = known_baseline(_PRECISION, gpu=True)
     known = RunFacts(Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base)
     ram, disk = machine.host_nbytes - _SPARE_NBYTES, int(_DISK_SHARE * machine.disk_nbytes)
-    hardware = Hardware(machine.device_nbytes, ram, ram, disk)
+    hardware = Hardware(machine.device_nbytes, ram, ram, disk, cores=cpu_count())
     spilled = 0
     while True:
         config = OffloadConfig.load(_settings(shape, {}, spilled))
@@ -194,7 +202,7 @@ def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: 
         record_nbytes_on_nvme=plan.expected[Tier.NVME].get(StateClass.OPTIMIZER, 0),
         adam_nbytes=int(traffic * numel), flops=facts.forward.flops + facts.backward.flops,
         model_flops=3 * facts.forward.flops, why=(why,) if spilled else (),
-        estimated_s=_estimate_s(best, budgets, numel, machine),
+        predicted_s=best.seconds, estimated_s=_estimate_s(best, budgets, numel, machine),
     )  # fmt: skip
 
 

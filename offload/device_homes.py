@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -34,6 +35,7 @@ class DeviceHomes:
         self, plan: Plan, tier: MemoryTier, device: torch.device, lock: threading.RLock
     ) -> None:
         self._plan = plan.device
+        self._device = device
         self._lock = lock
         fences = Fences()
         # The update has links of its own: a copy for a group that is needed later, waiting for its
@@ -111,7 +113,10 @@ class DeviceHomes:
         return wait
 
     def close(self) -> None:
-        """Wait for every copy and update: the memory that they use is given back after this."""
-        self._stream.close()
-        self.links.close()
-        self._update_links.close()
+        """Wait for all that the device was given, on whatever stream, also where one of the waits
+        fails: the memory that it works in is given back after this."""
+        with ExitStack() as last_first:
+            last_first.callback(accelerator.synchronize, self._device)
+            last_first.callback(self._update_links.close)
+            last_first.callback(self.links.close)
+            last_first.callback(self._stream.close)

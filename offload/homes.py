@@ -63,20 +63,21 @@ class TieredHomes:
         self.ledger = Ledger()
         self.lock = threading.RLock()
         self._itemsize = itemsize
-        self._memory = {tier: self._open_memory(tier, device) for tier in Tier if not tier.is_file}
-        self.pool = SlotPool(self._memory[Tier.HOST], self.lock)
-        self._device = DeviceHomes(plan, self._memory[Tier.DEVICE], device, self.lock)
+        self._memory: dict[Tier, MemoryTier] = {}
         self.store: BlockStore | None = None
         self._staging: list[Lease] = []
-        try:
+        with ExitStack() as opened:
+            opened.callback(self._close_memory)
+            for tier in Tier:
+                if not tier.is_file:
+                    self._memory[tier] = self._open_memory(tier, device)
+            self.pool = SlotPool(self._memory[Tier.HOST], self.lock)
+            self._device = DeviceHomes(plan, self._memory[Tier.DEVICE], device, self.lock)
+            opened.callback(self._device.close)
             if plan.opens_files:
                 self.store = self._open_store(nvme)
             self.activations = self._open_activations(device)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, NoSpaceError):
-                raise PathError(f"nvme.paths: {error}") from error
-            raise
+            opened.pop_all()
 
     def _open_memory(self, tier: Tier, device: torch.device) -> MemoryTier:
         budget = self.plan.budgets[tier]
@@ -85,6 +86,12 @@ class TieredHomes:
         return MemoryTier(tier, budget, memory, self.ledger)
 
     def _open_store(self, nvme: NvmeConfig) -> BlockStore:
+        try:
+            return self._make_store(nvme)
+        except NoSpaceError as error:
+            raise PathError(f"nvme.paths: {error}") from error
+
+    def _make_store(self, nvme: NvmeConfig) -> BlockStore:
         paths = nvme_paths(nvme)
         shares = [1.0]
         if len(paths) > 1:
@@ -110,9 +117,9 @@ class TieredHomes:
             lease = self._memory[Tier.HOST].lease(
                 plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS
             )
-        # on a CPU the copies into the window are no traffic between host and device
-        own = Links(CopyStream(device), CopyStream(device))
-        links = self._device.links if self.plan.gpu else own
+        links = self._device.links
+        if not self.plan.gpu:  # copies into the window are no traffic between host and device
+            links = Links(CopyStream(device), CopyStream(device))
         return ActivationTier(
             ActivationWindow(lease), self.store if plan.disk_nbytes else None, plan.disk_nbytes,
             links, self.lock, device=device, in_place=not self.plan.gpu,
@@ -254,12 +261,11 @@ class TieredHomes:
             self._close_memory()
 
     def _close_memory(self) -> None:
-        try:
-            if self.store is not None:
-                self.store.close()
-        finally:
+        with ExitStack() as last_first:
             for tier in self._memory.values():
-                tier.close()
+                last_first.callback(tier.close)
+            if self.store is not None:
+                last_first.callback(self.store.close)
 
 
 def _backend_options(nvme: NvmeConfig) -> dict[str, int]:
@@ -341,6 +347,7 @@ def this_machine(
         hardware, kernels_missing=missing, sharding=sharding,
         host_nbytes=hardware.host_nbytes // here,
         host_free_nbytes=hardware.host_free_nbytes // here,
+        cores=max(1, hardware.cores // here),
         measure_nvme=lambda: _bandwidth(tuple(sorted(reports))),
     )  # fmt: skip
 

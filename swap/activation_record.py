@@ -19,6 +19,7 @@ from offload.swap.activation_window import Slot
 from offload.swap.block_store import StoredBlock
 from offload.swap.streams import CopyMark
 from offload.swap.transfer import Transfer
+from offload.tiers.accelerator import Stream
 from offload.tiers.residency import Residency
 
 
@@ -90,6 +91,19 @@ def bytes_of(
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, start, (nbytes,), (1,))
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """A copy out of or into device memory that PyTorch has given out.
+
+    Memory that is freed goes at once to what `stream` is given next, without a wait: PyTorch orders
+    by the stream that memory was made on, whatever thread frees it.
+    """
+
+    memory: torch.Tensor
+    mark: CopyMark
+    stream: Stream | None  # that of `memory`; None where work is done when it returns
+
+
 @dataclass(slots=True, eq=False)
 class SavedStorage:
     """Bytes `[start_bytes, start_bytes + nbytes)` of a storage as they were at `version`."""
@@ -104,7 +118,12 @@ class SavedStorage:
     pieces: list[SavedPiece] = field(default_factory=list)
     complete: bool = False  # all pieces are there
     given_out: bool = False  # `on_device` is what was given out
-    ahead: tuple[torch.Tensor, CopyMark] | None = None  # brought to the device before its use
+    given_to: Stream | None = None  # ... to this stream, which has waited for its arrival
+    ahead: DeviceCopy | None = None  # brought to the device before its use
+
+    def is_for(self, stream: Stream | None) -> bool:
+        """Whether work of `stream` may use what is on the device."""
+        return not self.given_out or self.given_to == stream
 
     def covers(self, start_bytes: int, stop_bytes: int, version: int, itemsize: int) -> bool:
         """Whether a tensor over that range of the storage can be made from this record."""

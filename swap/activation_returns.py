@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from offload.swap.activation_backlog import Backlog
-from offload.swap.activation_record import SavedPiece, SavedStorage
+from offload.swap.activation_record import DeviceCopy, SavedPiece, SavedStorage
 from offload.swap.device_state import Links
 from offload.swap.io_backend import Priority
 from offload.swap.state import HostPiece
-from offload.swap.streams import CopyMark
+from offload.swap.streams import CopyMark, current_stream
+from offload.tiers.accelerator import Stream
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
@@ -28,25 +29,27 @@ class CopiesInFlight:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._copies: deque[tuple[CopyMark, torch.Tensor, int]] = deque()
+        self._copies: deque[tuple[DeviceCopy, int]] = deque()
         self._nbytes = 0
 
-    def hold(self, mark: CopyMark, source: torch.Tensor, nbytes: int) -> None:
-        """Device memory that a copy reads must not be given out again before it is done.
+    def hold(self, copy: DeviceCopy, nbytes: int) -> None:
+        """The copy's memory, `nbytes` of which it moves, must not be given out again before it is
+        done.
 
-        Where too much is held, the compute stream waits for the oldest copy: what is allocated
-        from here on may then take its place, without this thread waiting.
+        Where too much is held, the stream of the oldest memory waits for its copy: what is made on
+        that stream from here on may then take its place, without this thread waiting, which may be
+        any thread.
         """
         with self._lock:
-            if not mark.done():
-                self._copies.append((mark, source, nbytes))
+            if not copy.mark.done():
+                self._copies.append((copy, nbytes))
                 self._nbytes += nbytes
             while self._copies:
-                oldest, _, held = self._copies[0]
-                if not oldest.done():
+                oldest, held = self._copies[0]
+                if not oldest.mark.done():
                     if self._nbytes <= DEVICE_NBYTES:
                         return
-                    oldest.before_compute()
+                    oldest.mark.before(oldest.stream)
                 self._copies.popleft()
                 self._nbytes -= held
 
@@ -55,7 +58,8 @@ class ActivationReturns:
     """Brings records back. The backlog's lock guards it."""
 
     def __init__(
-        self, backlog: Backlog, links: Links, saved_before: Callable[[int], Iterator[SavedStorage]],
+        self, backlog: Backlog, links: Links, copies: CopiesInFlight,
+        saved_before: Callable[[int], Iterator[SavedStorage]],
         count_forwarded: Callable[[int], None], *, in_place: bool,
     ) -> None:  # fmt: skip
         """`saved_before` gives the living records with smaller numbers, the latest first;
@@ -63,6 +67,7 @@ class ActivationReturns:
         self._backlog = backlog
         self._lock = backlog.lock
         self._links = links
+        self._copies = copies
         self._saved_before = saved_before
         self._count_forwarded = count_forwarded
         self._in_place = in_place
@@ -120,33 +125,51 @@ class ActivationReturns:
     # ---------------------------------------------------------------- to a GPU
     def _fetch_to_device(self, record: SavedStorage) -> torch.Tensor:
         with self._lock:
-            ahead = self.take_ahead(record)
-        found, mark = self._copy_to_device(record) if ahead is None else ahead
-        mark.before_compute()
-        return found
+            copy = self._take_ahead_for(current_stream(self._links.device), record)
+        if copy is None:
+            copy = self._copy_to_device(record)
+        copy.mark.before_compute()
+        return copy.memory
 
-    def take_ahead(self, record: SavedStorage) -> tuple[torch.Tensor, CopyMark] | None:
+    def _take_ahead_for(self, stream: Stream | None, record: SavedStorage) -> DeviceCopy | None:
+        """What was copied ahead, for a use by `stream`: memory of another stream's would be given
+        out again there, without a wait for this use (lock held)."""
+        ahead = self.take_ahead(record)
+        if ahead is not None and ahead.stream != stream:
+            self._copies.hold(ahead, record.nbytes)
+            return None
+        return ahead
+
+    def take_ahead(self, record: SavedStorage) -> DeviceCopy | None:
         """The record's bytes on the device, if they were copied ahead of use (lock held)."""
         ahead, record.ahead = record.ahead, None
         if ahead is not None:
             self._ahead_nbytes -= record.nbytes
         return ahead
 
-    def _copy_to_device(self, record: SavedStorage) -> tuple[torch.Tensor, CopyMark]:
+    def _copy_to_device(self, record: SavedStorage) -> DeviceCopy:
         """Start copying; waits for what has to be read from the disk first."""
+        stream = current_stream(self._links.device)
         whole = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
         mark = CopyMark()
-        for piece in record.pieces:
-            target = whole[piece.offset_bytes : piece.offset_bytes + piece.nbytes]
-            look = self._stage(piece)
-            if look is None:
-                mark = self._copy_unstaged(piece, target)
-                continue
-            source = look.wait()
-            with self._lock:
-                piece.copied.before_compute()  # and with it the copy started next
-                mark = piece.copied = self._links.to_device.copy(target, source)
-        return whole, mark
+        try:
+            for piece in record.pieces:
+                target = whole[piece.offset_bytes : piece.offset_bytes + piece.nbytes]
+                mark = self._copy_piece(piece, target)
+        except BaseException:
+            self._copies.hold(DeviceCopy(whole, mark, stream), record.nbytes)
+            raise
+        return DeviceCopy(whole, mark, stream)
+
+    def _copy_piece(self, piece: SavedPiece, target: torch.Tensor) -> CopyMark:
+        look = self._stage(piece)
+        if look is None:
+            return self._copy_unstaged(piece, target)
+        source = look.wait()
+        with self._lock:
+            piece.copied.before_compute()  # and with it the copy started next
+            piece.copied = self._links.to_device.copy(target, source)
+            return piece.copied
 
     def _stage(self, piece: SavedPiece) -> HostPiece | None:
         """The piece in the window, if need be once there is room; None where there never is."""

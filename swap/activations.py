@@ -25,6 +25,7 @@ import torch
 
 from offload.swap.activation_backlog import Backlog
 from offload.swap.activation_record import (
+    DeviceCopy,
     SavedPiece,
     SavedStorage,
     Token,
@@ -37,6 +38,7 @@ from offload.swap.activation_window import ActivationWindow
 from offload.swap.block_store import BlockStore
 from offload.swap.device_state import Links
 from offload.swap.shield import uninterrupted
+from offload.swap.streams import current_stream
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload")
@@ -98,8 +100,9 @@ class ActivationTier:
         self._spared: dict[int, WeakMemory] = {}
         self._copies = CopiesInFlight(lock)
         self._returns = ActivationReturns(
-            self._backlog, links, self._saved_before, self._count_forwarded, in_place=in_place
-        )
+            self._backlog, links, self._copies, self._saved_before, self._count_forwarded,
+            in_place=in_place,
+        )  # fmt: skip
         self._said_full = False
         self._trim = trim
         self._untrimmed_nbytes = 0
@@ -159,6 +162,7 @@ class ActivationTier:
 
     def _save(self, source: torch.Tensor, version: int) -> tuple[SavedStorage, Token] | None:
         record, token = self._open_record(source, version)
+        stream = current_stream(self._links.device)
         for offset in range(0, record.nbytes, self._window.piece_nbytes):
             nbytes = min(self._window.piece_nbytes, record.nbytes - offset)
             slot = self._backlog.demand(nbytes)
@@ -169,14 +173,14 @@ class ActivationTier:
             piece.copied = self._links.to_host.copy(
                 slot.tensor[:nbytes], source[offset : offset + nbytes]
             )
-            self._copies.hold(piece.copied, source, nbytes)
+            self._copies.hold(DeviceCopy(source, piece.copied, stream), nbytes)
             with self._lock:
                 record.pieces.append(piece)
             self._backlog.filled(piece)
         with self._lock:
             record.complete = True
             self._of_storage.setdefault(record.on_device.key, []).append(record)
-        self.statistics.parked_nbytes += record.nbytes
+            self.statistics.parked_nbytes += record.nbytes
         self._trim_now_and_then(record.nbytes)
         return record, token
 
@@ -201,10 +205,11 @@ class ActivationTier:
         return record, token
 
     def _say_full(self, nbytes: int) -> None:
-        self.statistics.stayed_nbytes += nbytes
-        if self._said_full:
+        with self._lock:
+            self.statistics.stayed_nbytes += nbytes
+            said, self._said_full = self._said_full, True
+        if said:
             return
-        self._said_full = True
         full = self._backlog.disk_full
         why = str(full) if full is not None else (
             f"the {format_bytes(self._window.nbytes)} of host memory for them are in use; raise "
@@ -220,9 +225,10 @@ class ActivationTier:
     def fetch(self, token: Token) -> torch.Tensor:
         """The bytes of a record on the device; starts bringing what was saved before it."""
         self._bury_dead()
+        stream = current_stream(self._links.device)
         with self._lock:
             record = self._records[token.number]
-            found = record.on_device.revive()
+            found = record.on_device.revive() if record.is_for(stream) else None
         if found is None:
             found = self._returns.bring_back(record)
         elif not record.given_out:
@@ -230,13 +236,15 @@ class ActivationTier:
         with self._lock:
             self._forget_storage(record)
             record.on_device, record.given_out = WeakMemory(found), True
+            record.given_to = stream
             self._returns.look_ahead(record.number)
         self._trim_now_and_then(record.nbytes)  # of the gradients that were made and freed
         return found
 
     def _count_forwarded(self, nbytes: int) -> None:
         if self._backlog.store is not None:
-            self.statistics.forwarded_nbytes += nbytes
+            with self._lock:
+                self.statistics.forwarded_nbytes += nbytes
 
     def _saved_before(self, number: int) -> Iterator[SavedStorage]:
         """Living records, latest first (lock held)."""
@@ -271,7 +279,7 @@ class ActivationTier:
                 self._forget_storage(record)
                 ahead = self._returns.take_ahead(record)
                 if ahead is not None:  # no thread waits for it: not free before it has arrived
-                    self._copies.hold(ahead[1], ahead[0], record.nbytes)
+                    self._copies.hold(ahead, record.nbytes)
                 for piece in record.pieces:
                     self._backlog.bury(piece)
 

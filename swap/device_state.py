@@ -39,8 +39,10 @@ class Links:
 
     def close(self) -> None:
         """Wait for every copy."""
-        self.to_device.close()
-        self.to_host.close()
+        try:
+            self.to_device.close()
+        finally:
+            self.to_host.close()
 
 
 class MirroredState(SlotState):
@@ -65,6 +67,7 @@ class MirroredState(SlotState):
         self._arrival = CopyMark()  # of the last piece that was copied into the slot
         self._before_copy: tuple[CopyMark, ...] = ()  # what works in the slot's memory until then
         self._updated: set[int] = set()  # changed in the slot, on their way home
+        self._home_read: Transfer[None] = Transfer.completed(None)  # by the last copy into the slot
 
     # ---------------------------------------------------------------- what the pool asks
     def can_drop(self) -> bool:
@@ -143,8 +146,8 @@ class MirroredState(SlotState):
                 self._arrival = self._links.to_device.copy(target, source[span], after=before)
                 self._pool.traffic.filled_nbytes += span.stop - span.start
             self._lacking = set()
-            # The home must keep the bytes in host memory until they have left.
-            self._links.to_device.transfer(
+            # The home must keep the bytes in host memory, as they are, until they have left.
+            self._home_read = self._links.to_device.transfer(
                 self._arrival, f"{self.name} on its way to the device", keeping(source)
             )
 
@@ -194,9 +197,11 @@ class MirroredState(SlotState):
 
     # ---------------------------------------------------------------- host side
     def host_tensor(self) -> torch.Tensor:
+        self._home_read.wait()
         return self._home.tensor()
 
     def host_blank(self) -> torch.Tensor:
+        self._home_read.wait()
         return self._home.blank()
 
     def host_wrote(self) -> None:
@@ -208,7 +213,8 @@ class MirroredState(SlotState):
         return self._home.bring_host(next_use=next_use)
 
     def host_piece(self, piece: int) -> HostPiece | None:
-        return self._home.host_piece(piece)
+        found = self._home.host_piece(piece)
+        return found and HostPiece(found.view, (*found.transfers, self._home_read))
 
     def wrote_piece(self, piece: int) -> None:
         self._home.wrote_piece(piece)

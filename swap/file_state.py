@@ -48,13 +48,16 @@ class FileState(SlotState):
         self._arrivals: dict[int, Transfer[None]] = {}
         self._departures: dict[int, Transfer[None]] = {}
         self._dirty: set[int] = set()
+        self._filling = False  # between `blank` and `wrote`: neither dropped nor sent home
         self._being_sent = False  # some thread is in `leave`
         self._failure: Failure | None = None
 
     # ---------------------------------------------------------------- what the pool asks
     def can_drop(self) -> bool:
         slot = self._slot
-        if slot is None or self._dirty or self._departures or self._failure is not None:
+        if slot is None or self._filling or self._dirty or self._departures:
+            return False
+        if self._failure is not None:
             return False
         return all(arrival.done() for arrival in self._arrivals.values()) and not slot.in_use()
 
@@ -90,7 +93,7 @@ class FileState(SlotState):
         with self._lock:
             if self._slot is None:
                 return Residency.ABSENT
-            if self._dirty:
+            if self._filling or self._dirty:
                 return Residency.DIRTY
             if self._departures:
                 return Residency.LEAVING
@@ -167,11 +170,11 @@ class FileState(SlotState):
                 if slot is not None:
                     view = slot.tensor[: self.nbytes]
                     waits = [*self._arrivals.values(), *self._departures.values()]
+                    self._filling = True
+                    self._dirty.clear()
                     break
             self._take_slot(None, fill=None)
         _wait_all(waits)
-        with self._lock:
-            self._dirty = set(range(self.pieces))
         return view
 
     @uninterrupted
@@ -180,6 +183,7 @@ class FileState(SlotState):
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             self._dirty = set(range(self.pieces))  # first: a dirty copy is not dropped
+            self._filling = False
             if not write_back:
                 return
             leaving = list(self._departures.values())
@@ -226,8 +230,10 @@ class FileState(SlotState):
     def discard(self) -> None:
         self.settle()
         with self._lock:
-            self._pool.traffic.dropped_nbytes += sum(map(self._piece_nbytes, self._dirty))
+            unsent = range(self.pieces) if self._filling else self._dirty
+            self._pool.traffic.dropped_nbytes += sum(map(self._piece_nbytes, unsent))
             self._dirty.clear()
+            self._filling = False
             if self._slot is not None:
                 self.drop()
             for block in self._blocks:

@@ -115,8 +115,10 @@ class OrderedWork:
 
     @uninterrupted
     def close(self) -> None:
-        """Stop after the job under way; those that wait fail."""
+        """Stop after the job under way, and wait for what the stream was given; jobs that wait
+        fail."""
         with self._lock:
             self._closed = True
         self._end_with(Failure(StateError("the engine is closed")))
         self._worker.close()
+        self._stream.close()

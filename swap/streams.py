@@ -36,9 +36,14 @@ class CopyMark:
         return self.event is None or self.event.query()
 
     def before_compute(self) -> None:
-        """Work of this thread's current stream from here on sees the marked work"""
-        if self.event is not None and self.device is not None:
-            accelerator.of(self.device).current_stream(self.device).wait_event(self.event)
+        """Work of this thread's current stream from here on sees the marked work."""
+        if self.device is not None:
+            self.before(current_stream(self.device))
+
+    def before(self, stream: accelerator.Stream | None) -> None:
+        """As `before_compute`, for work of `stream`."""
+        if self.event is not None and stream is not None:
+            stream.wait_event(self.event)
 
     def wait(self) -> None:
         """Block this thread until it is done."""
@@ -48,9 +53,14 @@ class CopyMark:
 
 def mark_here(device: torch.device) -> CopyMark:
     """Everything that the current stream of this thread was given so far."""
-    if not accelerator.is_accelerator(device):
-        return CopyMark()
-    return _mark(accelerator.of(device).current_stream(device), device)
+    stream = current_stream(device)
+    return CopyMark() if stream is None else _mark(stream, device)
+
+
+def current_stream(device: torch.device) -> accelerator.Stream | None:
+    """This thread's; None where work is done when it returns."""
+    found = accelerator.is_accelerator(device)
+    return accelerator.of(device).current_stream(device) if found else None
 
 
 def _new_stream(device: torch.device) -> accelerator.Stream | None:
@@ -105,7 +115,13 @@ class CopyStream:
         self._device = device
         self._stream = _new_stream(device)
         self._watcher = _Watcher()
-        self.moved_nbytes = 0
+        self._counting = threading.Lock()
+        self._moved_nbytes = 0
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Of all copies since the start."""
+        return self._moved_nbytes
 
     def copy(
         self,
@@ -119,7 +135,9 @@ class CopyStream:
         so far, which may still read what `destination` held, or be writing `source`. Both must
         stay what they are until the mark is done (see `transfer`).
         """
-        self.moved_nbytes += source.numel()
+        nbytes = source.numel()
+        with self._counting:  # `+=` alone loses what another thread counts meanwhile
+            self._moved_nbytes += nbytes
         if self._stream is None:
             destination.copy_(source)
             return CopyMark()
@@ -148,9 +166,11 @@ class CopyStream:
 
     def close(self) -> None:
         """Wait for every copy, and end the thread that watches them."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._watcher.close()
+        try:
+            if self._stream is not None:
+                self._stream.synchronize()
+        finally:
+            self._watcher.close()
 
 
 def _start(destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -47,6 +47,9 @@ def long(request: pytest.FixtureRequest) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     # `kill -USR1` shows where a test run hangs; pytest's faulthandler_timeout does so by itself
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    # a shell that starts a test run in the background has it ignore Ctrl-C; some tests press it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -144,6 +144,12 @@ class Accelerator:
         """Wait for everything that the device was given."""
         self._module.synchronize(device)
 
+    def is_capturing(self) -> bool:
+        """Whether this thread's current stream records a graph instead of running what it is given.
+        False where this PyTorch has no graphs for the kind."""
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
+
     # ---------------------------------------------------------------- what not every kind has
     def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
         """Pin memory of ours, so that copies between it and the device are asynchronous; else why
@@ -207,8 +213,10 @@ class Cuda(_OwnStreams):
 
     def unregister(self, address: int, device: torch.device) -> None:
         with self.on(device):
-            self._module.synchronize(device)
-            self._module.cudart().cudaHostUnregister(address)
+            try:
+                self._module.synchronize(device)
+            finally:
+                self._module.cudart().cudaHostUnregister(address)
 
     @property
     def lacks_triton(self) -> str | None:
@@ -264,6 +272,11 @@ def synchronize(device: torch.device) -> None:
     """Wait for everything that `device` was given: nothing, where work is done when it returns."""
     if is_accelerator(device):
         of(device).synchronize(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what this thread gives `device` now is recorded as a graph, and not run."""
+    return is_accelerator(device) and of(device).is_capturing()
 
 
 def free_nbytes(device: torch.device) -> int:

@@ -231,6 +231,7 @@ class Runtime:
 
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
+        self.store.check_usable()
         if not self._called:
             self._called = True
             check_schedule(self.options.step_rules)
@@ -400,8 +401,10 @@ class Runtime:
     def close(self) -> None:
         """Stop the update thread, replace the hooks by refusals, let go of all parameters."""
         self.store.refuse_use()
-        self.rank_work.finish()  # gathering may wait for updates
-        self.updates.close()
+        try:
+            self.rank_work.finish()  # gathering may wait for updates
+        finally:
+            self.updates.close()
         if self._micro_batching is not None:
             self._micro_batching.remove()
         self.store.close()

@@ -23,6 +23,7 @@ from offload.zero.bits import FLOAT_OF
 from offload.zero.closed_engine import Refusal
 from offload.zero.discovery import Discovery, GroupPlan, Unit, shapes_of
 from offload.zero.fetching import Fetchable, Fetcher
+from offload.zero.graph_capture import refuse_capture
 from offload.zero.group import ParamGroup, RankCopies
 from offload.zero.handles import HandleTable, Keeper
 from offload.zero.hooks import UnitHooks
@@ -135,6 +136,7 @@ class WeightStore:
     # ---------------------------------------------------------------- fetching
     def begin_forward(self) -> None:
         """The whole model is called."""
+        self.check_usable()
         self.adopt_changes()
         self.ranks.begin_pass()
         self.trace.begin_forward()
@@ -183,8 +185,9 @@ class WeightStore:
 
     def check_usable(self) -> None:
         """StateError if the states are a mixture (a load that failed half-way), or another
-        process's."""
+        process's; UnsupportedError where the device records a graph."""
         self.one_thread.check_process()
+        refuse_capture(self.device)
         check_whole()
         if self.unusable is not None:
             raise StateError(self.unusable)
@@ -197,8 +200,10 @@ class WeightStore:
         """Replace the hooks by refusals and let go of all parameters. Their memory is the homes'
         to give back."""
         self.refuse_use()
-        self.ranks.finish()
-        self.ranks.close()
+        try:
+            self.ranks.finish()
+        finally:
+            self.ranks.close()
         if self.hooks is not None:
             self.hooks.remove()
         own = [pair for group in self.groups for pair in group.own_classes()]

@@ -1,15 +1,19 @@
-"""What Triton makes of the kernels for an H200: the operations written, wide accesses, loads first.
+"""What Triton makes of the kernels: machine code for every GPU, without memory in the place of
+registers; for an H200 the operations written, wide accesses, loads first.
 
-Triton compiles for a GPU without one, down to machine code, so this runs everywhere.
+Triton compiles for a GPU without one, so this runs everywhere.
 """
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,20 +21,45 @@ ROOT = Path(__file__).parents[2]
 PATHS = 2  # every kernel is there twice: for whole blocks, and with masks for the last one
 
 
+Compiled = dict[str, dict[str, Any]]
+SQUEEZED = "too few registers"
+
+
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """PTX of the variants in `triton_ptx`, compiled anew."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compiled]:
+    """The variants of `triton_compiled` for a target, compiled anew."""
     pytest.importorskip("triton", reason="triton is not installed")
+    folder = tmp_path_factory.mktemp("triton")
+    return functools.cache(lambda target: compile_for(target, folder))
+
+
+def compile_for(target: str, folder: Path) -> Compiled:
     environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["TRITON_CACHE_DIR"] = str(folder)
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), environment.get("PYTHONPATH", "")])
     )
-    program = [sys.executable, "-m", "tests.kernels.triton_ptx"]
+    program = [sys.executable, "-m", "tests.kernels.triton_compiled", target]
     done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    compiled: dict[str, str] = json.loads(done.stdout)
-    return compiled
+    found: Compiled = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def ptx(compiled: Callable[[str], Compiled]) -> dict[str, str]:
+    found = compiled("sm_90")
+    return {name: each["assembly"] for name, each in found.items() if name != SQUEEZED}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_every_kernel_is_machine_code_that_spills_no_register(
+    compiled: Callable[[str], Compiled], target: str
+) -> None:
+    spilled = {name: each["spilled"] for name, each in compiled(target).items()}
+    assert spilled.pop(SQUEEZED, 1) > 0  # a spill is seen
+    assert len(spilled) == 14
+    assert {name: nbytes for name, nbytes in spilled.items() if nbytes} == {}
 
 
 def instructions(ptx: str) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 
 from offload.planning.machine import baseline
 from offload.planning.machine.baseline import (
+    GPU_CONTEXT_NBYTES,
     Baseline,
     known_baseline,
     machine_baseline,
@@ -86,10 +87,25 @@ def test_a_folder_that_cannot_be_written_costs_only_the_cache(
     assert not known_baseline("bf16").measured
 
 
-def test_a_gpu_adds_what_is_assumed_and_says_so() -> None:
+@pytest.mark.parametrize(
+    ("setting", "each_kib"),
+    [(None, 32 << 10), (":4096:8", 32 << 10), (":4096:2:16:8", 8320), (":0:0", 0), ("?", 32 << 10)],
+)
+def test_a_gpu_adds_its_context_and_a_workspace_of_cublas_per_thread(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, each_kib: int
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
     found = known_baseline("bf16", gpu=True)
-    assert found.gpu_nbytes > 0
-    assert "neither is measured" in found.note
+    assert found.gpu_nbytes == GPU_CONTEXT_NBYTES + 2 * each_kib * 1024
+
+
+def test_what_a_gpu_holds_beside_the_budget_is_said_with_its_source() -> None:
+    note = known_baseline("bf16", gpu=True).note
+    assert "beside budget.device and tensors" in note
+    assert "the context (612.0 MiB, as measured on an H100 with torch 2.11)" in note
+    assert "cuBLAS's workspaces (CUBLAS_WORKSPACE_CONFIG, or Hopper's default)" in note
 
 
 def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,13 @@ class Stream:
     queue: list[Callable[[], object]] = field(default_factory=list)
     done: int = 0  # from the front
 
+    def __post_init__(self) -> None:
+        self.world.streams.append(self)
+
+    @property
+    def idle(self) -> bool:
+        return self.done == len(self.queue)
+
     def put(self, work: Callable[[], object]) -> None:
         with self.world.lock:
             self.queue.append(work)
@@ -91,6 +98,7 @@ class World(Accelerator):
     def __init__(self, patch: pytest.MonkeyPatch, *, eager_model: bool) -> None:
         super().__init__(CUDA.type, "simulated")
         self.lock = threading.RLock()
+        self.streams: list[Stream] = []  # every one that was made
         self.model = Stream(self, "model", eager=eager_model)
         self.delayed = 0  # copies that did not happen when they were started
         self.watching = threading.Event()  # cleared: no watched copy is done for its watcher
@@ -118,6 +126,10 @@ class World(Accelerator):
 
     def event(self, device: torch.device, *, timing: bool = False) -> Any:
         return Event()
+
+    def synchronize(self, device: torch.device) -> None:
+        for stream in self.streams:
+            stream.run(len(stream.queue))
 
     @contextmanager
     def entered(self, stream: Any) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from offload.swap.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device_state import Links, MirroredState
 from offload.swap.fences import Fences, OpenReads
+from offload.swap.ordered import OrderedWork
 from offload.swap.outbox import Outbox
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState
@@ -172,6 +173,19 @@ def test_a_home_in_host_memory_is_kept_until_its_copy_has_left(bench: Bench):
     assert not lease.in_use()
 
 
+@pytest.mark.parametrize("side", ["update", "reader", "writer"])
+def test_a_home_in_host_memory_may_be_changed_once_the_copy_of_it_is_done(bench: Bench, side):
+    """A copy that was started for the next use, and overtaken by an update, say."""
+    state = bench.mirrored("state", 4, 1)
+    state.bring(next_use=1.0)
+    assert state.residency() is Residency.ARRIVING
+    if side == "update":
+        state.host_piece(2).wait()
+    else:
+        state.host_tensor() if side == "reader" else state.host_blank()
+    assert state.residency() is Residency.CLEAN
+
+
 # ------------------------------------------------------------------ updates
 def test_what_the_device_updated_in_a_mirror_is_not_copied_there_again(bench: Bench):
     state = bench.mirrored("state", 4, 1)
@@ -266,6 +280,36 @@ def test_what_fails_after_a_copy_is_the_error_of_its_transfer(bench: Bench):
     later.wait()
     with pytest.raises(OSError, match="no space"):
         failed.wait()
+
+
+class Counted(torch.Tensor):
+    """A source whose size is asked for while another thread copies."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def numel(self) -> int:
+        thread = threading.Thread(target=self.meanwhile)
+        thread.start()
+        thread.join()
+        return super().numel()
+
+
+def test_copies_of_several_threads_are_all_counted():
+    stream = CopyStream(torch.device("cpu"))
+    first, second = (torch.zeros(size, dtype=torch.uint8) for size in (4, 8))
+    source = torch.ones(4, dtype=torch.uint8).as_subclass(Counted)
+    source.meanwhile = lambda: stream.copy(second, torch.ones_like(second))
+    stream.copy(first, source)
+    assert first.tolist() + second.tolist() == [1] * 12
+    assert stream.moved_nbytes == 12
+
+
+def test_a_closed_queue_of_collectives_has_done_what_its_stream_was_given(bench: Bench):
+    order, done = OrderedWork("collectives", CUDA), list[int]()
+    order.submit("a kernel", lambda: bench.world.current().put(lambda: done.append(1))).wait()
+    assert not done
+    order.close()
+    assert done == [1]
 
 
 def test_without_streams_a_transfer_is_done_when_it_is_made():

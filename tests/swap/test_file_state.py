@@ -104,6 +104,21 @@ def test_a_prefetch_never_takes_the_place_of_what_is_needed_sooner(bench):
     assert held[0].residency() is Residency.CLEAN
 
 
+def test_memory_that_is_being_filled_is_not_sent_home(bench):
+    state = bench.state("accumulator", 2 * PAGE, PAGE, StateClass.GRADIENTS)
+    view = state.blank()
+    with pytest.raises(TierFullError, match="host tier full: other needs"):
+        bench.state("other", 3 * PAGE).blank()
+    bench.store.drain()
+    assert bench.store.statistics().io.write_requests == 0
+    view.fill_(5)
+    del view
+    state.wrote()
+    bench.state("other", 3 * PAGE).blank()
+    assert state.residency() is Residency.ABSENT
+    assert bench.store.statistics().io.write_requests == 2
+
+
 def test_a_state_never_written_cannot_be_read(bench):
     with pytest.raises(StateError, match="read before it was ever written"):
         bench.state("fresh").tensor()

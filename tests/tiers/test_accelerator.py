@@ -73,6 +73,7 @@ class FakeModule:
         self.events: list[FakeEvent] = []
         self.device_index, self.devices, self.available = 0, 2, True
         self.status = self.last_error = 0
+        self.is_current_stream_capturing: Any = None
 
     def is_available(self) -> bool:
         return self.available
@@ -200,6 +201,20 @@ def test_on_a_cpu_there_is_nothing_to_wait_for(module: FakeModule) -> None:
     assert accelerator.free_nbytes(cpu) == 0
 
 
+# ---------------------------------------------------------------- graphs
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_that_is_being_captured_is_seen(kind: str, module: FakeModule) -> None:
+    device: Any = Device(kind)
+    assert not accelerator.is_capturing(device)  # also of a PyTorch that has no graphs for it
+    module.is_current_stream_capturing = lambda: True
+    assert accelerator.is_capturing(device)
+    assert not accelerator.is_capturing(torch.device("cpu"))
+
+
+def test_pytorch_is_asked_about_graphs_by_the_name_it_has_for_that() -> None:
+    assert hasattr(torch.cuda, "is_current_stream_capturing")
+
+
 # ---------------------------------------------------------------- pinning
 def test_a_failed_pinning_leaves_no_error_to_the_next_kernel(
     module: FakeModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -239,6 +254,21 @@ def test_pinned_memory_is_given_back_when_its_device_has_done_everything(
     memory.close()
     assert module.calls == ["on 1", "synchronize device 1", "unregister"]
     assert not memory.pinned
+
+
+def test_memory_is_unpinned_also_where_the_device_has_failed(
+    module: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device: Any = Device("cuda", 1)
+    memory = HostMemory(1 << 20, pin_for=device)
+
+    def failed(device: Device) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(module, "synchronize", failed)
+    with pytest.raises(RuntimeError, match="illegal"):
+        memory.close()
+    assert module.calls[-1] == "unregister"
 
 
 @pytest.mark.parametrize("kind", ["xpu", "npu"])

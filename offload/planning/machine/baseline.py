@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -34,11 +35,21 @@ _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 _DEFAULT_RAM_NBYTES = {"fp32": 410 << 20, "bf16": 422 << 20, "fp16": 422 << 20}
 _DEFAULT_SYMBOLS_NBYTES = 12 << 20
 _DEFAULT_COMPILER_NBYTES = 107 << 20
-# With a CUDA build of torch: its libraries' code and data in RAM, and what a context with cuBLAS
-# and our kernels takes of the GPU before the first tensor. Round figures for CUDA 12 and 13, not
-# measured by us.
+# With a CUDA build of torch: its libraries' code and data in RAM. A round figure for CUDA 12 and 13,
+# not measured by us.
 GPU_RAM_NBYTES = 1536 << 20
-GPU_CONTEXT_NBYTES = 768 << 20
+# Of a GPU, three things lie beside `budget.device`, which holds our tiers alone: tensors of passes
+# (`planning/activations`), and these two. A process that trains has its context when it asks what
+# is free, so there the context is counted twice, on the safe side.
+# 1. The context, with PyTorch's kernels and ours: what nvidia-smi shows of a process that has run
+# some, on an H100 with torch 2.11 for CUDA 13. Without the code of cuBLAS's kernels.
+GPU_CONTEXT_NBYTES = 612 << 20
+# 2. cuBLAS's workspaces, of PyTorch's allocator: one for each thread and stream that multiplies
+# (aten/src/ATen/cuda/CublasHandlePool.cpp; cuBLASLt shares it). Forward and backward have a thread
+# each, and one stream. 32 MiB is Hopper's default, 8.1 MiB that of NVIDIA's others.
+_MULTIPLYING_THREADS = 2
+_WORKSPACE_SETTING = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACE_NBYTES = 32 << 20
 
 _KIND = "baseline"
 
@@ -62,10 +73,11 @@ class Baseline:
         return self.symbols_nbytes if config.micro_batches != 1 else 0
 
     def beside_gpu(self) -> Baseline:
-        """The same process with CUDA: nothing of that is measured."""
+        """The same process with CUDA: nothing of that is measured here."""
         return replace(
-            self, ram_nbytes=max(self.ram_nbytes, GPU_RAM_NBYTES), gpu_nbytes=GPU_CONTEXT_NBYTES
-        )
+            self, ram_nbytes=max(self.ram_nbytes, GPU_RAM_NBYTES),
+            gpu_nbytes=GPU_CONTEXT_NBYTES + workspaces_nbytes(),
+        )  # fmt: skip
 
     @property
     def note(self) -> str:
@@ -73,8 +85,10 @@ class Baseline:
         ram = format_bytes(self.ram_nbytes)
         if self.gpu_nbytes:
             return (
-                f"Python, PyTorch with CUDA and kernels are assumed to take {ram} of RAM, context "
-                f"and libraries {format_bytes(self.gpu_nbytes)} of GPU memory; neither is measured"
+                f"Python, PyTorch with CUDA and kernels are assumed to take {ram} of RAM; beside "
+                f"budget.device and tensors, {format_bytes(self.gpu_nbytes)} of GPU memory are for "
+                f"the context ({format_bytes(GPU_CONTEXT_NBYTES)}, as measured on an H100 with "
+                f"torch 2.11) and cuBLAS's workspaces ({_WORKSPACE_SETTING}, or Hopper's default)"
             )
         if self.measured:
             return f"Python, PyTorch and kernels take {ram} of RAM, as measured on this machine"
@@ -82,6 +96,13 @@ class Baseline:
             f"Python, PyTorch and kernels take {ram} of RAM: a default, measured on another "
             "machine (2 cores, torch 2.13)"
         )
+
+
+def workspaces_nbytes() -> int:
+    """Of a GPU for cuBLAS, as PyTorch reads its setting: `:KiB:COUNT`, once or several times."""
+    found = re.findall(r":(\d+):(\d+)", os.environ.get(_WORKSPACE_SETTING, ""))
+    each = sum(int(size) * int(count) << 10 for size, count in found)
+    return _MULTIPLYING_THREADS * (each if found else _WORKSPACE_NBYTES)
 
 
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:

@@ -29,7 +29,7 @@ from offload.planning.plan.sizes import (
     window_nbytes_of,
     with_records,
 )
-from offload.planning.plan.tuning import Streamed, choose
+from offload.planning.plan.tuning import Streamed, choose, chunk_in_memory
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
@@ -194,12 +194,20 @@ def tuned(
     streamed = Streamed([n * sizes.itemsize for n in numels], chunks, STAGING_BUFFERS, budget)
     chosen = choose(streamed, measured)
     if chunk == "auto":
-        chosen = replace(chosen, chunk_numel=_few_enough(chosen.chunk_numel, model))
+        numel = chosen.chunk_numel if measured else _chunk_in_memory(config, named, hardware)
+        chosen = replace(chosen, chunk_numel=_few_enough(numel, model))
     optimizer = config.optimizer.model_copy(
         update={"chunk": chosen.chunk_numel if chunk == "auto" else chunk}
     )
     depth = chosen.prefetch if prefetch == "auto" else prefetch
     return config.model_copy(update={"optimizer": optimizer, "prefetch": depth})
+
+
+def _chunk_in_memory(config: OffloadConfig, named: Sequence[Placement], hardware: Hardware) -> int:
+    threads = config.threads.optimizer
+    cores = hardware.cores if threads == "auto" else threads
+    copied = hardware.device_nbytes > 0 and any(Tier.DEVICE in each.tiers for each in named)
+    return chunk_in_memory(cores, copied=copied)
 
 
 def _few_enough(chunk_numel: int, model: ModelShape) -> int:

@@ -36,13 +36,14 @@ class Hardware:
     measure_nvme: Measure | None = None  # bandwidth of all nvme paths together
     kernels_missing: str | None = None  # what our kernels on the device lack, as a sentence
     sharding: Sharding = ALONE  # of the rank that the rest is for
+    cores: int = 1  # that the optimizer may use
 
 
 def read_hardware(device_nbytes: int, nvme_free_nbytes: int) -> Hardware:
     """This machine, as far as this process may use it."""
     return Hardware(
         device_nbytes, machine.memory_limit_nbytes(), machine.available_memory_nbytes(),
-        nvme_free_nbytes,
+        nvme_free_nbytes, cores=machine.cpu_count(),
     )  # fmt: skip
 
 

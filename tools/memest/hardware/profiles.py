@@ -109,7 +109,7 @@ class HardwareProfile:
             nvme_free_nbytes=self.nvme_nbytes // ranks,
             measure_nvme=rated_bandwidth(read, write) if self.ssds else None,
             kernels_missing=None if self.gpu_nbytes else "the model computes on the CPU",
-            sharding=sharding,
+            sharding=sharding, cores=machine.cpu_count() if self.here else 1,
         )
 
     def speeds(self, measured: Speeds | None = None) -> Speeds | None:

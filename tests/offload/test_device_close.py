@@ -1,0 +1,104 @@
+"""The end of an engine with a device: memory is given back when every stream has done its work.
+
+Host memory stands in for the device's, and is not pinned: nothing else waits for the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+import offload.engine
+import offload.homes
+from offload.tiers.memory import HostMemory
+from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
+from tests.swap.stream_simulation import CUDA, Stream, World
+
+MEMORIES = 2  # of the device and of the host
+
+
+class Broken(Exception):
+    pass
+
+
+def broken(*args: Any, **keys: Any) -> Any:
+    raise Broken
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Plans are those of a machine with a GPU of 1 GiB, without Triton."""
+    world, real = World(monkeypatch, eager_model=True), offload.engine.this_machine
+    monkeypatch.setattr(offload.homes, "DeviceHomes", world.device_homes)
+    monkeypatch.setattr(
+        offload.engine,
+        "this_machine",
+        lambda *args: dataclasses.replace(
+            real(*args), device_nbytes=1 << 30, kernels_missing="the test says so"
+        ),
+    )
+    return world
+
+
+@pytest.fixture
+def given_back(monkeypatch: pytest.MonkeyPatch, world: World) -> list[bool]:
+    """For each memory that is given back: whether all streams were done."""
+    real, found = HostMemory.close, list[bool]()
+
+    def close(memory: HostMemory) -> None:
+        found.append(all(stream.idle for stream in world.streams))
+        real(memory)
+
+    monkeypatch.setattr(HostMemory, "close", close)
+    return found
+
+
+def trained(folder: Path) -> offload.Engine:
+    """An engine amid training."""
+    budget = {"device": "2MiB", "host": "16MiB", "nvme": "64MiB"}
+    engine = offload.initialize(seeded(TinyLM), config(folder, HOST, budget=budget))
+    losses_of(engine, batches(1))
+    return engine
+
+
+def give_work(world: World) -> None:
+    """A kernel to a stream that nobody knows, and copies to all others."""
+    for stream in (world.stream(CUDA), *world.streams):
+        stream.put(lambda: None)
+
+
+def test_memory_is_given_back_when_every_stream_has_done_its_work(
+    tmp_path: Path, world: World, given_back: list[bool]
+) -> None:
+    engine = trained(tmp_path)
+    give_work(world)
+    engine.close()
+    assert given_back == [True] * MEMORIES
+
+
+def test_waits_for_single_streams_that_fail_leave_none_out(
+    tmp_path: Path, world: World, given_back: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = trained(tmp_path)
+    give_work(world)
+    monkeypatch.setattr(Stream, "synchronize", broken)
+    with pytest.raises(Broken):
+        engine.close()
+    assert given_back == [True] * MEMORIES
+    assert "offload-copies" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("what", ["SlotPool", "DeviceHomes", "ActivationTier"])
+def test_memory_is_given_back_where_the_devices_part_cannot_be_opened(
+    tmp_path: Path, world: World, given_back: list[bool], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(offload.homes, what, broken)
+    keys = config(tmp_path, {**HOST, "activations": {"tier": "host"}})
+    with pytest.raises(Broken):
+        offload.initialize(seeded(TinyLM), keys)
+    assert given_back == [True] * MEMORIES
