@@ -29,6 +29,11 @@ _MOST_SHARES = 8
 _DEVICE_NBYTES = 3 << 30  # per process: a context, and tests that take a gigabyte
 _SHOWN_CHARACTERS = 400
 _SHOWN_FAILURES = 20
+_ENVIRONMENT = {
+    "OFFLOAD_TEST_DEVICE": "cuda",  # of the engines in tests that run on either
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else two runs of one product may differ
+    "OMP_NUM_THREADS": "1",
+}
 _HANG_S = 60  # a test that takes longer is shown with its stacks, and ends its process
 _ENDED = (0, 1, 5)  # pytest's status: all passed, some failed, none was in this share
 
@@ -70,12 +75,12 @@ class Tests:
 
 
 def gpu_test_files(root: Path) -> list[Path]:
-    """Test modules that can have GPU tests: those that name the marker or the Triton device.
+    """Test modules that can have GPU tests: those that name the marker or what gives it to them.
 
     The others are not even imported: an interpreter that is used as it is may lack what they need.
     """
     found = sorted((root / "tests").glob("**/test_*.py"))
-    marks = ("mark.gpu", "triton_device")
+    marks = ("mark.gpu", "MARKS", "on_a_gpu_too", "triton_device")
     return [path for path in found if any(mark in path.read_text() for mark in marks)]
 
 
@@ -99,7 +104,8 @@ def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
 def run_shares(
     root: Path, files: Sequence[Path], shares: int, limit_s: float, folder: Path
 ) -> Tests:
-    """`-m gpu` of `files` in `shares` processes; one that hangs, or breaks, is said to."""
+    """The GPU tests of `files` that are not slow, in `shares` processes; one that hangs, or breaks,
+    is said to."""
     ends = time.perf_counter() + limit_s
     tests = Tests()
     started = [_start(root, files, f"{number}/{shares}", folder) for number in range(shares)]
@@ -125,7 +131,8 @@ def _start(
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     number = share.split("/")[0]
     command = [
-        sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider",
+        sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow", "-p", "no:cacheprovider",
+        "-p", "no:benchmark",  # it would warn beside xdist, and a warning is a failure
         "-p", "benchmarks.gpu_tests", f"--junitxml={folder / f'tests-{number}.xml'}",
         "-o", f"faulthandler_timeout={_HANG_S}", "-o", "faulthandler_exit_on_timeout=true",
         # libraries are those that are there, not those that were pinned: what they announce for
@@ -133,7 +140,7 @@ def _start(
         "-W", "default::DeprecationWarning", "-W", "default::PendingDeprecationWarning",
         "-W", "default::FutureWarning", *map(str, files),
     ]  # fmt: skip
-    environ: dict[str, str] = {**child_environment(), VARIABLE: share, "OMP_NUM_THREADS": "1"}
+    environ: dict[str, str] = {**child_environment(), **_ENVIRONMENT, VARIABLE: share}
     environ.pop("TRITON_INTERPRET", None)  # on the device
     with (folder / f"tests-{number}.log").open("w") as output:
         return subprocess.Popen(

@@ -269,6 +269,7 @@ class Engine:
             machine.trim_memory()  # the values of one group are freed before the next ones come
         if initialiser is not None:
             initialiser.finish(files, self.device)
+        _bring_the_rest(self.module, self._runtime, self.device)
         if files is not None:
             _load_unmanaged(self.module, self._runtime, files)
             _load_buffers(self.module, files)
@@ -324,7 +325,8 @@ class Engine:
             yield
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of what was accumulated for `param` (`param.grad` is a handle of it)."""
+        """A copy, on its device, of what was accumulated for `param` (`param.grad` is a handle of
+        it)."""
         self._open()
         return self.values.gradient(param)
 
@@ -648,6 +650,14 @@ def _values(
         return value
     agreed = ranks.as_on_first([value(spec) for spec in params])
     return dict(zip(params, agreed, strict=True)).__getitem__
+
+
+def _bring_the_rest(model: nn.Module, runtime: Runtime, device: torch.device) -> None:
+    """What is in no group has to be where the model computes. It stays the same object."""
+    others = (param for param in model.parameters() if runtime.group_of(param) is None)
+    for tensor in (*model.buffers(), *others):
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def _load_unmanaged(model: nn.Module, runtime: Runtime, files: SafetensorsWeights) -> None:

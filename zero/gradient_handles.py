@@ -305,7 +305,8 @@ class GradientHandles:
 
     # ---------------------------------------------------------------- values
     def value(self, param: nn.Parameter, state: OptimizerState, index: int) -> torch.Tensor | None:
-        """A copy of a parameter's gradient, in the accumulator's format; None if it has none."""
+        """A copy of a parameter's gradient, in the accumulator's format and on the parameter's
+        device; None if it has none."""
         self.drop_cleared()
         gradient = param.grad
         if gradient is None:
@@ -340,6 +341,7 @@ class GradientHandles:
         else:
             found = gradients.read(index)
         assert found is not None, "there is a handle of it"
+        found = found.to(state.group.device)  # the accumulator may be in another memory
         scale = self._loss_scale
         return like(source.param, found if scale == 1.0 else found.float() / scale)
 

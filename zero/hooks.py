@@ -29,7 +29,7 @@ from offload.zero.dtype_errors import explain_dtypes
 from offload.zero.group import NO_COPIES, ParamGroup
 from offload.zero.handles import HandleTable
 from offload.zero.one_thread import OneThread
-from offload.zero.session import Session, in_backward
+from offload.zero.session import Session, in_backward, leave_checkpoints
 from offload.zero.transforms import refuse_transforms
 
 
@@ -264,8 +264,10 @@ class _Guard:
         outer = len(self._calls)
         try:
             return self._call(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            explain_dtypes(error, self._name, self._module, (args, kwargs))
+        except BaseException as error:
+            leave_checkpoints(error)
+            if isinstance(error, (RuntimeError, ValueError)):
+                explain_dtypes(error, self._name, self._module, (args, kwargs))
             raise
         finally:
             try:

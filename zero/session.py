@@ -6,14 +6,39 @@ has to be checked.
 
 from __future__ import annotations
 
-import torch
+from inspect import isgenerator, unwrap
+from itertools import chain
 
+import torch
+import torch.utils.checkpoint
+
+from offload.swap.shield import uninterrupted
 from offload.zero.handles import HandleTable, active_hooks, take_off_hooks
+
+_CHECKPOINT = unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 def in_backward() -> bool:
     """Whether autograd has called what is running."""
     return torch._C._current_graph_task_id() != -1
+
+
+@uninterrupted
+def leave_checkpoints(error: BaseException) -> None:
+    """End the contexts of checkpoints that `error` has come through, the innermost first.
+
+    Before torch 2.13 a checkpoint leaves that to the collection of its generator: its hooks, and
+    those below them, would be active until nobody has the error any more, and be taken off twice
+    if an interrupt took them off before.
+    """
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _CHECKPOINT:
+            frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for value in chain.from_iterable(frame.f_locals.values() for frame in reversed(frames)):
+        if isgenerator(value):
+            value.close()
 
 
 class Session:

@@ -181,6 +181,7 @@ def test_no_test_that_ran_is_no_success(tmp_path: Path) -> None:
 def test_the_files_with_gpu_tests_are_found() -> None:
     names = {path.name for path in gpu_test_files(REPOSITORY)}
     assert {"test_triton_optimizer.py", "test_triton_gradients.py", "test_gpu.py"} <= names
+    assert {"test_parity.py", "test_loops.py", "test_paged.py"} <= names
     assert "test_planner.py" not in names
     assert "test_config.py" not in names
 

@@ -1,6 +1,5 @@
 """What the compiler made of the kernels: packed code, nothing fused on its own, kept on disk."""
 
-import os
 import platform
 import re
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from numba.core import types
 
+from offload.child import child_environment
 from offload.kernels import jit
 from offload.kernels import optimizer as optimizer_module
 from offload.kernels import step_loop as step_module
@@ -222,8 +222,7 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 
 
 def test_another_process_finds_the_compiled_code_on_disk(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    environment = child_environment() | {"NUMBA_CACHE_DIR": str(tmp_path)}
     hits_and_misses = [
         subprocess.run(
             [sys.executable, "-c", PROGRAM],

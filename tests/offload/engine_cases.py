@@ -20,6 +20,21 @@ from offload.tiers.units import parse_bytes
 # The engine's device. `make gpu-check` sets it; tests that go by it take MARKS.
 ON = os.environ.get("OFFLOAD_TEST_DEVICE", "cpu")
 MARKS = [pytest.mark.gpu] if ON == "cuda" else []
+# Several processes share a GPU, and an engine takes the whole of an open budget.
+DEVICE_BUDGET: dict[str, str] = {"device": "32MiB"} if ON == "cuda" else {}
+
+
+def on_a_gpu_too(test: Any) -> Any:
+    """Marks one test of a module whose other tests would show nothing there."""
+    for mark in MARKS:
+        test = mark(test)
+    return test
+
+
+def on_the_cpu_alone(why: str) -> pytest.MarkDecorator:
+    """For a test that would mean nothing on a GPU."""
+    return pytest.mark.skipif(ON != "cpu", reason=why)
+
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 37, 32, 6, 2
 NVME: dict[str, Any] = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
@@ -84,9 +99,10 @@ def batches(count: int, seed: int = 1) -> list[Tensor]:
 
 def config(folder: Path, placement: Mapping[str, Any] = NVME, **keys: Any) -> dict[str, Any]:
     """A configuration with budgets of megabytes, swap files under `folder`."""
+    on = keys.setdefault("device", ON)
+    budget = keys.pop("budget", {"host": "16MiB", "nvme": "64MiB"})
     return {
-        "device": ON,
-        "budget": {"host": "16MiB", "nvme": "64MiB"},
+        "budget": {**(DEVICE_BUDGET if on == ON else {}), **budget},
         "nvme": {"paths": [str(folder)], "backend": "threads"},
         "placement": dict(placement),
         **keys,
@@ -153,11 +169,12 @@ def losses_of(
 
 def least_budget(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, str]:
     """What a refusal asks for."""
+    budget = {**DEVICE_BUDGET, "host": "4KiB", "nvme": "64MiB"}
     with pytest.raises(BudgetError) as refusal:
-        offload.initialize(seeded(build), {**keys, "budget": {"host": "4KiB", "nvme": "64MiB"}})
+        offload.initialize(seeded(build), {**keys, "budget": budget})
     needed = re.search(r"of the ([\d.]+) (\w+) needed", str(refusal.value))
     assert needed, str(refusal.value)
     unit = parse_bytes(f"1{needed[2]}")
     rounding = 0 if unit == 1024 else unit // 20  # one decimal is shown
     nbytes = float(needed[1]) * unit + rounding
-    return {"host": f"{math.ceil(nbytes / 1024)}KiB", "nvme": "64MiB"}
+    return {**budget, "host": f"{math.ceil(nbytes / 1024)}KiB"}

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.offload.engine_cases import ON
 from tests.offload.loop_trial import BLOCKS, OUT, WIDTH, Build, Loop, Row, Trial, blocks
 
 ROWS: list[Row] = []
@@ -38,6 +39,11 @@ def row(
         return loop
 
     return add
+
+
+def array(tensor: Tensor) -> Any:
+    """NumPy's, which torch gives of none on a GPU."""
+    return tensor.numpy() if ON == "cpu" else tensor.cpu().numpy()
 
 
 # ------------------------------------------------------------------------------------- zeroing
@@ -314,7 +320,7 @@ GRADIENTS = "Reading and changing gradients"
 
 @row(GRADIENTS, "`p.grad = flat[i:j].view_as(p)` once, and `flat.zero_()` before each pass")
 def flat_buffer(t: Trial) -> Numbers:
-    flat = torch.zeros(sum(p.numel() for p in t.params))
+    flat = torch.zeros(sum(p.numel() for p in t.params), device=ON)
     start = 0
     for p in t.params:
         p.grad = flat[start : start + p.numel()].view_as(p)
@@ -345,7 +351,7 @@ def log_more(t: Trial) -> Numbers:
         for p in t.params:
             g: Any = p.grad
             found += [g.mean(), g.std(), g.sum(), g.histc(4).max(), g.flatten()[0], g[0].sum()]
-            found += [torch.tensor(g.tolist()).max(), g.numpy().max(), g.cpu().numpy().min()]
+            found += [torch.tensor(g.tolist()).max(), array(g).max(), g.cpu().numpy().min()]
         return [float(each) for each in found]
 
     return t.train(clip=log)
@@ -424,7 +430,7 @@ def mask(t: Trial) -> Numbers:
                 p.grad[0] = 0
                 p.grad.view(-1)[1:3].mul_(2)
             else:
-                p.grad *= (torch.arange(p.numel()).view(p.shape) % 3 > 0).float()
+                p.grad *= (torch.arange(p.numel(), device=ON).view(p.shape) % 3 > 0).float()
                 p.grad[p.grad < -0.01] = 0
 
     return t.train(clip=change)
@@ -580,7 +586,7 @@ SCALING = "Autocast and scaling"
 
 @row(SCALING, "`GradScaler`: scale, backward, `unscale_`, clip, `step`, `update`")
 def scaler(t: Trial) -> Numbers:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(ON, init_scale=1024.0, growth_interval=2)
     logged = []
     for x, y in t.data():
         loss = t.loss(x, y)
@@ -595,7 +601,7 @@ def scaler(t: Trial) -> Numbers:
 
 @row(SCALING, "`GradScaler` without `unscale_`, and two passes a step")
 def scaler_accumulating(t: Trial) -> Numbers:
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler(ON, init_scale=256.0)
     logged = []
     for number, (x, y) in enumerate(t.data(), 1):
         loss = t.loss(x, y)
@@ -610,7 +616,7 @@ def scaler_accumulating(t: Trial) -> Numbers:
 
 @row(SCALING, "`GradScaler` and a gradient that overflows: the step is skipped, the scale halves")
 def scaler_overflow(t: Trial) -> Numbers:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(ON, init_scale=1024.0)
     logged = []
     for number, (x, y) in enumerate(t.data()):
         loss = t.loss(x, y)
@@ -626,7 +632,7 @@ def scaler_overflow(t: Trial) -> Numbers:
 def autocast(t: Trial) -> Numbers:
     logged = []
     for x, y in t.data():
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(ON, torch.bfloat16):
             loss = t.loss(x, y)
         loss.backward()
         logged.append(loss.item())
@@ -659,7 +665,7 @@ def penalty_norm(t: Trial) -> Numbers:
 
 @row(WEIGHTS, "`F.linear(x, model[1][0].weight)` outside of the module")
 def used_elsewhere(t: Trial) -> Numbers:
-    x = torch.ones(1, WIDTH)
+    x = torch.ones(1, WIDTH, device=ON)
     return t.train(extra=lambda: 0.1 * F.linear(x, t.model[1][0].weight).pow(2).sum())
 
 
@@ -668,7 +674,7 @@ def stacked(t: Trial) -> Numbers:
     def extra() -> Tensor:
         weights = [t.model[number][0].weight for number in range(BLOCKS)]
         mean = torch.stack(weights).mean(0)
-        found: Tensor = 0.1 * (torch.ones(1, WIDTH) @ weights[2].t() @ mean).pow(2).sum()
+        found: Tensor = 0.1 * (torch.ones(1, WIDTH, device=ON) @ weights[2].t() @ mean).pow(2).sum()
         return found
 
     return t.train(extra=extra)
@@ -678,7 +684,7 @@ def stacked(t: Trial) -> Numbers:
 def log_weights(t: Trial) -> Numbers:
     def log() -> list[float]:
         found = [each for p in t.params for each in (p.norm().item(), p.std().item())]
-        return [*found, *(float(p.detach().numpy().max()) for p in t.params)]
+        return [*found, *(float(array(p.detach()).max()) for p in t.params)]
 
     return t.train(after=log)
 
@@ -703,7 +709,8 @@ def ema(t: Trial) -> Numbers:
 
 
 def average_before(t: Trial) -> None:
-    t.model.average = [torch.optim.swa_utils.AveragedModel(t.model)]  # a list: no submodule
+    average = torch.optim.swa_utils.AveragedModel(t.model)
+    t.model.average = [average.to(ON)]  # a list: no submodule
 
 
 @row(WEIGHTS, "`AveragedModel(model)` before `initialize`, `update_parameters(model)` in the loop",
@@ -800,7 +807,7 @@ def set_to_another(t: Trial) -> Numbers:
 def lists_and_arrays(t: Trial) -> Numbers:
     def look() -> list[float]:
         lists = [value for p in t.params if p.ndim == 1 for value in p.tolist()]
-        return [*lists, *(float(p.numpy().sum()) for p in t.model[1].parameters())]
+        return [*lists, *(float(array(p).sum()) for p in t.model[1].parameters())]
 
     return t.train(after=look)
 
@@ -858,7 +865,7 @@ def load_earlier(t: Trial) -> Numbers:
 
 @row(WEIGHTS, "`model.to('cpu')`, `model.float()`, `model.requires_grad_()`, `model.train()`")
 def no_changes(t: Trial) -> Numbers:
-    t.model.to("cpu").float().requires_grad_().train()
+    t.model.to(ON).float().requires_grad_().train()
     t.model.to(memory_format=torch.channels_last)
     return t.train()
 
@@ -1272,14 +1279,14 @@ def evaluation(t: Trial) -> Numbers:
 def evaluation_between(t: Trial) -> Numbers:
     def evaluate() -> None:
         with torch.no_grad():
-            t.model(torch.ones(1, WIDTH))
+            t.model(torch.ones(1, WIDTH, device=ON))
 
     return t.train(extra=evaluate)
 
 
 @row(GRAPHS, "a submodule called alone, `model[2](x)`, and a part of the model, `model[:2](x)`")
 def submodules(t: Trial) -> Numbers:
-    x = torch.ones(1, WIDTH)
+    x = torch.ones(1, WIDTH, device=ON)
     return t.train(extra=lambda: 0.1 * (t.model[2](x) + t.model[1][0](x) + t.model[:2](x)).sum())
 
 
@@ -1493,11 +1500,11 @@ def saved_whole(t: Trial) -> Numbers:
 
 @row(COPIES, "`DataLoader(..., num_workers=1)`, forked while an update may be pending")
 def data_loader(t: Trial) -> Numbers:
-    x, y = (torch.stack(each) for each in zip(*t.data(), strict=True))
+    x, y = (torch.stack(each).cpu() for each in zip(*t.data(), strict=True))
     logged = []
     for _ in range(2):
         for a, b in DataLoader(TensorDataset(x, y), batch_size=None, num_workers=1):
-            loss = t.loss(a, b)
+            loss = t.loss(a.to(ON), b.to(ON))
             loss.backward()
             t.optimizer.step()
             t.optimizer.zero_grad()
@@ -1507,8 +1514,8 @@ def data_loader(t: Trial) -> Numbers:
 
 @row(COPIES, "two engines, of a generator and a discriminator, in one loop")
 def two_engines(t: Trial) -> Numbers:
-    critic = Trial(model=nn.Sequential(nn.Linear(OUT, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)),
-                   start=t.start)  # fmt: skip
+    judge = nn.Sequential(nn.Linear(OUT, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    critic = Trial(model=judge.to(ON), start=t.start)
     critic.begin()
     logged = []
     for x, y in t.data(4):
@@ -1618,7 +1625,7 @@ def func_jvp(t: Trial) -> Numbers:
 
 @row(OPTIMIZERS, "a head put into the model after `initialize`")
 def added_later(t: Trial) -> Numbers:
-    t.model.append(nn.Linear(OUT, OUT))
+    t.model.append(nn.Linear(OUT, OUT, device=ON))
     return t.train()
 
 

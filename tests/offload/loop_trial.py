@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import BudgetError, OffloadError
-from tests.offload.engine_cases import HOST, NVME, ON, bits
+from tests.offload.engine_cases import DEVICE_BUDGET, HOST, NVME, ON, bits
 
 WIDTH, OUT, BATCH, STEPS, BLOCKS = 32, 8, 6, 6, 4
 PLACEMENTS = {"host": HOST, "nvme": NVME}
@@ -57,10 +57,11 @@ class Trial:
 
     def data(self, count: int = STEPS) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(1)
-        shapes = (BATCH, WIDTH), (BATCH, OUT)
-        return [
-            tuple(torch.randn(s, generator=generator).to(ON) for s in shapes) for _ in range(count)
-        ]  # type: ignore[misc]
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(ON)
+
+        return [(drawn(BATCH, WIDTH), drawn(BATCH, OUT)) for _ in range(count)]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         found: Tensor = ((self.model(x) - y) ** 2).mean()
@@ -153,7 +154,7 @@ def offloaded(row: Row, where: str) -> Outcome:
 def configuration(folder: Path, where: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = {**ADAMW, "betas": list(ADAMW["betas"]), **keys.get("optimizer", {})}
     return {
-        "device": ON, "precision": "fp32", "budget": BUDGETS[where],
+        "device": ON, "precision": "fp32", "budget": DEVICE_BUDGET | BUDGETS[where],
         "nvme": {"paths": [str(folder)], "backend": "threads"}, "placement": PLACEMENTS[where],
         **keys, "optimizer": optimizer,
     }  # fmt: skip

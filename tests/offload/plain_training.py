@@ -58,13 +58,8 @@ def trained_plainly(
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
     assert found.keys() == expected.keys()
     for name, value in found.items():
-        torch.testing.assert_close(
-            value.cpu(),
-            expected[name].detach().cpu(),
-            rtol=1e-5,
-            atol=atol,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+        pair = value.cpu(), expected[name].detach().cpu()
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def check(

@@ -25,9 +25,22 @@ import offload
 import offload.engine
 import offload.planning.plan.activation_plan
 import offload.swap.activations
+from offload.child import child_environment
 from offload.errors import BudgetError, UnsupportedError
 from offload.tiers.units import parse_bytes
-from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, gradients_of, seeded
+from tests.offload.engine_cases import (
+    HOST,
+    MARKS,
+    NVME,
+    ON,
+    assert_same_bits,
+    config,
+    gradients_of,
+    on_the_cpu_alone,
+    seeded,
+)
+
+pytestmark = MARKS
 
 PROGRAM = Path(__file__).with_name("activation_program.py")
 WIDTH, LENGTH, BATCH, VOCABULARY = 32, 16, 4, 37
@@ -90,7 +103,7 @@ class Model(nn.Module):
 
 def tokens_of(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    return torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator).to(ON)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -315,7 +328,7 @@ def test_a_gradient_penalty_differentiates_twice(folder: Path) -> None:
     def gradients(tier: str) -> dict[str, Tensor]:
         build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))  # noqa: E731
         with offload.initialize(seeded(build), keys(folder, tier)) as e:
-            x = torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH).requires_grad_()
+            x = torch.linspace(-1, 1, 64 * WIDTH, device=ON).view(64, WIDTH).requires_grad_()
             (slope,) = torch.autograd.grad(e.module(x).sum(), x, create_graph=True)
             (slope.norm(dim=1) - 1).square().mean().backward()
             del slope
@@ -338,7 +351,7 @@ def test_inputs_and_buffers_stay_where_they_are(folder: Path) -> None:
             return result
 
     with offload.initialize(seeded(Masked), keys(folder, "nvme")) as e:
-        out = e.module(torch.ones(64, WIDTH))
+        out = e.module(torch.ones(64, WIDTH, device=ON))
         assert e._homes.activations.parked_nbytes == 0
         out.sum().backward()
 
@@ -355,7 +368,7 @@ def test_a_changed_activation_is_an_error_in_backward_as_in_torch(folder: Path) 
             return y
 
     with offload.initialize(seeded(Changes), keys(folder, "nvme")) as e:
-        loss = e.module(torch.ones(8, WIDTH)).sum()
+        loss = e.module(torch.ones(8, WIDTH, device=ON)).sum()
         assert e._homes.activations.parked_nbytes > 0
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -390,8 +403,8 @@ class ChangesProducts(nn.Module):
 def test_a_product_changed_outside_its_block_is_computed_again(
     folder: Path, tier: str, check: Any
 ) -> None:
-    plain = seeded(ChangesProducts)
-    x = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+    plain = seeded(ChangesProducts).to(ON)
+    x = torch.linspace(-1, 1, 8 * WIDTH, device=ON).view(8, WIDTH)
     plain(x).sum().backward()
     settings = keys(folder, tier, check, groups={"blocks": ["GivesItsProduct"]})
     with offload.initialize(seeded(ChangesProducts), settings) as e:
@@ -409,6 +422,7 @@ def said(caplog: pytest.LogCaptureFixture, fragment: str) -> int:
     return sum(fragment in record.getMessage() for record in caplog.records)
 
 
+@on_the_cpu_alone("the device is the host")
 def test_tier_host_without_a_gpu_changes_nothing_and_says_so_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -459,7 +473,7 @@ class Noisy(Model):
 
         def forward(self, x: Tensor) -> Tensor:
             scale = torch.rand(x.shape, generator=self.noise) + self.python.random()
-            y: Tensor = self.linear(x).tanh() * scale * x.sigmoid()
+            y: Tensor = self.linear(x).tanh() * scale.to(x.device) * x.sigmoid()
             return x + y
 
     def __init__(self) -> None:
@@ -479,7 +493,7 @@ class Noisy(Model):
 def test_generators_of_a_recomputed_block_draw_the_same_numbers_again(
     folder: Path, check: Any
 ) -> None:
-    plain, model = seeded(Noisy), seeded(Noisy)
+    plain, model = seeded(Noisy).to(ON), seeded(Noisy)
     with offload.initialize(model, keys(folder, "device", check)) as e:
         for seed in (0, 1):  # the second forward goes on where the first one was
             loss_of(plain, tokens_of(seed)).backward()
@@ -586,7 +600,7 @@ def measured(tier: str, check: Any, folder: Path) -> dict[str, Any]:
         [sys.executable, str(PROGRAM), tier, json.dumps(check), str(folder)],
         capture_output=True, text=True, timeout=240, cwd=PROGRAM.parents[2],
         env={
-            "PYTHONPATH": str(PROGRAM.parents[2]), "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": child_environment()["PYTHONPATH"], "PATH": "/usr/bin:/bin",
             "OMP_NUM_THREADS": "1",  # several would mostly wait for each other
         },
     )  # fmt: skip

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from offload.errors import StateError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     WIDTH,
     TinyLM,
     assert_same_bits,
@@ -36,6 +38,8 @@ from tests.offload.plain_training import (
     square_loss,
     tokens_loss,
 )
+
+pytestmark = MARKS
 
 
 # ----------------------------------------------------------------------- backward and step
@@ -90,7 +94,7 @@ def test_evaluation_without_gradients_does_not_change_the_trajectory(make: MakeE
 
 def test_gradients_kept_over_a_step_are_added_to_as_in_torch(make: MakeEngine) -> None:
     data = batches(4)
-    model = seeded(TinyLM)
+    model = seeded(TinyLM).to(ON)
     optimizer = plain_optimizer(model)
     engine = make(seeded(TinyLM))
     for tokens in data:
@@ -105,7 +109,7 @@ def test_gradients_kept_over_a_step_are_added_to_as_in_torch(make: MakeEngine) -
 def test_two_steps_in_a_row_use_the_same_gradients_twice_as_in_torch(
     make: MakeEngine, round_number: int
 ) -> None:
-    model = seeded(TinyLM, round_number)
+    model = seeded(TinyLM, round_number).to(ON)
     optimizer = plain_optimizer(model)
     engine = make(seeded(TinyLM, round_number))
     for tokens in batches(3):
@@ -130,7 +134,7 @@ def test_a_non_finite_gradient_skips_the_step_or_not_and_is_said_once(
     scale = engine.report().loss_scale
     dtype = before.dtype
     for _ in range(2):
-        engine.backward(model(torch.ones(1, 4, dtype=dtype)).sum() * float("inf"))
+        engine.backward(model(torch.ones(1, 4, dtype=dtype, device=ON)).sum() * float("inf"))
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     after = engine.values.full(model.weight)
@@ -202,7 +206,7 @@ def test_a_gradient_penalty_differentiates_twice(make: MakeEngine) -> None:
 
 
 def test_autograd_grad_returns_gradients_and_accumulates_none(make: MakeEngine) -> None:
-    model = seeded(TinyLM)
+    model = seeded(TinyLM).to(ON)
     tokens = batches(1)[0]
     trainable = [p for p in model.parameters() if p.requires_grad]
     expected = torch.autograd.grad(tokens_loss(model, tokens), trainable)
@@ -249,7 +253,7 @@ def test_a_parameter_changed_in_its_forward_keeps_the_change(
 
 # ----------------------------------------------------------------------- the optimizer's interface
 def test_one_cycle_schedules_lr_and_beta_as_with_torch(make: MakeEngine) -> None:
-    model = seeded(TinyLM)
+    model = seeded(TinyLM).to(ON)
     optimizer: torch.optim.Optimizer = plain_optimizer(model)
     engine = make(seeded(TinyLM))
     for trained, each in ((model, optimizer), (engine.module, engine.optimizer)):

@@ -16,6 +16,7 @@ from offload.errors import StateError, StorageError
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
+    MARKS,
     NVME,
     TinyLM,
     assert_same_bits,
@@ -25,6 +26,8 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+
+pytestmark = MARKS
 
 MIXED: dict[str, Any] = {
     "parameters": {"host": "50%", "nvme": "50%"},

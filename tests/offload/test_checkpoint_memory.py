@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import offload
 from offload.checkpoint.exporting import export
 from offload.machine import peak_rss_nbytes, rss_nbytes
-from tests.offload.engine_cases import NVME, config
+from tests.offload.engine_cases import NVME, ON, config
 
 MIB = 1 << 20
 CHUNK = 1 << 17  # elements: a record of 1.25 MiB
@@ -51,7 +51,7 @@ def test_saving_loading_and_exporting_hold_one_chunk_beyond_the_budget(tmp_path:
         model = Deep()
     with offload.initialize(model, keys) as engine:
         for _ in range(2):
-            model(torch.randn(2, 1024).bfloat16()).float().square().mean().backward()
+            model(torch.randn(2, 1024, device=ON).bfloat16()).float().square().mean().backward()
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         engine.save_checkpoint(tmp_path / "saved")  # imports and hashes are paid for

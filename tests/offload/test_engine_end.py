@@ -25,6 +25,7 @@ from offload.swap.transfer import Transfer
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
     WIDTH,
     TinyLM,
@@ -43,6 +44,8 @@ from tests.offload.plain_training import (
     square_loss,
     tokens_loss,
 )
+
+pytestmark = MARKS
 
 
 # ----------------------------------------------------------------------- the end

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.offload.engine_cases import (
+    MARKS,
     TinyLM,
     assert_same_bits,
     batches,
@@ -19,6 +20,8 @@ from tests.offload.engine_cases import (
     states_of,
 )
 from tests.offload.plain_training import MakeEngine, tokens_loss
+
+pytestmark = MARKS
 
 
 # ----------------------------------------------------------------------- errors on the way

@@ -15,8 +15,10 @@ import offload
 import offload.engine
 import offload.homes
 import offload.zero.runtime
-from tests.offload.engine_cases import TinyLM, batches, config, seeded
+from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, config, on_the_cpu_alone, seeded
 from tests.ranks.processes import run_ranks
+
+pytestmark = MARKS
 
 KEYS: dict[str, Any] = {
     "placement": {
@@ -70,7 +72,7 @@ def fail(model: Any, keys: Any, owner: object, name: str, patch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("what", BEFORE_WEIGHTS_LEAVE)
 def test_the_model_is_as_it_was(tmp_path: Path, monkeypatch: Any, what: str) -> None:
-    model, keys = seeded(TinyLM), config(tmp_path, **KEYS)
+    model, keys = seeded(TinyLM).to(ON), config(tmp_path, **KEYS)
     fail(model, keys, *BEFORE_WEIGHTS_LEAVE[what], monkeypatch)
     loss = model.loss(batches(1)[0]).item()
     with offload.initialize(model, keys):
@@ -79,7 +81,7 @@ def test_the_model_is_as_it_was(tmp_path: Path, monkeypatch: Any, what: str) -> 
 
 @pytest.mark.parametrize("what", AFTER)
 def test_the_model_takes_weights_again(tmp_path: Path, monkeypatch: Any, what: str) -> None:
-    model, keys = seeded(TinyLM), config(tmp_path / "swap", **KEYS)
+    model, keys = seeded(TinyLM).to(ON), config(tmp_path / "swap", **KEYS)
     (tmp_path / "swap").mkdir()
     loss = model.loss(batches(1)[0]).item()
     with offload.initialize(seeded(TinyLM), keys) as engine:
@@ -93,7 +95,8 @@ def test_the_model_takes_weights_again(tmp_path: Path, monkeypatch: Any, what: s
 
 def threads_after_failure(folder: str) -> list[str]:
     """Of a rank that has no room for its states."""
-    keys = config(Path(folder), budget={"host": "64MiB", "nvme": "64MiB"}, zero={"stage": 3})
+    budget = {"host": "64MiB", "nvme": "64MiB"}
+    keys = config(Path(folder), device="cpu", budget=budget, zero={"stage": 3})
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(offload.homes.TieredHomes, "gradients", broken)
         with pytest.raises(Broken):
@@ -101,5 +104,6 @@ def threads_after_failure(folder: str) -> list[str]:
     return [thread.name for thread in threading.enumerate() if "offload" in thread.name]
 
 
+@on_the_cpu_alone("its ranks compute on the CPU")
 def test_a_rank_without_room_ends_its_threads(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path, threads_after_failure, str(tmp_path)) == [[], []]

@@ -14,7 +14,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import offload
 from offload.errors import UnsupportedError
 from offload.tiers import accelerator
-from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
+from tests.offload.engine_cases import HOST, MARKS, NVME, TinyLM, batches, config, losses_of, seeded
+
+pytestmark = MARKS
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import offload
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
     TinyLM,
     assert_same_bits,
@@ -17,6 +18,8 @@ from tests.offload.engine_cases import (
     gradients_of,
     seeded,
 )
+
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -40,4 +43,4 @@ def test_a_second_pass_that_nobody_planned_sums_in_host_memory(
 def test_automatic_placement_keeps_sums_off_the_disk(tmp_path: Path) -> None:
     keys = config(tmp_path, {}, precision="bf16", gradient_accumulation_steps=2)
     with offload.initialize(seeded(TinyLM), keys) as engine:
-        assert {str(tier) for tier in engine.plan.gradients} == {"host"}
+        assert "nvme" not in {str(tier) for tier in engine.plan.gradients}

@@ -13,7 +13,9 @@ import offload
 from offload.errors import ConfigError, StateError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     TinyLM,
     assert_same_bits,
     batches,
@@ -24,6 +26,8 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+
+pytestmark = MARKS
 
 OPTIMIZER = {"lr": 3e-3, "chunk": 2048}
 
@@ -88,7 +92,7 @@ def test_groups_with_unused_parameters_are_updated_at_the_step(tmp_path: Path) -
         with offload.initialize(seeded(Unused), keys) as engine:
             for number in range(4):
                 torch.manual_seed(number)
-                engine.module(torch.randn(3, 8)).square().sum().backward()
+                engine.module(torch.randn(3, 8).to(ON)).square().sum().backward()
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             return states_of(engine)
@@ -124,7 +128,7 @@ def test_frozen_parameters_are_readable_while_their_group_is_updated(tmp_path: P
         with offload.initialize(seeded(Model), keys) as engine:
             for number in range(3):
                 torch.manual_seed(number)
-                engine.module(torch.randn(3, 8)).square().sum().backward()
+                engine.module(torch.randn(3, 8).to(ON)).square().sum().backward()
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             return states_of(engine)
@@ -155,7 +159,7 @@ def test_zero_grad_instead_of_a_step_is_an_error(tmp_path: Path) -> None:
 def test_norms_are_known_and_clipping_is_refused(tmp_path: Path) -> None:
     """Who only wants the norm of all gradients clips to infinity (transformers' Trainer does)."""
     tokens = batches(1)[0]
-    plain, model = seeded(TinyLM), seeded(TinyLM)
+    plain, model = seeded(TinyLM).to(ON), seeded(TinyLM)
     plain.loss(tokens).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
     with offload.initialize(model, ahead(tmp_path)) as engine:
@@ -249,7 +253,7 @@ def test_numbers_of_groups_that_wait_for_the_step_may_still_be_set(tmp_path: Pat
     groups = [{"params": [model.used, model.unused]}, {"params": list(model.linear.parameters())}]
     with offload.initialize(model, ahead(tmp_path), parameters=groups) as engine:
         before = parameters_of(engine)
-        model(torch.ones(3, 8)).square().sum().backward()
+        model(torch.ones(3, 8, device=ON)).square().sum().backward()
         engine.optimizer.param_groups[0]["lr"] = 0.0
         engine.optimizer.step()
         changed = differing(before, parameters_of(engine))

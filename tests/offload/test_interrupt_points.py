@@ -12,6 +12,7 @@ import pytest
 
 import offload
 from tests.offload.engine_cases import (
+    MARKS,
     TinyLM,
     assert_same_bits,
     batches,
@@ -29,7 +30,9 @@ from tests.offload.interrupt_points import (
 from tests.offload.test_interrupts import BLOCKS, CASES
 
 # Python drops what is raised in a finaliser, or in a callback of a weak reference
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    *MARKS, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+]  # fmt: skip
 SCARCE = BLOCKS | {"budget": {"host": "896KiB", "nvme": "64MiB"}, "prefetch": 2}
 ALL = CASES | {"scarce": SCARCE}
 

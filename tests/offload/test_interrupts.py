@@ -23,6 +23,7 @@ import offload
 from offload.train.interrupts import noted_interrupts
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
     TinyLM,
     assert_same_bits,
@@ -33,6 +34,8 @@ from tests.offload.engine_cases import (
     states_of,
 )
 from tests.zero.test_inner_recomputation import Checkpointing
+
+pytestmark = MARKS
 
 BLOCKS = {"groups": {"blocks": ["Block"]}}
 RECOMPUTED = BLOCKS | {"placement": NVME | {"activations": {"checkpoint": True}}}
@@ -167,6 +170,38 @@ def test_contexts_around_an_interrupted_forward_are_left_as_they_were_entered(
                 assert _get_current_function_mode_stack() == [outer]
                 assert saved_tensor_hooks() == hooks
             assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(
+    ("build", "keys", "module"),
+    [
+        (TinyLM, RECOMPUTED, "blocks.0.mlp"),
+        (TinyLM, SELECTIVE, "blocks.0.mlp"),
+        (Checkpointing, BLOCKS, "blocks.0.mlp.inner.0"),
+    ],
+    ids=["blocks", "selective", "the model's own"],
+)
+def test_a_checkpoint_that_fails_is_left_at_once_also_while_its_error_is_kept(
+    tmp_path: Path, build: Any, keys: dict[str, Any], module: str, error: type[BaseException]
+) -> None:
+    model = seeded(build)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with offload.initialize(model, config(tmp_path, **keys)) as engine:
+        handle = model.get_submodule(module).register_forward_pre_hook(fail)
+        with torch.autograd.graph.save_on_cpu():
+            hooks = saved_tensor_hooks()
+            with pytest.raises(error) as kept:
+                model.loss(batches(1)[0])
+            assert saved_tensor_hooks() == hooks
+        assert_at_rest(engine)
+        handle.remove()
+        del kept
+        losses_of(engine, batches(1))
+        assert_at_rest(engine)
 
 
 class Patient(TinyLM):

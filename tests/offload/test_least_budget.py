@@ -12,16 +12,22 @@ from torch import Tensor, nn
 
 import offload
 from tests.offload.engine_cases import (
+    DEVICE_BUDGET,
     HOST,
+    MARKS,
     NVME,
+    ON,
     assert_same_bits,
     config,
     least_budget,
     seeded,
 )
 
+pytestmark = MARKS
+
 WIDTH, BATCH = 48, 6
 STATES_HOST = {**HOST, "optimizer": "nvme"}
+AMPLE = {**DEVICE_BUDGET, "host": "64MiB", "nvme": "64MiB"}
 
 
 class Experts(nn.Module):
@@ -90,7 +96,7 @@ def train(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, Ten
     with offload.initialize(model, keys) as engine:
         for _ in range(3):
             for _ in range(keys.get("gradient_accumulation_steps", 1)):
-                x = torch.randn(BATCH, WIDTH, generator=generator).to(dtype)
+                x = torch.randn(BATCH, WIDTH, generator=generator).to(ON, dtype)
                 model(x).float().square().mean().backward()
             engine.optimizer.step()
             engine.optimizer.zero_grad()
@@ -107,7 +113,7 @@ def test_experts_without_tokens(tmp_path: Path, passes: int) -> None:
         groups={"blocks": ["Experts"]}, optimizer={"chunk": 2048, "lr": 1e-2},
     )  # fmt: skip
     tight = train(experts, {**keys, "budget": least_budget(experts, keys)})
-    assert_same_bits(tight, train(experts, {**keys, "budget": {"host": "64MiB", "nvme": "64MiB"}}))
+    assert_same_bits(tight, train(experts, {**keys, "budget": AMPLE}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -121,6 +127,6 @@ def test_blocks_that_share_a_weight_over_micro_batches(
         groups={"blocks": ["Lender"]}, optimizer={"chunk": 2048, "lr": 1e-2},
     )  # fmt: skip
     tight = train(lenders, {**keys, "budget": least_budget(lenders, keys)})
-    assert_same_bits(tight, train(lenders, {**keys, "budget": {"host": "64MiB", "nvme": "64MiB"}}))
+    assert_same_bits(tight, train(lenders, {**keys, "budget": AMPLE}))
     told = "fp32 sums" in caplog.text and "stay on host" in caplog.text
     assert told == (precision == "bf16" and placement["gradients"] == "nvme")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from offload.child import child_environment
+
 PROGRAM = Path(__file__).with_name("memory_program.py")
 HOST_MIB = 128
 MIB = 1 << 20
@@ -21,7 +23,7 @@ def measured(layers: int, folder: Path) -> dict[str, int]:
         [sys.executable, str(PROGRAM), str(layers), str(HOST_MIB), str(folder)],
         capture_output=True, text=True, timeout=240, cwd=PROGRAM.parents[2],
         env={
-            "PYTHONPATH": str(PROGRAM.parents[2]), "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": child_environment()["PYTHONPATH"], "PATH": "/usr/bin:/bin",
             "OMP_NUM_THREADS": "1",  # several would mostly wait for each other
         },
     )  # fmt: skip

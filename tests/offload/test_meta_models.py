@@ -18,7 +18,19 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, UnsupportedError
-from tests.offload.engine_cases import HOST, NVME, WIDTH, assert_same_bits, config, parameters_of
+from tests.offload.engine_cases import (
+    HOST,
+    MARKS,
+    NVME,
+    ON,
+    WIDTH,
+    assert_same_bits,
+    config,
+    on_the_cpu_alone,
+    parameters_of,
+)
+
+pytestmark = MARKS
 
 VOCABULARY, LENGTH = 32, 8
 REPOSITORY = Path(__file__).parents[2]
@@ -112,8 +124,8 @@ def begun(folder: Path, model: nn.Module, placement: Any = HOST, **keys: Any) ->
     weights = keys.pop("weights", None)
     settings = config(folder, placement, **keys)
     with offload.initialize(model, settings, weights=weights) as engine:
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return {**parameters_of(engine), **buffers}
+        found = {**parameters_of(engine), **dict(model.named_buffers())}
+        return {name: value.clone().cpu() for name, value in found.items()}
 
 
 def begun_on_cpu(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
@@ -185,6 +197,7 @@ def test_modules_of_torch_begin_as_their_constructors_begin_them(tmp_path: Path)
     assert begun(tmp_path, on_meta(lambda: nn.Transformer(WIDTH, 2, 1, 1, WIDTH, batch_first=True)))
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights:UserWarning")  # cuDNN would copy them
 def test_a_recurrent_model_trains_from_the_meta_device(tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -198,7 +211,7 @@ def test_a_recurrent_model_trains_from_the_meta_device(tmp_path: Path) -> None:
     with offload.initialize(on_meta(Model), config(tmp_path, NVME)) as engine:
         losses = []
         for _ in range(3):
-            loss = engine.module(torch.ones(2, 3, WIDTH))
+            loss = engine.module(torch.ones(2, 3, WIDTH, device=ON))
             engine.backward(loss)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
@@ -235,7 +248,7 @@ def test_a_parameter_stays_the_same_object_with_what_hangs_on_it(tmp_path: Path)
         assert weight.is_special
         assert engine.optimizer.param_groups[0]["params"][0] is weight
         before = parameters_of(engine)
-        engine.backward(model(torch.arange(LENGTH).view(1, -1)))
+        engine.backward(model(torch.arange(LENGTH, device=ON).view(1, -1)))
         engine.optimizer.step()
         assert calls == [weight.shape]
         assert not torch.equal(parameters_of(engine)["wte.weight"], before["wte.weight"])
@@ -444,6 +457,7 @@ assert [float(longer(torch.ones(n))) for n in (5, 9)] == [5, 9]
 """
 
 
+@on_the_cpu_alone("its process computes on the CPU")
 def test_values_from_a_constructor_take_no_import_of_the_compiler_which_works_afterwards() -> None:
     """torch imports it, 95 MiB, where it computes on the meta device."""
     command = [sys.executable, "-c", WITHOUT_COMPILER]

@@ -15,7 +15,9 @@ import offload
 from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     WIDTH,
     assert_same_bits,
     config,
@@ -23,6 +25,8 @@ from tests.offload.engine_cases import (
     parameters_of,
     seeded,
 )
+
+pytestmark = MARKS
 
 
 class Model(nn.Module):
@@ -48,26 +52,26 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[offload.E
 
 
 def train(engine: offload.Engine) -> None:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(ON)
     engine.backward(engine.module(x).square().mean())
     engine.optimizer.step()
     engine.optimizer.zero_grad()
 
 
 def add_module(model: Any) -> None:
-    model.extra["new"] = nn.Linear(WIDTH, WIDTH)
+    model.extra["new"] = nn.Linear(WIDTH, WIDTH, device=ON)
 
 
 def replace_head(model: Any) -> None:
-    model.head = nn.Linear(WIDTH, 8)
+    model.head = nn.Linear(WIDTH, 8, device=ON)
 
 
 def replace_parameter(model: Any) -> None:
-    model.head.weight = nn.Parameter(torch.randn(4, WIDTH))
+    model.head.weight = nn.Parameter(torch.randn(4, WIDTH, device=ON))
 
 
 def replace_layer(model: Any) -> None:
-    model.body[1] = nn.Linear(WIDTH, WIDTH)
+    model.body[1] = nn.Linear(WIDTH, WIDTH, device=ON)
 
 
 ADDED: dict[str, Callable[[Any], None]] = {
@@ -115,14 +119,14 @@ def test_an_integer_parameter_cannot_begin_to_train(tmp_path: Path) -> None:
 def test_a_module_taken_out_is_said_once_and_the_rest_trains_as_in_plain_pytorch(
     engine: offload.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain: Any = seeded(Model)
+    plain: Any = seeded(Model).to(ON)
     with torch.no_grad():
         for name, value in parameters_of(engine).items():
             plain.get_parameter(name).copy_(value)
     ours: Any = engine.module
     for model in (plain, ours):
         del model.body[1]
-    x = torch.ones(2, WIDTH)
+    x = torch.ones(2, WIDTH, device=ON)
     for model in (plain, ours):
         model(x).square().mean().backward()
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}

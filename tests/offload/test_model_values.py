@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
     WIDTH,
     TinyLM,
@@ -28,6 +29,8 @@ from tests.offload.engine_cases import (
     states_of,
 )
 from tests.offload.plain_training import DEVICE, EVERYWHERE, MakeEngine
+
+pytestmark = MARKS
 
 
 # ----------------------------------------------------------------------- state dicts, gathered

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
+    ON,
     WIDTH,
     Block,
     TinyLM,
@@ -31,6 +33,8 @@ from tests.offload.plain_training import (
     square_loss,
     tokens_loss,
 )
+
+pytestmark = MARKS
 
 
 # ----------------------------------------------------------------------- ways to use modules
@@ -90,6 +94,7 @@ def test_multihead_attention_reads_its_projection_without_calling_it(make: MakeE
     assert len(engine.runtime.groups) > 1
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights:UserWarning")  # cuDNN copies them together
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_modules_keep_their_own_list_of_weights(make: MakeEngine, kind: Any) -> None:
     class Recurrent(nn.Module):
@@ -206,7 +211,8 @@ def test_a_checkpoint_around_the_whole_model_trains_as_without(
     make: MakeEngine, use_reentrant: bool
 ) -> None:
     def loss_of(model: Any, tokens: Tensor) -> Tensor:
-        start = torch.zeros((), requires_grad=True)  # reentrant: some input must require one
+        # reentrant: some input must require one
+        start = torch.zeros((), device=ON, requires_grad=True)
 
         def run(tokens: Tensor, start: Tensor) -> Tensor:
             return tokens_loss(model, tokens) + start

@@ -16,7 +16,9 @@ import offload
 from offload.errors import StateError, StorageError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     TinyLM,
     assert_same_bits,
     batches,
@@ -25,6 +27,8 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+
+pytestmark = MARKS
 
 States = dict[str, Any]
 
@@ -180,7 +184,7 @@ def test_a_state_dict_of_torch_goes_on_as_there(
             losses.append(loss.item())
         return losses
 
-    model = seeded(TinyLM)
+    model = seeded(TinyLM).to(ON)
     plain = build([p for p in model.parameters() if p.requires_grad], lr=3e-3, **keys)
     trained(model, plain, batches(3))
     weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(plain.state_dict())

@@ -14,7 +14,9 @@ import offload
 from offload.errors import CheckpointError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     TinyLM,
     assert_same_bits,
     batches,
@@ -24,6 +26,8 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+
+pytestmark = MARKS
 
 STEPS = 6
 TIGHT = {"budget": {"host": "700KiB", "nvme": "64MiB"}}
@@ -76,7 +80,7 @@ KINDS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]]] = 
 def test_it_trains_as_the_same_optimizer_of_torch_does(
     tmp_path: Path, name: str, numbers: dict[str, Any], build: Any
 ) -> None:
-    model = seeded(TinyLM)
+    model = seeded(TinyLM).to(ON)
     optimizer = build(model.parameters(), **numbers)
     expected = []
     for tokens in batches(STEPS):
@@ -220,7 +224,7 @@ def test_a_param_group_without_momentum_among_others_keeps_its_state(tmp_path: P
     keys = config(tmp_path, HOST, optimizer=optimizer)
     with offload.initialize(model, keys, parameters=groups) as engine:
         losses = losses_of(engine, batches(STEPS))
-    plain = seeded(TinyLM)
+    plain = seeded(TinyLM).to(ON)
     params = list(plain.parameters())
     groups = [{"params": params[:3]}, {"params": params[3:], "momentum": 0.0}]
     reference = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)

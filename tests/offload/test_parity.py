@@ -17,6 +17,7 @@ import offload
 from tests.aio import WHY_NO_LIBAIO
 from tests.offload.engine_cases import (
     DEVICE,
+    DEVICE_BUDGET,
     HOST,
     MARKS,
     NVME,
@@ -91,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @settings(
-    derandomize=True, max_examples=25, deadline=None, database=None,
+    derandomize=True, max_examples=25 if ON == "cpu" else 12, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(
@@ -133,7 +134,7 @@ def test_no_placement_budget_chunk_prefetch_or_backend_changes_a_bit(
     if tight:
         keys["budget"] = least_budget(TinyLM, keys)
     elif tier == "nvme":
-        keys["budget"] = {"host": "32MiB", "nvme": "64MiB"}
+        keys["budget"] = {**DEVICE_BUDGET, "host": "32MiB", "nvme": "64MiB"}
         event(f"host budget {keys['budget']['host']}")
 
     losses, states = train(keys, accumulate)

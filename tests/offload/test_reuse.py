@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import offload
-from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
+from tests.offload.engine_cases import MARKS, NVME, TinyLM, batches, config, losses_of, seeded
+
+pytestmark = MARKS
 
 STEPS = 4
 

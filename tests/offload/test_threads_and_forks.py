@@ -20,18 +20,24 @@ import offload
 from offload.errors import StateError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     TinyLM,
     assert_same_bits,
     batches,
     config,
     losses_of,
+    on_the_cpu_alone,
     seeded,
     states_of,
 )
 from tests.tiers.test_host_region import child
 
+pytestmark = MARKS
+
 BLOCKS = {"groups": {"blocks": ["Block"]}}
+no_forks_with_a_gpu = on_the_cpu_alone("a forked child cannot use CUDA, whatever we say")
 
 
 @pytest.fixture(params=[NVME, HOST], ids=["nvme", "host"])
@@ -76,7 +82,7 @@ def test_who_comes_amid_another_threads_forward_is_refused(
     model: Any = engine.module
     works: dict[str, Callable[[], Any]] = {
         "forward": lambda: model(tokens),
-        "block": lambda: model.blocks[0](torch.zeros(1, 6, 32)),
+        "block": lambda: model.blocks[0](torch.zeros(1, 6, 32, device=ON)),
         "step": engine.optimizer.step,
         "zero_grad": engine.optimizer.zero_grad,
     }
@@ -84,10 +90,11 @@ def test_who_comes_amid_another_threads_forward_is_refused(
     assert isinstance(error, StateError)
     assert "'other'" in str(error)
     assert "'MainThread'" in str(error)
-    assert torch.equal(logits, seeded(TinyLM)(tokens))
+    assert torch.equal(logits, seeded(TinyLM).to(ON)(tokens))
     losses_of(engine, batches(1))
 
 
+@on_the_cpu_alone("backward is on autograd's own thread, whoever has called it")
 def test_backward_amid_another_threads_forward_is_refused(engine: offload.Engine) -> None:
     loss = engine.module.loss(batches(1)[0])  # type: ignore[operator]
     error, _ = amid_a_forward(engine, loss.backward)
@@ -98,7 +105,7 @@ def test_backward_amid_another_threads_forward_is_refused(engine: offload.Engine
 
 def test_threads_that_call_at_once_get_what_is_right_or_an_error(engine: offload.Engine) -> None:
     tokens = batches(1)[0][:, :-1]
-    expected = seeded(TinyLM)(tokens)
+    expected = seeded(TinyLM).to(ON)(tokens)
     found: list[Any] = []
 
     def call() -> None:
@@ -166,6 +173,7 @@ def child_says(work: Callable[[], Any], timeout_s: int = 60) -> str:
     return said
 
 
+@no_forks_with_a_gpu
 def test_a_forked_child_is_told_that_the_engine_is_its_parents(
     engine: offload.Engine, tmp_path: Path
 ) -> None:
@@ -290,6 +298,7 @@ class Tokens(Dataset[Tensor]):
         return batches(6)[index]
 
 
+@no_forks_with_a_gpu
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 def test_a_data_loader_that_forks_workers_simply_works(
     engine: offload.Engine, tmp_path: Path

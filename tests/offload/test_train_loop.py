@@ -23,6 +23,7 @@ from offload.runs.loggers import loggers_of
 from offload.train.loop import RunResult, readable, run
 from offload.train.schedule import lr_factor
 from offload.train.summary import plain_state_nbytes
+from tests.offload.engine_cases import ON, on_a_gpu_too
 
 
 @dataclass
@@ -47,7 +48,7 @@ class PlainEngine:
     """The engine's interface over plain PyTorch, everything in RAM."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
-        model.to_empty(device="cpu")
+        model.to_empty(device=ON)
         torch.manual_seed(config.seed)
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
@@ -104,7 +105,7 @@ def text_file(tmp_path: Path) -> Path:
 def make_config(text_file: Path) -> Callable[..., OffloadConfig]:
     def make(train: dict[str, Any] | None = None, **top: Any) -> OffloadConfig:
         return OffloadConfig.load(
-            {"train": {**TRAIN, "text": str(text_file), **(train or {})}, **top}
+            {"device": ON, "train": {**TRAIN, "text": str(text_file), **(train or {})}, **top}
         )
 
     return make
@@ -123,6 +124,7 @@ def losses(path: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+@on_a_gpu_too
 def test_a_run_leaves_its_folder_complete(make_config: Any, tmp_path: Path) -> None:
     config = make_config()
     result, output = run_quietly(config, tmp_path / "run")
@@ -138,6 +140,7 @@ def test_a_run_leaves_its_folder_complete(make_config: Any, tmp_path: Path) -> N
         assert fragment in output
 
 
+@on_a_gpu_too
 def test_the_loss_falls(make_config: Any, tmp_path: Path) -> None:
     config = make_config({"steps": 60}, optimizer={"lr": 1e-2})
     result, _ = run_quietly(config, tmp_path / "run")
@@ -176,6 +179,7 @@ def test_plain_states_are_those_of_the_optimizer(
     assert plain_state_nbytes(config, 10) == 10 * nbytes
 
 
+@on_a_gpu_too
 def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
     config = make_config({"checkpoint_every": 2}, gradient_accumulation_steps=2)
     run_quietly(config, tmp_path / "whole")

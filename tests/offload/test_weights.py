@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, ConfigError
-from tests.offload.engine_cases import HOST, bits, config, seeded
+from tests.offload.engine_cases import HOST, MARKS, bits, config, seeded
+
+pytestmark = MARKS
 
 INF = float("inf")
 

@@ -16,16 +16,21 @@ import offload
 from offload.errors import StateError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     TinyLM,
     assert_same_bits,
     batches,
     config,
     losses_of,
+    on_the_cpu_alone,
     parameters_of,
     seeded,
     states_of,
 )
+
+pytestmark = MARKS
 
 Write = Callable[[nn.Module], Any]
 
@@ -116,9 +121,9 @@ def test_a_forward_that_writes_to_its_weights_trains_as_plain_torch(
 ) -> None:
     monkeypatch.setattr(Constrained, "spelling", spelling)
     optimizer = {"lr": 1e-2, "weight_decay": 0.1}
-    plain = seeded(constrained)
+    plain = seeded(constrained).to(ON)
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.999))
-    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(3)).to(ON)
     for _ in range(4):
         plain(x).square().mean().backward()
         adam.step()
@@ -183,6 +188,7 @@ context.__enter__()
 """
 
 
+@on_the_cpu_alone("its process computes on the CPU")
 def test_a_gathered_block_that_is_never_left_does_not_end_the_process_badly(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", ABANDONED, str(tmp_path)], capture_output=True, timeout=120

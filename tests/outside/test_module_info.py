@@ -27,8 +27,8 @@ with warnings.catch_warnings():
 
 MOST_CASES = 8  # per module, spread over all there are; 857 of 2.13's are of one loss
 # Of PyTorch 2.13's 3618 cases 3560 are equal, of the 1784 taken 1726; an older one has fewer. The
-# others are lazy modules and what PyTorch itself cannot run.
-LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 900, 280, 0.94
+# others are lazy modules and what PyTorch itself cannot run. Fewer have gradients, 260 in 2.11.
+LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 900, 250, 0.94
 
 outcomes: Counter[str] = Counter()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offload.child import child_environment
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
@@ -164,7 +164,7 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning.memory_child"], cwd=ROOT, text=True,
         input=json.dumps(todo), capture_output=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=child_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -7,7 +7,6 @@ there. So the numbers that are trained mean nothing, and the calls are those of 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from offload.child import child_environment
 from offload.config import OffloadConfig
 from offload.planning.machine.network import Network
 from offload.planning.step.collective_sequence import Among, Call, collective_sequence
@@ -56,7 +56,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning.fake_ranks_child", asked], cwd=ROOT, text=True,
         capture_output=True, check=False, timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": "1"},
+        env={**child_environment(), "LOCAL_WORLD_SIZE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload.child import child_environment
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.gpt import build_meta_model
@@ -33,8 +34,6 @@ from tests.tools.model_files import (
     write_config,
     write_safetensors,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -496,7 +495,7 @@ def test_a_known_configuration_is_counted_without_torch(tmp_path: Path) -> None:
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    environment = {"PYTHONPATH": child_environment()["PYTHONPATH"], "PATH": "/usr/bin:/bin"}
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import offload
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
+    MARKS,
     NVME,
+    ON,
     TinyLM,
     assert_same_bits,
     batches,
@@ -23,13 +26,15 @@ from tests.offload.engine_cases import (
     seeded,
 )
 
+pytestmark = MARKS
+
 PLACEMENTS = pytest.mark.parametrize(
     "placement", [DEVICE, HOST, NVME], ids=["device", "host", "nvme"]
 )
 
 
 def autocast(**keys: Any) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, **keys)
+    return torch.autocast(ON, torch.bfloat16, **keys)
 
 
 class Looped(TinyLM):
@@ -86,7 +91,7 @@ def compare(
     build: Callable[[], nn.Module] = TinyLM, reference: Callable[[], nn.Module] = TinyLM,
     **keys: Any,
 ) -> None:  # fmt: skip
-    plain, model = seeded(reference), seeded(build)
+    plain, model = seeded(reference).to(ON), seeded(build)
     expected_losses = order(plain, cached)
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     keys.setdefault("groups", {"blocks": ["Block"]})
@@ -137,7 +142,7 @@ def test_weights_are_cast_anew_in_each_region(tmp_path: Path, placement: Any, ch
 
     def losses(model: Any, optimizer: Any, around_all: bool) -> list[float]:
         found = []
-        with autocast(enabled=around_all):
+        with autocast() if around_all else nullcontext():
             for tokens in batches(4):
                 with autocast():
                     loss = model.loss(tokens)
@@ -148,7 +153,9 @@ def test_weights_are_cast_anew_in_each_region(tmp_path: Path, placement: Any, ch
         return found
 
     for around_all in (False, True):
-        plain, model = seeded(TinyLM), seeded(TinyLM)
+        if around_all and check and ON != "cpu":
+            continue  # autograd's thread computes again: the end of its region ends all casts
+        plain, model = seeded(TinyLM).to(ON), seeded(TinyLM)
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
         keys = {"optimizer": {"type": "sgd", "lr": 0.5}}
         placed = {**placement, "activations": {"checkpoint": check}}

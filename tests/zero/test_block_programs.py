@@ -17,7 +17,18 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from tests.offload.engine_cases import DEVICE, HOST, NVME, assert_same_bits, config, gradients_of
+from tests.offload.engine_cases import (
+    DEVICE,
+    HOST,
+    MARKS,
+    NVME,
+    ON,
+    assert_same_bits,
+    config,
+    gradients_of,
+)
+
+pytestmark = MARKS
 
 WIDTH, BATCH, DRAWS, LONG_DRAWS = 8, 6, 30, 600
 
@@ -127,7 +138,7 @@ class Noise(Layer):
     def forward(self, x: Tensor) -> Tensor:
         draw: dict[str, Callable[[], Any]] = {
             "torch": lambda: torch.rand_like(x),
-            "own": lambda: torch.rand(x.shape, generator=self.own),
+            "own": lambda: torch.rand(x.shape, generator=self.own).to(x.device),
             "python": random.random,
             "numpy": np.random.rand,
             "numpy's own": self.rng.random,
@@ -235,10 +246,11 @@ def run(
     random.seed(8)
     np.random.seed(9)
     generator = torch.Generator().manual_seed(1)
-    data = [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(3)]
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+    data = [torch.randn(BATCH, WIDTH, generator=generator).to(ON) for _ in range(3)]
+    with torch.autocast(ON, torch.bfloat16, enabled=autocast, cache_enabled=False):
         losses = [loss.item() for loss in order(model, data)]
-    losses += [torch.rand(1).item(), random.random(), np.random.rand()]
+    losses += [torch.rand(1).item(), torch.rand(1, device=ON).item()]
+    losses += [random.random(), np.random.rand()]
     tensors = {**gradients(), **{f"buffer {n}": b.clone() for n, b in model.named_buffers()}}
     return losses, tensors, model.state()
 
@@ -257,7 +269,7 @@ def check(folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
         return Program(random.Random(shape), whole=pieces == 1)
 
-    plain = build()
+    plain = build().to(ON)
     plain.pieces = pieces
 
     def of_plain() -> dict[str, Tensor]:

@@ -15,12 +15,16 @@ from offload.errors import ModifiedError
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
+    MARKS,
     NVME,
+    ON,
     assert_same_bits,
     config,
     gradients_of,
     seeded,
 )
+
+pytestmark = MARKS
 
 WIDTH = 8
 PLACEMENTS = pytest.mark.parametrize(
@@ -62,7 +66,7 @@ HARMLESS: dict[str, Callable[[Any], Tensor]] = {
 
 
 def _x() -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3)).to(ON)
 
 
 @PLACEMENTS
@@ -71,7 +75,7 @@ def test_a_weight_changed_in_the_forward_after_its_use_is_an_error_as_in_torch(
     tmp_path: Path, placement: Any, through: str
 ) -> None:
     change = _double(CHANGES[through])
-    plain = seeded(lambda: Net(change))
+    plain = seeded(lambda: Net(change)).to(ON)
     with pytest.raises(RuntimeError, match="inplace operation"):
         plain(_x()).sum().backward()
     model = seeded(lambda: Net(change))
@@ -87,7 +91,7 @@ def test_what_backward_does_not_need_may_be_changed(
     tmp_path: Path, placement: Any, through: str
 ) -> None:
     change = _double(HARMLESS[through])
-    plain = seeded(lambda: Net(change))
+    plain = seeded(lambda: Net(change)).to(ON)
     plain(_x()).sum().backward()
     model = seeded(lambda: Net(change))
     with offload.initialize(model, config(tmp_path, placement)) as engine:
@@ -129,7 +133,7 @@ class Renormed(nn.Module):
 def test_an_embedding_that_renorms_trains_as_in_plain_pytorch(
     tmp_path: Path, placement: Any, tied: bool
 ) -> None:
-    x = torch.tensor([1, 3, 3, 5])
+    x = torch.tensor([1, 3, 3, 5], device=ON)
 
     def losses(model: nn.Module, backward: Callable[[Tensor], None], optimizer: Any) -> list[float]:
         found = []
@@ -141,7 +145,7 @@ def test_an_embedding_that_renorms_trains_as_in_plain_pytorch(
             found.append(loss.item())
         return found
 
-    plain = seeded(lambda: Renormed(tied))
+    plain = seeded(lambda: Renormed(tied)).to(ON)
     expected = losses(plain, Tensor.backward, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     model = seeded(lambda: Renormed(tied))
     keys = config(tmp_path, placement, optimizer={"lr": 1e-2, "weight_decay": 1e-2})
@@ -151,8 +155,8 @@ def test_an_embedding_that_renorms_trains_as_in_plain_pytorch(
 
 @PLACEMENTS
 def test_a_renorm_between_two_uses_is_an_error_as_in_torch(tmp_path: Path, placement: Any) -> None:
-    x = torch.tensor([1, 3, 3, 5])
-    plain = seeded(lambda: Renormed(tied=True))
+    x = torch.tensor([1, 3, 3, 5], device=ON)
+    plain = seeded(lambda: Renormed(tied=True)).to(ON)
     with pytest.raises(RuntimeError, match="inplace operation"):
         (plain(x).sum() + plain(x).sum()).backward()
     model = seeded(lambda: Renormed(tied=True))
@@ -175,7 +179,7 @@ def test_parametrized_weights_train_as_in_plain_pytorch(
         norm(net.second)
         return net
 
-    plain = seeded(build)
+    plain = seeded(build).to(ON)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     model = seeded(build)
     keys = config(tmp_path, placement, optimizer={"lr": 1e-2, "weight_decay": 1e-2})

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import DtypeError, UnsupportedError
-from tests.offload.engine_cases import HOST, NVME, config, seeded
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, seeded
+
+pytestmark = MARKS
 
 WIDTH = 8
 
@@ -38,7 +40,7 @@ def test_fp32_inputs_of_a_bf16_model_are_named_with_the_remedy(
     tmp_path: Path, build: Callable[[], nn.Module], shape: tuple[int, ...], name: str,
     placement: Any,
 ) -> None:  # fmt: skip
-    x = torch.randn(shape)
+    x = torch.randn(shape, device=ON)
     message = rf"{name}, whose parameters are bf16, is given fp32.*x\.to\(torch\.bfloat16\)"
     model = build()
     with offload.initialize(model, config(tmp_path, placement, precision="bf16")):
@@ -53,22 +55,22 @@ def test_bf16_inputs_of_an_fp32_model_are_named(tmp_path: Path) -> None:
     model = normed()
     with offload.initialize(model, config(tmp_path, HOST)):
         with pytest.raises(DtypeError, match=r"0 \(Linear\), .* fp32, is given bf16"):
-            model(torch.randn(4, WIDTH).bfloat16())
-        with torch.autocast("cpu", torch.bfloat16):
-            model(torch.randn(4, WIDTH).bfloat16())
+            model(torch.randn(4, WIDTH, device=ON).bfloat16())
+        with torch.autocast(ON, torch.bfloat16):
+            model(torch.randn(4, WIDTH, device=ON).bfloat16())
 
 
 def test_a_batch_norm_with_fp32_statistics_is_named_and_a_cast_model_trains(
     tmp_path: Path,
 ) -> None:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(ON).bfloat16()
     model = seeded(normed)
     with (
         offload.initialize(model, config(tmp_path, HOST, precision="bf16")),
         pytest.raises(DtypeError, match=r"1 \(BatchNorm1d\).* buffers in fp32.*before offload\.in"),
     ):
         model(x)
-    plain, model = seeded(normed).bfloat16(), seeded(normed).bfloat16()
+    plain, model = seeded(normed).to(ON).bfloat16(), seeded(normed).bfloat16()
     plain(x).square().sum().backward()
     with offload.initialize(model, config(tmp_path, NVME, precision="bf16")) as engine:
         model(x).square().sum().backward()
@@ -86,4 +88,4 @@ def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
 
     model = Raising(WIDTH, WIDTH)
     with offload.initialize(model, config(tmp_path, HOST)), pytest.raises(ValueError, match="two"):
-        model(torch.randn(4, WIDTH))
+        model(torch.randn(4, WIDTH, device=ON))

@@ -11,7 +11,9 @@ from torch import nn
 
 import offload
 from offload.tiers.errors import StateError
-from tests.offload.engine_cases import HOST, NVME, config
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config
+
+pytestmark = MARKS
 
 PLACEMENTS = pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 
@@ -22,7 +24,7 @@ def build() -> nn.Sequential:
 
 
 def passed(engine: offload.Engine) -> float:
-    loss: torch.Tensor = engine.module(torch.ones(2, 4)).square().sum()
+    loss: torch.Tensor = engine.module(torch.ones(2, 4, device=ON)).square().sum()
     loss.backward()
     engine.optimizer.step()
     engine.optimizer.zero_grad()
@@ -38,13 +40,13 @@ def test_what_is_written_to_an_entry_is_written_to_its_parameter(
         own = engine.module.state_dict()
         own["0.bias"].fill_(2.0)
         own["1.bias"].fill_(3.0)
-        assert torch.equal(engine.module.state_dict()["0.bias"].float(), torch.full((4,), 2.0))
+        assert engine.module.state_dict()["0.bias"].eq(2.0).all()
         own["0.weight"].zero_()
         with torch.no_grad():
-            out = engine.module(torch.ones(1, 4).to(own["0.bias"].dtype))
+            out = engine.module(torch.ones(1, 4, dtype=own["0.bias"].dtype, device=ON))
         again = engine.module.state_dict()
         assert not again["0.weight"].any()
-        twos = torch.full((4,), 2.0).to(out.dtype)
+        twos = torch.full((4,), 2.0, dtype=out.dtype, device=ON)
         assert torch.equal(
             out, nn.functional.linear(twos, again["1.weight"], again["1.bias"])[None]
         )
@@ -68,7 +70,7 @@ def test_an_entry_that_is_gone_or_out_of_date_is_refused_once(
             engine.optimizer.step()
         passed(engine)
         engine.module.load_state_dict(old)
-        assert torch.equal(engine.module.state_dict()["1.bias"], torch.full((1,), 2.0))
+        assert engine.module.state_dict()["1.bias"].eq(2.0).all()
 
 
 @PLACEMENTS
@@ -82,8 +84,8 @@ def test_a_refusal_loses_nothing_of_the_others(placement: dict[str, Any], tmp_pa
         with pytest.raises(StateError, match=r"1\.bias: .*is gone since"):
             engine.optimizer.step()
         found = engine.module.state_dict()
-        assert torch.equal(found["0.bias"], torch.full((4,), 2.0))
-        assert torch.equal(found["0.weight"], torch.full((4, 4), 4.0))
+        assert found["0.bias"].eq(2.0).all()
+        assert found["0.weight"].eq(4.0).all()
 
 
 @PLACEMENTS

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     TinyLM,
     assert_same_bits,
     batches,
@@ -23,6 +25,8 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+
+pytestmark = MARKS
 
 
 class Checkpointing(TinyLM):
@@ -68,7 +72,7 @@ def test_transformers_checkpointing_within_one_small_unit(tmp_path: Path) -> Non
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
         "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False,
     }  # fmt: skip
-    data = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(3))
+    data = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(3)).to(ON)
 
     def losses(*, checkpointing: bool) -> list[float]:
         model = seeded(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)))

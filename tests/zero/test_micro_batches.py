@@ -16,7 +16,9 @@ from offload.errors import StateError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
     LENGTH,
+    MARKS,
     NVME,
+    ON,
     VOCABULARY,
     WIDTH,
     TinyLM,
@@ -28,13 +30,15 @@ from tests.offload.engine_cases import (
     states_of,
 )
 
+pytestmark = MARKS
+
 TIGHT: dict[str, Any] = {"budget": {"host": "600KiB", "nvme": "64MiB"}}
 
 
 def tokens(count: int, batch: int, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, LENGTH + 1)
-    return [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(count)]
+    return [torch.randint(VOCABULARY, shape, generator=generator).to(ON) for _ in range(count)]
 
 
 class Written(TinyLM):
@@ -56,7 +60,7 @@ class WrittenUnevenly(Written):
 
 def test_gradients_are_bit_for_bit_those_of_plain_pytorch(tmp_path: Path) -> None:
     data = tokens(1, 4)[0]
-    plain = seeded(Written)
+    plain = seeded(Written).to(ON)
     plain.loss(data).backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     model = seeded(TinyLM)
@@ -121,7 +125,7 @@ def test_sixteen_bit_sums_are_rounded_once(tmp_path: Path) -> None:
     blocks = {"groups": {"blocks": ["Block"]}}
     keys = config(tmp_path, HOST, precision="bf16", micro_batches=4, **blocks)
     with offload.initialize(model, keys) as engine:
-        x = torch.tensor([[1.0], [2**-8], [2**-8], [2**-8]], dtype=torch.bfloat16)
+        x = torch.tensor([[1.0], [2**-8], [2**-8], [2**-8]], dtype=torch.bfloat16, device=ON)
         model(x).sum().backward()
         found = engine.gradient(model.blocks[0].weight)
     assert found is not None
@@ -172,7 +176,7 @@ def test_dropout_draws_the_numbers_of_the_written_out_model(tmp_path: Path) -> N
 def test_evaluation_and_small_batches_without_gradients_work(tmp_path: Path) -> None:
     data = tokens(1, 4)[0]
     model = seeded(TinyLM)
-    expected = seeded(Written)(data[:, :-1]).detach()
+    expected = seeded(Written).to(ON)(data[:, :-1]).detach()
     with offload.initialize(model, config(tmp_path, micro_batches=2)), torch.no_grad():
         assert torch.equal(model(data[:, :-1]), expected)
         assert model(data[:1, :-1]).shape == (1, LENGTH, VOCABULARY)
@@ -220,7 +224,7 @@ class Looped(nn.Module):
 def test_a_block_called_several_times_is_updated_in_backward_after_its_last_gradient(
     tmp_path: Path, passes: int
 ) -> None:
-    data = torch.randn(4, passes, 4, WIDTH, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(4, passes, 4, WIDTH, generator=torch.Generator().manual_seed(1)).to(ON)
 
     def run(in_backward: bool) -> tuple[dict[str, Tensor], list[bool]]:
         optimizer = {"lr": 3e-3, "in_backward": in_backward}
@@ -253,7 +257,7 @@ def test_a_backward_for_chosen_gradients_alone_is_refused(
 ) -> None:
     model = stack(lambda: nn.Linear(WIDTH, WIDTH))
     with offload.initialize(model, split(tmp_path, "Linear")) as engine:
-        x = torch.randn(4, WIDTH, requires_grad=True)
+        x = torch.randn(4, WIDTH, device=ON, requires_grad=True)
         y = model(x).square().sum()
         with pytest.raises(UnsupportedError, match=r"call loss\.backward\(\).*micro_batches: 1"):
             backward(y, x)
@@ -302,7 +306,7 @@ def test_a_block_that_mixes_samples_is_found_out(tmp_path: Path) -> None:
         offload.initialize(model, split(tmp_path, "Centred")),
         pytest.raises(UnsupportedError, match="mixes samples"),
     ):
-        model(torch.randn(4, WIDTH))
+        model(torch.randn(4, WIDTH, device=ON))
 
 
 def test_a_sequence_first_block_is_found_out(tmp_path: Path) -> None:
@@ -312,7 +316,7 @@ def test_a_sequence_first_block_is_found_out(tmp_path: Path) -> None:
         offload.initialize(model, config(tmp_path, micro_batches=2)),
         pytest.raises(UnsupportedError, match="first dimension is not the batch"),
     ):
-        model(torch.randn(6, 4, WIDTH))
+        model(torch.randn(6, 4, WIDTH, device=ON))
 
 
 class Counting(nn.Linear):
@@ -335,7 +339,7 @@ def test_an_output_without_a_batch_dimension_is_refused(tmp_path: Path) -> None:
         offload.initialize(Model(), split(tmp_path, "Counting")) as engine,
         pytest.raises(UnsupportedError, match=r"cannot join an output of shape \(\)"),
     ):
-        engine.module(torch.randn(4, WIDTH))
+        engine.module(torch.randn(4, WIDTH, device=ON))
 
 
 class Cache:
@@ -359,12 +363,12 @@ def test_an_argument_that_is_no_tensor_is_refused_by_its_type(tmp_path: Path) ->
         offload.initialize(Model(), split(tmp_path, "Block")) as engine,
         pytest.raises(UnsupportedError, match="cannot split a Cache"),
     ):
-        engine.module(torch.randn(4, WIDTH))
+        engine.module(torch.randn(4, WIDTH, device=ON))
 
 
 def test_a_checkpoint_around_all_pieces_is_refused(tmp_path: Path) -> None:
     model = stack(lambda: nn.Linear(WIDTH, WIDTH))
-    x = torch.randn(4, WIDTH, requires_grad=True)
+    x = torch.randn(4, WIDTH, device=ON, requires_grad=True)
     with (
         offload.initialize(model, split(tmp_path, "Linear")),
         pytest.raises(UnsupportedError, match=r"activations\.checkpoint: true"),
@@ -385,7 +389,7 @@ def test_a_block_that_draws_random_numbers_draws_them_for_each_piece(
     tmp_path: Path, training: bool
 ) -> None:
     model = stack(lambda: Drawing(WIDTH, WIDTH)).train(training)
-    x = torch.randn(4, WIDTH)
+    x = torch.randn(4, WIDTH, device=ON)
     with offload.initialize(model, split(tmp_path, "Drawing")) as engine:
         torch.manual_seed(5)
         y = model(x)
@@ -417,7 +421,7 @@ class Infinite(nn.Linear):
 def test_infinities_and_nan_are_compared_exactly(tmp_path: Path, mixing: bool) -> None:
     model = nn.ModuleList([Infinite(mixing), Infinite(mixing)])
     with offload.initialize(model, split(tmp_path, "Infinite")):
-        x = torch.randn(4, WIDTH)
+        x = torch.randn(4, WIDTH, device=ON)
         if mixing:
             with pytest.raises(UnsupportedError, match="mixes samples"):
                 model[0](x)
@@ -460,11 +464,11 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_mask_that_is_passed_on_requires_no_gradient(tmp_path: Path, causal: bool) -> None:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(4, 40, WIDTH, generator=generator)
-    mask = torch.randn(4, 40, 40, generator=generator)
+    x = torch.randn(4, 40, WIDTH, generator=generator).to(ON)
+    mask = torch.randn(4, 40, 40, generator=generator).to(ON)
     if causal:
-        mask = mask.masked_fill(torch.ones(40, 40).triu(1).bool(), -float("inf"))
-    plain = seeded(Masked)
+        mask = mask.masked_fill(torch.ones(40, 40, device=ON).triu(1).bool(), -float("inf"))
+    plain = seeded(Masked).to(ON)
     expected, _ = plain.run(x, mask, 2)
     expected.square().sum().backward()
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
@@ -489,7 +493,7 @@ class Shared(nn.Module):
 
         def forward(self, x: Tensor, *, extra: dict[str, Tensor], scale: float) -> dict[str, Any]:
             y = self.linear(x) * scale + extra["bias"] + extra["per_sample"]
-            return {"hidden": y.tanh(), "count": 1, "ids": torch.ones(len(x), dtype=torch.int64)}
+            return {"hidden": y.tanh(), "count": 1, "ids": torch.ones_like(x[:, 0]).long()}
 
     def __init__(self) -> None:
         super().__init__()
@@ -514,8 +518,8 @@ class Shared(nn.Module):
 
 
 def test_shared_and_nested_inputs_get_their_gradients(tmp_path: Path) -> None:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
-    plain = seeded(Shared)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(ON)
+    plain = seeded(Shared).to(ON)
     plain_x = x.clone().requires_grad_()
     plain.run(plain_x, 2).square().sum().backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
@@ -536,7 +540,7 @@ def test_transformers_models_train_in_pieces(tmp_path: Path) -> None:
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
         "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False,
     }  # fmt: skip
-    data = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(3))
+    data = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(3)).to(ON)
 
     def run(**keys: Any) -> tuple[list[float], dict[str, Tensor]]:
         model = seeded(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)))
@@ -573,13 +577,13 @@ def test_a_shared_table_as_long_as_the_batch_is_found_out_at_any_call(tmp_path: 
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
-                x = block(x, torch.arange(x.shape[1], dtype=torch.float32)[:, None])
+                x = block(x, torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None])
             return x
 
     with offload.initialize(Model(), split(tmp_path, "Table")) as engine:
-        assert engine.module(torch.randn(4, 6, WIDTH)).shape == (4, 6, WIDTH)
+        assert engine.module(torch.randn(4, 6, WIDTH, device=ON)).shape == (4, 6, WIDTH)
         with pytest.raises(UnsupportedError, match="fails on a piece of its batch"):
-            engine.module(torch.randn(4, 4, WIDTH))
+            engine.module(torch.randn(4, 4, WIDTH, device=ON))
 
 
 @pytest.mark.parametrize("passes", [1, 2])

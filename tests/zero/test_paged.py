@@ -22,7 +22,9 @@ from torch import Tensor, nn
 import offload
 from offload.errors import StateError, UnsupportedError
 from offload.zero.paged import PagedTensor
-from tests.offload.engine_cases import HOST, NVME, config
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, on_the_cpu_alone
+
+pytestmark = MARKS
 
 SHAPE = (6, 8)
 
@@ -34,7 +36,7 @@ def build() -> nn.Module:
 
 def passed(model: nn.Module) -> Any:
     """The first weight, after a backward pass."""
-    x = torch.arange(24.0).view(3, 8) / 24
+    x = torch.arange(24.0, device=ON).view(3, 8) / 24
     model(x).pow(2).sum().backward()
     return next(model.parameters())
 
@@ -65,28 +67,34 @@ READS: dict[str, Callable[[Any], Any]] = {
     "cat": lambda g: torch.cat([g, torch.ones_like(g)]),
     "foreach": lambda g: torch._foreach_add([g, g.t()], 1.0)[1],
     "foreach norm": lambda g: torch._foreach_norm([g, g[0]])[1],
-    "into a plain tensor": lambda g: torch.ones(SHAPE).add_(g, alpha=0.3),
-    "into a slice": lambda g: torch.zeros(2, *SHAPE).index_copy_(0, torch.tensor([1]), g[None]),
-    "numpy": lambda g: torch.from_numpy(np.asarray(g) + g.t().numpy().T),
-    "numpy function": lambda g: torch.as_tensor(np.abs(g.numpy()).sum()),
+    "into a plain tensor": lambda g: torch.ones(SHAPE, device=ON).add_(g, alpha=0.3),
+    "into a slice": lambda g: torch.zeros(2, *SHAPE, device=ON).index_copy_(
+        0, torch.tensor([1], device=ON), g[None]
+    ),
     "list": lambda g: torch.tensor(g.tolist()),
     "float": lambda g: torch.tensor(float(g[0, 0]) + g[0, 1].item()),
     "format": lambda g: torch.tensor(float(f"{g[0, 0]:.6f}")),
-    "to": lambda g: g.to(torch.float64) + g.double() + g.cpu() + g.float(),
+    "to": lambda g: g.to(torch.float64) + g.double() + g.cpu().to(ON) + g.float(),
     "sparse": lambda g: g.to_sparse().to_dense(),
     "deep copy": copy.deepcopy,
     "pickle": lambda g: pickle.loads(pickle.dumps(g)),
-    "in a module's graph": lambda g: torch.nn.functional.linear(torch.ones(1, 8), g),
+    "in a module's graph": lambda g: torch.nn.functional.linear(torch.ones(1, 8, device=ON), g),
     "shape": lambda g: torch.tensor([*g.shape, g.dim(), g.nbytes, *g.stride(), len(g)]),
-    "answers": lambda g: torch.tensor([g.is_contiguous(), g.requires_grad, g.is_shared()]),
+    "answers": lambda g: torch.tensor([g.is_contiguous(), g.requires_grad]),
 }
+if ON == "cpu":  # torch makes no arrays of tensors on a GPU, and calls them all shared
+    READS |= {
+        "numpy": lambda g: torch.from_numpy(np.asarray(g) + g.t().numpy().T),
+        "numpy function": lambda g: torch.as_tensor(np.abs(g.numpy()).sum()),
+        "shared": lambda g: torch.tensor(g.is_shared()),
+    }
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_gives_what_a_plain_gradient_gives(
     weight: Any, read: Callable[[Any], Tensor]
 ) -> None:
-    found, expected = read(weight.grad), read(passed(build()).grad)
+    found, expected = read(weight.grad), read(passed(build().to(ON)).grad)
     assert type(found) is Tensor
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
@@ -102,8 +110,8 @@ def _set_data(g: Any) -> None:
 WRITES: dict[str, Callable[[Any], Any]] = {
     "scalar": lambda g: g.mul_(0.25),
     "scalars": lambda g: g.mul_(0.5).div_(4).mul_(torch.tensor(2.0)),
-    "tensor": lambda g: g.mul_(torch.arange(8.0)),
-    "add": lambda g: g.add_(torch.ones(8), alpha=0.5),
+    "tensor": lambda g: g.mul_(torch.arange(8.0, device=ON)),
+    "add": lambda g: g.add_(torch.ones(8, device=ON), alpha=0.5),
     "itself": lambda g: g.add_(g),
     "zero": lambda g: g.zero_(),
     "zero, then more": lambda g: g.zero_().add_(1).mul_(3),
@@ -123,8 +131,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "out": lambda g: torch.mul(g, 2, out=g),
     "random": lambda g: (torch.manual_seed(3), g.normal_()),
     "clamp": lambda g: g.clamp_(-0.1, 0.1),
-    "foreach": lambda g: torch._foreach_add_([g, g], [torch.ones(8), torch.ones(8)]),
-    "foreach copy": lambda g: torch._foreach_copy_([g], [torch.ones(SHAPE)]),
+    "foreach": lambda g: torch._foreach_add_([g, g], [torch.ones(8, device=ON)] * 2),
+    "foreach copy": lambda g: torch._foreach_copy_([g], [torch.ones(SHAPE, device=ON)]),
     "foreach factor": lambda g: torch._foreach_mul_([g[0], g], [2.0, 3.0]),
     "masked fill": lambda g: g.masked_fill_(g > 0, 0.0),
 }
@@ -132,7 +140,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_write_reaches_the_gradient(weight: Any, write: Callable[[Any], Any]) -> None:
-    plain = passed(build())
+    plain = passed(build().to(ON))
     write(weight.grad)
     write(plain.grad)
     torch.testing.assert_close(weight.grad.clone(), plain.grad, rtol=1e-6, atol=0, equal_nan=True)
@@ -168,6 +176,7 @@ def test_an_address_taken_below_python_raises_and_reads_nothing(weight: Any) -> 
         torch.utils.dlpack.to_dlpack(weight.grad)
 
 
+@on_the_cpu_alone("torch makes no arrays of tensors on a GPU")
 def test_an_array_of_a_handle_is_read_only(weight: Any) -> None:
     array = weight.grad.numpy()
     with pytest.raises(ValueError, match="read-only"):
@@ -243,7 +252,7 @@ def test_data_of_a_released_parameter_is_written_through(tmp_path: Path) -> None
         data[0] = 3.0
         data.view(-1)[8:].mul_(0)
         data.data = data.data + 1
-        expected = torch.ones(SHAPE)
+        expected = torch.ones(SHAPE, device=ON)
         expected[0] = 4.0
         assert torch.equal(engine.module.state_dict()["0.weight"], expected)
         with pytest.raises(UnsupportedError, match=r"0\.weight"):
@@ -263,6 +272,7 @@ def test_a_copied_parameter_is_an_ordinary_one(tmp_path: Path) -> None:
         assert param.abs().sum() > 0
 
 
+@on_the_cpu_alone("its process computes on the CPU")
 def test_nothing_imports_the_compiler() -> None:
     program = (
         "import sys, torch, offload\n"

@@ -15,7 +15,18 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.errors import ModifiedError, UnsupportedError
 from offload.zero.block_state import BlockState
-from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, gradients_of, seeded
+from tests.offload.engine_cases import (
+    HOST,
+    MARKS,
+    NVME,
+    ON,
+    assert_same_bits,
+    config,
+    gradients_of,
+    seeded,
+)
+
+pytestmark = MARKS
 
 WIDTH, LARGE = 8, 40_000
 
@@ -52,7 +63,8 @@ class InstanceNormed(Plain):
         self.norm = nn.InstanceNorm1d(WIDTH, track_running_stats=True)
 
     def inner(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x[..., None].expand(-1, -1, 3) * torch.arange(3.0)).mean(-1)
+        scale = torch.arange(3.0, device=x.device)
+        y: Tensor = self.norm(x[..., None].expand(-1, -1, 3) * scale).mean(-1)
         return y
 
 
@@ -189,6 +201,12 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+def made(build: Callable[[], nn.Module]) -> Any:
+    """A model on the engine's device, with the tensors in its attributes, which `.to` leaves."""
+    with torch.device(ON):
+        return seeded(build)
+
+
 def scaled_inputs(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Hooks of the blocks themselves change what goes in and comes out."""
 
@@ -204,7 +222,7 @@ def scaled_inputs(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 def batches(count: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
+    return [torch.randn(4, WIDTH, generator=generator).to(ON) for _ in range(count)]
 
 
 def in_turn(model: nn.Module) -> Iterator[float]:
@@ -252,7 +270,7 @@ def settings(folder: Path, check: Any, placement: Any, blocks: str, **more: Any)
 def run_plain(
     build: Callable[[], nn.Module], order: Callable[[nn.Module], Iterator[float]]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    model = seeded(build)
+    model = made(build)
     losses = list(order(model))
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return losses, {**gradients, **{f"buffer {n}": b for n, b in model.named_buffers()}}
@@ -263,7 +281,7 @@ def run_ours(
     order: Callable[[nn.Module], Iterator[float]],
     keys: Any,
 ) -> tuple[list[float], dict[str, Tensor], nn.Module]:
-    model = seeded(build)
+    model = made(build)
     with offload.initialize(model, keys) as engine:
         losses = list(order(model))
         found = {n: g.clone() for n, g in gradients_of(engine).items()}
@@ -274,7 +292,7 @@ def run_ours(
 def compare(
     folder: Path, build: Callable[[], nn.Module], order: str, check: Any, placement: Any
 ) -> nn.Module:
-    blocks = type(seeded(build).blocks[0]).__name__
+    blocks = type(made(build).blocks[0]).__name__
     expected_losses, expected = run_plain(build, ORDERS[order])
     keys = settings(folder, check, placement, blocks)
     losses, found, model = run_ours(build, ORDERS[order], keys)
@@ -334,7 +352,7 @@ class _Known:
 
 def test_evaluation_without_backward_keeps_nothing_of_the_passes_before(tmp_path: Path) -> None:
     """Tensors with a graph, known by an attribute, would otherwise hold one another."""
-    model: Any = seeded(lambda: Stack(Stateful))
+    model: Any = made(lambda: Stack(Stateful))
     with offload.initialize(model, settings(tmp_path, True, HOST, "Stateful")):
         model(batches()[0])
         known = _Known()
@@ -353,7 +371,7 @@ class Renormed(Plain):
         self.embed = nn.Embedding(4, WIDTH, max_norm=0.5)
 
     def inner(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.embed(torch.arange(4))
+        y: Tensor = x + self.embed(torch.arange(4, device=x.device))
         return y
 
 
@@ -374,7 +392,7 @@ class Learning(Plain):
 def test_what_cannot_be_given_back_is_refused_by_name(
     tmp_path: Path, kind: type[Plain], name: str
 ) -> None:
-    model = seeded(lambda: Stack(kind))
+    model = made(lambda: Stack(kind))
     with (
         offload.initialize(model, settings(tmp_path, True, NVME, kind.__name__)),
         pytest.raises(UnsupportedError, match=rf"blocks\.0 changes its {name} in place"),
@@ -403,7 +421,7 @@ def _mask(model: Any, engine: offload.Engine) -> None:
 def test_a_block_changed_between_forward_and_backward_is_an_error(
     tmp_path: Path, change: Callable[[Any, offload.Engine], None], what: str
 ) -> None:
-    model = seeded(lambda: Stack(Large))
+    model = made(lambda: Stack(Large))
     with offload.initialize(model, settings(tmp_path, True, HOST, "Large")) as engine:
         loss = model(batches()[0])
         change(model, engine)
@@ -412,7 +430,7 @@ def test_a_block_changed_between_forward_and_backward_is_an_error(
 
 
 def test_large_buffers_that_stay_as_they_are_are_not_copied_until_backward(tmp_path: Path) -> None:
-    model: Any = seeded(lambda: Stack(Large))
+    model: Any = made(lambda: Stack(Large))
     block = model.blocks[0]
     state = BlockState(block)
     state.keep()

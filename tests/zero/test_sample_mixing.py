@@ -17,12 +17,16 @@ import offload
 from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
+    MARKS,
     NVME,
+    ON,
     assert_same_bits,
     config,
     gradients_of,
     seeded,
 )
+
+pytestmark = MARKS
 
 WIDTH = 8
 
@@ -145,7 +149,7 @@ def stack(make: Callable[[], nn.Module]) -> Stack:
 
 
 def inputs(batch: int = 4) -> Tensor:
-    return torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(1))
+    return torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(1)).to(ON)
 
 
 def settings(
@@ -224,8 +228,15 @@ class Tracing(Plain):
         self.calls += 1
         self.sizes.append(len(x))
         noise = torch.randn(x.shape, generator=self.own) * random.random() * np.random.rand()
-        y: Tensor = self.drop(super().forward(x)) + noise * float(self.rng.random())
+        noise = noise.to(x.device) * float(self.rng.random())
+        y: Tensor = self.drop(super().forward(x)) + noise
         return y
+
+
+def draws() -> list[float]:
+    """A number of every generator."""
+    numbers = [torch.rand(1).item(), torch.rand(1, device=ON).item()]
+    return [*numbers, random.random(), np.random.rand()]
 
 
 def _seed() -> None:
@@ -238,14 +249,14 @@ def _seed() -> None:
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_asking_leaves_no_trace(tmp_path: Path, check: Any, placement: Any) -> None:
     """Equal to blocks that are called piece by piece in plain PyTorch."""
-    plain, x = stack(Tracing), inputs(8)
+    plain, x = stack(Tracing).to(ON), inputs(8)
     _seed()
     h = plain.entry(x)
     for block in plain.blocks:
         h = torch.cat([block(piece) for piece in h.split(1)])
     h.square().mean().backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
+    drawn = draws()
 
     model: Any = stack(Tracing)
     placed = {**placement, "activations": {"checkpoint": check}}
@@ -255,7 +266,7 @@ def test_asking_leaves_no_trace(tmp_path: Path, check: Any, placement: Any) -> N
         y.square().mean().backward()
         assert_same_bits(gradients_of(engine), expected)
     assert torch.equal(y, h)
-    assert [torch.rand(1).item(), random.random(), np.random.rand()] == drawn
+    assert draws() == drawn
     assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
     for block in model.blocks:
         assert (block.calls, block.count.item(), block.sizes) == (8, 8, [1] * 8)
@@ -301,7 +312,7 @@ class InPlace(Plain):
 
 
 def test_a_block_that_writes_to_its_input_is_asked_with_copies(tmp_path: Path) -> None:
-    plain, model = stack(InPlace), stack(InPlace)
+    plain, model = stack(InPlace).to(ON), stack(InPlace)
     h = plain.entry(inputs()) * 1
     for block in plain.blocks:
         h = torch.cat([block(piece * 1) for piece in h.split(2)])

@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 
 import offload
 from offload.errors import UnsupportedError
-from tests.offload.engine_cases import HOST, NVME, config, seeded
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, seeded
+
+pytestmark = MARKS
 
 Model = Callable[[Tensor], Tensor]
 
@@ -36,7 +38,7 @@ def dual(model: Model, x: Tensor) -> Any:
 
 
 def of_given_parameters(model: Any, x: Tensor) -> Any:
-    given = {name: torch.full(p.shape, 0.1) for name, p in model.named_parameters()}
+    given = {name: torch.full(p.shape, 0.1, device=ON) for name, p in model.named_parameters()}
     return torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(given)
 
 
@@ -71,19 +73,20 @@ def model(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
 
 
 def some_input() -> Tensor:
-    return torch.linspace(-1, 1, 16).reshape(2, 8)
+    return torch.linspace(-1, 1, 16, device=ON).reshape(2, 8)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_transform_that_handles_cannot_serve_is_refused(model: Any, name: str) -> None:
     with pytest.raises(UnsupportedError, match=r"use backward\(\)"):
         REFUSED[name](model, some_input())
-    expected = seeded(Blocks)(some_input())
+    expected = seeded(Blocks).to(ON)(some_input())
     assert torch.equal(model(some_input()), expected)  # and leaves nothing behind
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_goes_through_autograds_graph_is_right(model: Any, name: str) -> None:
-    found, expected = RIGHT[name](model, some_input()), RIGHT[name](seeded(Blocks), some_input())
+    plain = seeded(Blocks).to(ON)
+    found, expected = RIGHT[name](model, some_input()), RIGHT[name](plain, some_input())
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -108,8 +108,9 @@ class _SymbolicShapes(_InItsPlace):
         self.sym_and = lambda *conditions: all(conditions)
         self.sym_or = lambda *conditions: any(conditions)
         self.is_nested_int = lambda number: False
-        self.has_guarding_hint = lambda number: True
+        self.has_guarding_hint = self.has_hint = lambda number: True
         self.guarding_hint_or_throw = self.guard_int = lambda number: number
+        self.size_hint = lambda number, fallback=None: number  # torch 2.11
         self.free_unbacked_symbols = lambda *values: frozenset[Any]()
 
 
