@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.device_homes import DeviceHomes
 from offload.swap import streams
@@ -54,7 +55,7 @@ class Stream:
         self.put(event.run)
 
     def run(self, count: int) -> None:
-        with self.world.lock:
+        with self.world.lock, _disable_current_modes(), torch._C.DisableTorchFunction():
             while self.done < count:
                 work = self.queue[self.done]
                 work()
@@ -92,13 +93,17 @@ class World(Accelerator):
     """The kind of `CUDA` for one test. `model` is the stream that is current by default.
 
     With `eager_model` this CPU does what is no copy, on whatever stream, at once; else tests put
-    work on streams themselves.
+    work on streams themselves, or `lagging_model` does. With `eager_copies` copies are done as soon
+    as what they wait for.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, eager_model: bool) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *, eager_model: bool, eager_copies: bool = False
+    ) -> None:
         super().__init__(CUDA.type, "simulated")
         self.lock = threading.RLock()
         self.streams: list[Stream] = []  # every one that was made
+        self.eager_copies = eager_copies
         self.model = Stream(self, "model", eager=eager_model)
         self.delayed = 0  # copies that did not happen when they were started
         self.watching = threading.Event()  # cleared: no watched copy is done for its watcher
@@ -119,7 +124,7 @@ class World(Accelerator):
 
     # ---------------------------------------------------------------- as an accelerator
     def stream(self, device: torch.device) -> Stream:
-        return Stream(self, "side")
+        return Stream(self, "side", eager=self.eager_copies)
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current()
