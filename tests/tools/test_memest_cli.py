@@ -304,7 +304,7 @@ def test_passes_that_are_not_gone_through_are_said(passes: int, said: bool, caps
 
 def test_a_place_that_was_left_open_is_short_once(capsys: Any) -> None:
     wide = ["--layers", "2", "--hidden", "1024", "--vocab", "16000", *WORK]
-    hardware = ["--gpu", "800MiB", "--ram", "1GiB", "--nvme", "0"]
+    hardware = ["--gpu", "700MiB", "--ram", "1GiB", "--nvme", "0"]
     assert run(*wide, *hardware, "--format", "json") == 1
     found = json.loads(capsys.readouterr().out)["shortfalls"]
     assert {each["tier"] for each in found} == {"device", "host"}
