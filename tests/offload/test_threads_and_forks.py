@@ -219,6 +219,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@no_forks_with_a_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("placement", [NVME, HOST], ids=["nvme", "host"])
 def test_a_forked_child_reads_what_was_there_or_is_told_why_not(
@@ -241,6 +242,7 @@ def test_a_forked_child_reads_what_was_there_or_is_told_why_not(
         losses_of(engine, batches(2))
 
 
+@no_forks_with_a_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_forked_child_inherits_parameters_that_are_gathered(
     tmp_path: Path, precision: str
@@ -269,6 +271,7 @@ def private_nbytes(process: int) -> int:
     return sum(int(row.split()[1]) << 10 for row in rows if row.startswith("Private_"))
 
 
+@no_forks_with_a_gpu
 def test_states_that_are_updated_while_a_child_lives_take_no_more_ram(tmp_path: Path) -> None:
     """Pages that the two shared, and the parent has rewritten since, are the child's alone."""
     keys = config(tmp_path, HOST, precision="bf16", budget={"host": "160MiB"})
@@ -325,6 +328,7 @@ class Weighed(Tokens):
         return torch.tensor(a_weight(self.model), dtype=torch.float64)
 
 
+@no_forks_with_a_gpu
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("where", ["dataset", "collate_fn"])
 def test_a_worker_that_reads_a_weight_gets_it_or_an_error(

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import DtypeError, UnsupportedError
-from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, seeded
+from tests.offload.engine_cases import (
+    HOST,
+    MARKS,
+    NVME,
+    ON,
+    config,
+    on_the_cpu_alone,
+    seeded,
+)
 
 pytestmark = MARKS
 
@@ -34,6 +42,7 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[int, ...], str]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part:UserWarning")  # on a GPU
 @pytest.mark.parametrize(("build", "shape", "name"), CASES)
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_fp32_inputs_of_a_bf16_model_are_named_with_the_remedy(
@@ -60,6 +69,7 @@ def test_bf16_inputs_of_an_fp32_model_are_named(tmp_path: Path) -> None:
             model(torch.randn(4, WIDTH, device=ON).bfloat16())
 
 
+@on_the_cpu_alone("a GPU computes with fp32 statistics beside bf16 weights")
 def test_a_batch_norm_with_fp32_statistics_is_named_and_a_cast_model_trains(
     tmp_path: Path,
 ) -> None:
