@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
+from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.evaluator import NO_LIBRARIES
 from offload.planning.choice.planner import chosen_config, make_plan, resolved_config, shortfalls
@@ -23,11 +24,14 @@ from offload.planning.choice.splits import share_of
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.workload import Workload
+from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
+from offload.zero.discovery import discover
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
 MIB, GIB = 1 << 20, 1 << 30
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CLASSES = ("parameters", "gradients", "optimizer")
 SPEEDS = replace(
     NOMINAL, matmul_flops_per_s=dict.fromkeys(("fp32", "bf16", "fp16"), 2e11),
@@ -269,6 +273,24 @@ def test_without_knowing_the_batch_only_parameters_take_device_memory():
     placements = placed(solution)
     assert placements[0] == "device"
     assert "device" not in placements[1] + placements[2]
+
+
+def test_a_device_budget_that_is_named_is_used_also_without_knowing_the_batch():
+    keys = {"precision": "bf16", "budget": {"device": "4GiB"}}
+    assert placed(solved(keys, gpu=80 * GIB)) == ["device", "device", "device"]
+    states = sum(each.numel for each in model().groups) * 16
+    some = {**keys, "budget": {"device": states // 2}}
+    plan = solved(some, gpu=80 * GIB).best.plan
+    assert needed_nbytes(plan, Tier.DEVICE) <= states // 2
+    assert plan.expected[Tier.DEVICE][StateClass.OPTIMIZER] > 0
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_fits_a_gpu(example: Path) -> None:
+    config = OffloadConfig.load(example).owning_the_loop()
+    shape = discover(build_meta_model(config), ()).shape()
+    assert make_plan(config, shape, Hardware(24 * GIB, 64 * GIB, 64 * GIB, 200 * GIB)).gpu
+
 
 
 def test_states_stay_off_a_gpu_whose_kernels_are_missing():

@@ -288,6 +288,8 @@ class PlacementEvaluator:
         if builder.budgets[Tier.NVME] > 0:
             below.append(Tier.NVME)
         kernels = builder.gpu and builder.hardware.kernels_missing is None
+        # what is left of a GPU is known where the batch is, or where a budget says it
+        known = self._run is not None or config.budget.device is not None
         tiers: dict[StateClass, tuple[Tier, ...]] = {}
         for state_class in CLASSES:
             if state_class in builder.explicit:
@@ -295,7 +297,7 @@ class PlacementEvaluator:
             there = list(below)
             if state_class is StateClass.GRADIENTS and config.sums_gradients:
                 there = [Tier.HOST]  # never an fp32 gradient file
-            first = state_class is StateClass.PARAMETERS or (kernels and self._run is not None)
+            first = state_class is StateClass.PARAMETERS or (kernels and known)
             if first and builder.budgets[Tier.DEVICE] > 0:
                 there.insert(0, Tier.DEVICE)
             tiers[state_class] = tuple(there)
