@@ -8,16 +8,19 @@ BENCH_DIR ?= runs/bench
 # a file's tests share what they set up: each file goes to one process as a whole, and they are begun
 # in the order of tests/conftest.py
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# torch's CUDA wheel is needed, and no GPU
+NULL_GPU_PYTHON ?= $(BIN)/python
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint typecheck bench gpu-check clean
+.PHONY: help venv demo test test-long lint typecheck bench null-gpu gpu-check clean
 
 help:
 	@echo "make demo       train a small language model over device, host and nvme, and in plain PyTorch"
 	@echo "make test       all tests"
 	@echo "make test-long  with all cases where a sample is the rule"
 	@echo "make bench      limits, ours and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
+	@echo "make null-gpu   the engine's calls of CUDA, without a GPU; NULL_GPU_PYTHON=... has torch for CUDA"
 	@echo "make gpu-check  tests, kernels, copies and steps on a GPU; PYTHON=... is used as it is"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
@@ -56,6 +59,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers io --json $(BENCH_DIR)/io.json
 	$(BIN)/offload bench copy --json $(BENCH_DIR)/copy.json
 	$(BIN)/python -m benchmarks.peers step --json $(BENCH_DIR)/step.json
+
+null-gpu: $(if $(filter $(BIN)/python,$(NULL_GPU_PYTHON)),$(STAMP))
+	$(NULL_GPU_PYTHON) -m pytest tests/null_gpu $(PYTEST_ARGS)
 
 gpu-check: $(if $(filter file,$(origin PYTHON)),$(STAMP))
 	$(GPU_PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(GPU_CHECK_ARGS)
