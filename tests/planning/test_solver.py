@@ -292,7 +292,6 @@ def test_every_example_fits_a_gpu(example: Path) -> None:
     assert make_plan(config, shape, Hardware(24 * GIB, 64 * GIB, 64 * GIB, 200 * GIB)).gpu
 
 
-
 def test_states_stay_off_a_gpu_whose_kernels_are_missing():
     machine = replace(hardware(gpu=4 * GIB), kernels_missing="triton is not installed")
     best = solve(OffloadConfig.load({}), model(), machine, gpu_known()).best
