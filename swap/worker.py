@@ -93,25 +93,24 @@ class _Team:
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._lock = threading.Lock()
+        # Not when the interpreter ends: engines that are closed then still share.
+        weakref.finalize(self, _end, self._ranges, threads).atexit = False
 
     def share(self, body: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
         """Run the first range here, the others on the threads. RuntimeError once it is closed."""
-        self._start()
         call = _Call(body, len(ranges))
-        for start, stop in ranges[1:]:
-            self._ranges.put((call, start, stop))
+        with self._lock:  # what is put comes before the end that `close` puts
+            self._start()
+            for start, stop in ranges[1:]:
+                self._ranges.put((call, start, stop))
         call.run(*ranges[0])
         call.wait()
 
     def _start(self) -> None:
-        if self._threads:
-            return
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the runner is closed: its threads have ended")
-            if not self._threads:
-                weakref.finalize(self, _end, self._ranges, self._wanted)
-                self._threads = [_started(self._ranges) for _ in range(self._wanted)]
+        if self._closed:
+            raise RuntimeError("the runner is closed: its threads have ended")
+        while len(self._threads) < self._wanted:
+            self._threads.append(_started(self._ranges))
 
     def close(self) -> None:
         """End the threads, once nothing is shared any more."""

@@ -130,11 +130,11 @@ class HostRegion(mmap.mmap):
     # ---------------------------------------------------------------- around a fork
     def keep_what_is_seen(self) -> None:
         """Let a child that is forked now inherit that."""
-        self._kept = _joined(given.range for given in list(self._given) if given.is_seen())
-        if len(self._kept) > _MOST_RANGES:
-            self._kept = [(0, len(self))]
-        for start, stop in self._kept:
+        self._kept = []
+        seen = _joined(given.range for given in list(self._given) if given.is_seen())
+        for start, stop in seen if len(seen) <= _MOST_RANGES else [(0, len(self))]:
             self.madvise(_MADV_KEEPONFORK, start, stop - start)
+            self._kept.append((start, stop))
 
     def keep_nothing(self) -> None:
         """Of what follows, until the next fork."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -109,3 +112,24 @@ def test_a_closed_runner_says_so():
     runner.close()
     with pytest.raises(RuntimeError, match="closed"):
         runner(lambda lo, hi: None, 10)
+
+
+AT_THE_END = """
+import weakref
+from offload.swap.worker import ParallelRunner
+
+class Engine: pass
+
+engine, runner = Engine(), ParallelRunner(3, min_share=1)
+weakref.finalize(engine, lambda: (runner(lambda lo, hi: None, 9), print("closed")))
+runner(lambda lo, hi: None, 9)
+"""
+
+
+def test_a_program_that_ends_without_closing_may_still_share() -> None:
+    """An engine that nobody closed waits for its update when the interpreter ends."""
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr

@@ -110,7 +110,7 @@ class HardwareProfile:
             measure_nvme=rated_bandwidth(read, write) if self.ssds else None,
             kernels_missing=None if self.gpu_nbytes else "the model computes on the CPU",
             sharding=sharding,
-            cores=machine.cpu_count() if self.here else 1,
+            cores=max(1, machine.cpu_count() // ranks) if self.here else 1,
         )
 
     def speeds(self, measured: Speeds | None = None) -> Speeds | None:
