@@ -91,7 +91,7 @@ class World(Accelerator):
     def __init__(self, patch: pytest.MonkeyPatch, *, eager_model: bool) -> None:
         super().__init__(CUDA.type, "simulated")
         self.lock = threading.RLock()
-        self.model = Stream(self, "model", eager=eager_model)
+        self.model = self.new_stream("model", eager=eager_model)
         self.delayed = 0  # copies that did not happen when they were started
         self.watching = threading.Event()  # cleared: no watched copy is done for its watcher
         self.watching.set()
@@ -101,7 +101,7 @@ class World(Accelerator):
 
         def init_work_stream(work: Any, device: torch.device) -> None:
             work.device = device
-            work._stream = Stream(self, "work", eager=eager_model)
+            work._stream = self.new_stream("work", eager=eager_model)
 
         patch.setattr(streams.WorkStream, "__init__", init_work_stream)
 
@@ -109,9 +109,12 @@ class World(Accelerator):
         found: Stream = getattr(self._current, "stream", self.model)
         return found
 
+    def new_stream(self, name: str, *, eager: bool = False) -> Stream:
+        return Stream(self, name, eager)
+
     # ---------------------------------------------------------------- as an accelerator
     def stream(self, device: torch.device) -> Stream:
-        return Stream(self, "side")
+        return self.new_stream("side")
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current()
