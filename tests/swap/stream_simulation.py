@@ -104,7 +104,7 @@ class World(Accelerator):
         self.lock = threading.RLock()
         self.streams: list[Stream] = []  # every one that was made
         self.eager_copies = eager_copies
-        self.model = Stream(self, "model", eager=eager_model)
+        self.model = self.new_stream("model", eager=eager_model)
         self.delayed = 0  # copies that did not happen when they were started
         self.watching = threading.Event()  # cleared: no watched copy is done for its watcher
         self.watching.set()
@@ -114,7 +114,7 @@ class World(Accelerator):
 
         def init_work_stream(work: Any, device: torch.device) -> None:
             work.device = device
-            work._stream = Stream(self, "work", eager=eager_model)
+            work._stream = self.new_stream("work", eager=eager_model)
 
         patch.setattr(streams.WorkStream, "__init__", init_work_stream)
 
@@ -122,9 +122,12 @@ class World(Accelerator):
         found: Stream = getattr(self._current, "stream", self.model)
         return found
 
+    def new_stream(self, name: str, *, eager: bool = False) -> Stream:
+        return Stream(self, name, eager)
+
     # ---------------------------------------------------------------- as an accelerator
     def stream(self, device: torch.device) -> Stream:
-        return Stream(self, "side", eager=self.eager_copies)
+        return self.new_stream("side", eager=self.eager_copies)
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current()

@@ -1,0 +1,72 @@
+"""No two accesses to memory race, wherever states live: by happens-before, not by luck.
+
+All placements, activations, in_backward and micro-batches, with memory that is short or is not. See
+tests/swap/happens_before.py for what counts as a race, and test_removed_waits.py for what the
+checker finds where a wait is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.offload.engine_cases import losses_of
+from tests.offload.order_cases import (
+    SLOT,
+    Case,
+    dropping,
+    forward_last,
+    loading,
+    on_a_checked_device,
+    writing,
+)
+
+SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
+TIERS: tuple[Any, ...] = ("device", "host", "nvme", SPLIT)
+PLACEMENTS = list(itertools.product(TIERS, TIERS, TIERS))  # of parameters, gradients, optimizer
+ACTIVATIONS = [
+    {"tier": tier, "checkpoint": check}
+    for tier in ("device", "host", "nvme")
+    for check in (False, True, "selective")
+]
+# activations, in_backward, micro-batches
+WAYS = list(itertools.product(ACTIVATIONS, (False, True), (1, 2)))
+ROOMS = (None, (0, 0), (SLOT, 0), (2 * SLOT, SLOT), (SLOT, 4 * SLOT))
+LOOPS = (losses_of, losses_of, dropping, forward_last, writing, loading)
+
+
+@pytest.fixture(autouse=True)
+def only_long(long: bool) -> None:
+    if not long:
+        pytest.skip("minutes: in make test-long")
+
+
+def case_of(placement: Any, way: Any, chance: random.Random) -> Case:
+    activations, in_backward, micro_batches = way
+    kinds = ("parameters", "gradients", "optimizer")
+    placed = {**dict(zip(kinds, placement, strict=True)), "activations": activations}
+    keys: dict[str, Any] = {"optimizer": {"in_backward": in_backward}}
+    if micro_batches > 1:
+        keys["micro_batches"] = micro_batches
+    accumulate = chance.choice((1, 1, 2))
+    if accumulate > 1:
+        keys["gradient_accumulation_steps"] = accumulate
+    keys["precision"] = "fp32" if accumulate > 1 else chance.choice(("fp32", "bf16"))
+    loops = LOOPS[:2] + LOOPS[3:] if in_backward else LOOPS  # an update begins at once
+    return Case(placed, chance.choice(ROOMS), accumulate, chance.choice(loops), keys)
+
+
+@pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda n: str(PLACEMENTS[n]))
+def test_nothing_races(number: int, tmp_path: Path, long: bool):
+    chance = random.Random(number)
+    for way in WAYS if long else chance.sample(WAYS, 2):
+        case = case_of(PLACEMENTS[number], way, chance)
+        with pytest.MonkeyPatch.context() as patch:
+            world = on_a_checked_device(patch, prompt=chance.choice((0.0, 0.3)))
+            case.train(world, tmp_path)
+            assert not world.races, f"{case}\n{world.order.report()}"
+            assert world.delayed > 5

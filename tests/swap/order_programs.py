@@ -1,0 +1,391 @@
+"""Short programs of states on a device whose order is checked (`CheckedWorld`), each of which
+needs some wait. `PROGRAMS` has them by name; each is given a `Bench` and leaves its races in the
+world's order."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from offload.kernels.floats import Float, serial
+from offload.swap.activation_window import ActivationWindow
+from offload.swap.activations import ActivationTier
+from offload.swap.block_store import BlockStore
+from offload.swap.device_home import DeviceRecordState
+from offload.swap.device_state import Links
+from offload.swap.fences import Fences, OpenReads
+from offload.swap.file_state import FileState
+from offload.swap.outbox import Outbox
+from offload.swap.slot_pool import SlotPool
+from offload.swap.streams import CopyStream, WorkStream
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.memory import HostMemory
+from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.tier import Tier
+from offload.zero.gradient_paths import DevicePartials
+from offload.zero.gradients import GradientAccumulator
+from offload.zero.layout import ParamSpec
+from tests.swap.checked_world import CheckedWorld
+from tests.swap.stream_simulation import CUDA
+from tests.swap.test_device_state import PAGES, Bench
+
+CPU = torch.device("cpu")
+
+
+class CheckedBench(Bench):
+    """The bench of the tests of these states, with a device whose order is checked."""
+
+    world: CheckedWorld
+
+    @classmethod
+    def make(cls, world: CheckedWorld) -> CheckedBench:
+        ledger = Ledger()
+        host = MemoryTier(Tier.HOST, 1 << 20, HostMemory(1 << 20), ledger)
+        nbytes = PAGES * PAGE_NBYTES
+        device = MemoryTier(Tier.DEVICE, nbytes, HostMemory(nbytes), ledger)
+        links = Links(CopyStream(CUDA), CopyStream(CUDA), CUDA, Fences())
+        world.fences = links.fences
+        world.model.synchronize()  # what used the memory before is over
+        pool = SlotPool(device, threading.RLock())
+        return cls(world, links, host, device, pool, OpenReads(CUDA))
+
+    def work(self) -> WorkStream:
+        return WorkStream(CUDA)
+
+    def read(self, view: torch.Tensor) -> None:
+        self.world.launch("a kernel that reads", [view], [])
+
+    def write(self, view: torch.Tensor) -> None:
+        self.world.launch("a kernel that writes", [], [view])
+
+    def page(self) -> torch.Tensor:
+        """Of host memory."""
+        return self.host_lease(1).tensor
+
+    def store(self, folder: Path, lock: threading.RLock) -> BlockStore:
+        files = FileTier(1 << 20, [1.0], Ledger())
+        return BlockStore([SwapFile(folder)], files, ThreadsBackend(workers=1), lock=lock)
+
+    def end(self) -> None:
+        self.links.close()
+        self.end_of_memory()
+
+    def end_of_memory(self) -> None:
+        for tier in (self.device, self.host):
+            tier.close()
+
+    def activations(
+        self, folder: Path, window: int, disk: int
+    ) -> tuple[ActivationTier, BlockStore]:
+        """Saved activations away from the device; `window` and `disk` in pages."""
+        lock = threading.RLock()
+        store, cut = self.store(folder, lock), ActivationWindow(self.host_lease(window))
+        tier = ActivationTier(
+            cut, store, disk * PAGE_NBYTES, self.links, lock, device=CPU, in_place=False,
+            least_nbytes=1,
+        )  # fmt: skip
+        return tier, store
+
+    def gradients(self, numel: int, count: int, store: BlockStore) -> GradientAccumulator:
+        """Of `count` parameters of `numel` elements, at home in a file."""
+        pool = SlotPool(self.host, store._lock)
+        outbox = Outbox([self.at_home(1)._lease.tensor for _ in range(2)], self.links)
+        partials = DevicePartials(torch.zeros(64, dtype=torch.float64))
+        specs = [ParamSpec((str(i),), (numel,), i * numel, True) for i in range(count)]
+
+        def make(itemsize: int) -> FileState:
+            nbytes = count * numel * itemsize
+            kind = StateClass.GRADIENTS
+            return FileState("gradients", nbytes, nbytes, kind, store, pool, lambda: 1.0)
+
+        return GradientAccumulator(
+            "group", specs, Float.FP32, Float.FP32, make, serial, None, partials, outbox
+        )
+
+
+Program = Callable[[CheckedBench, Path], None]
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(function: Program) -> Program:
+    PROGRAMS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+# ------------------------------------------------------------------ mirrors
+@program
+def a_home_takes_the_place_of_a_mirror(bench: CheckedBench, folder: Path) -> None:
+    """It is written to by the update, which knows nothing of the model's stream."""
+    bench.read(bench.mirrored("mirror", 8, 1).tensor())
+    while bench.links.to_device.await_oldest():
+        pass
+    home, work = bench.at_home(4), bench.work()
+    with work.entered():
+        home.write_piece(0, bench.page()).wait()
+
+
+@program
+def a_mirror_that_is_viewed_is_filled_again(bench: CheckedBench, folder: Path) -> None:
+    state = bench.mirrored("state", 4, 1)
+    view = state.tensor()
+    bench.read(view)
+    state.host_tensor().fill_(2)
+    state.host_wrote()
+    state.bring(next_use=None)
+    bench.read(state.tensor())
+
+
+@program
+def a_mirror_is_discarded_while_it_arrives(bench: CheckedBench, folder: Path) -> None:
+    state = bench.mirrored("state", 4, 1)
+    state.bring(next_use=1.0)
+    state.discard()
+
+
+@program
+def a_mirror_is_settled(bench: CheckedBench, folder: Path) -> None:
+    state = bench.mirrored("state", 4, 1)
+    state.bring(next_use=1.0)
+    state.settle()
+    bench.end_of_memory()
+
+
+@program
+def a_home_is_updated_while_it_is_copied(bench: CheckedBench, folder: Path) -> None:
+    state = bench.mirrored("state", 4, 1)
+    state.bring(next_use=1.0)
+    bench.world.compute("a step", [], [state.host_piece(0).wait()])
+    state.wrote_piece(0)
+
+
+@program
+def a_home_is_changed_while_it_is_copied(bench: CheckedBench, folder: Path) -> None:
+    for number, get in enumerate((lambda s: s.host_blank(), lambda s: s.host_tensor())):
+        state = bench.mirrored(f"state {number}", 4, 1)
+        state.bring(next_use=1.0)
+        bench.world.compute("a change", [], [get(state)])
+        state.host_wrote()
+
+
+# ------------------------------------------------------------------ homes on the device
+@program
+def a_piece_is_written_then_read(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(2), bench.work()
+    with work.entered():
+        state.write_piece(0, bench.page())
+        state.read_piece(0, bench.page())
+
+
+@program
+def a_piece_is_read_then_written(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(2), bench.work()
+    with work.entered():
+        state.read_piece(0, bench.page())
+        state.write_piece(0, bench.page())
+
+
+@program
+def a_piece_is_written_then_stepped(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(2), bench.work()
+    with work.entered():
+        state.write_piece(0, bench.page())
+        bench.write(state.device_piece(0))
+
+
+@program
+def a_piece_is_written_then_computed_with(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(2), bench.work()
+    with work.entered():
+        state.write_piece(0, bench.page())
+    bench.read(state.tensor())
+
+
+@program
+def a_piece_is_read_then_computed_with(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(2), bench.work()
+    with work.entered():
+        state.read_piece(0, bench.page())
+    bench.write(state.tensor())
+
+
+@program
+def a_piece_is_stepped_then_loaded(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(2), bench.work()
+    with work.entered():
+        bench.write(state.device_piece(0))
+        state.used_device_piece(0)
+    state.host_blank().fill_(1)
+    state.host_wrote()
+
+
+@program
+def a_record_is_stepped_then_looked_at(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(2, DeviceRecordState), bench.work()
+    with work.entered():
+        bench.write(state.device_piece(0))
+        state.used_device_piece(0)
+    bench.world.compute("a look", [state.tensor()], [])
+
+
+@program
+def buffers_of_a_staged_piece_are_dropped(bench: CheckedBench, folder: Path) -> None:
+    state = bench.at_home(2)
+    state.read_piece(0, torch.zeros(PAGE_NBYTES, dtype=torch.uint8))
+    state.write_piece(0, torch.zeros(PAGE_NBYTES, dtype=torch.uint8))
+
+
+@program
+def a_home_is_settled(bench: CheckedBench, folder: Path) -> None:
+    state = bench.at_home(2)
+    state.write_piece(0, bench.page())
+    state.settle()
+    bench.end_of_memory()
+
+
+@program
+def a_home_is_closed_while_it_is_copied(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(8), bench.work()
+    with work.entered():
+        state.write_piece(0, bench.page())
+    state.close()
+    taken = bench.mirrored("taken", 8, 2)
+    taken.bring(next_use=None)
+
+
+@program
+def a_home_is_closed_while_the_model_reads_it(bench: CheckedBench, folder: Path) -> None:
+    state = bench.at_home(8)
+    bench.read(state.tensor())
+    state.close()
+    taken = bench.mirrored("taken", 8, 2)
+    taken.bring(next_use=None)
+
+
+# ------------------------------------------------------------------ ends
+@program
+def copies_end_with_their_stream(bench: CheckedBench, folder: Path) -> None:
+    """Of one that is not watched, and of what is done after another."""
+    ends = [bench.at_home(1)._lease.tensor for _ in range(2)]
+    bench.links.to_device.copy(ends[0], bench.page())
+    page, told = bench.page(), bench.world.compute
+    mark = bench.links.to_host.copy(page, ends[1])
+    ended = bench.links.to_host.transfer(mark, "a copy", lambda: told("a note", [], [page]))
+    bench.end()
+    ended.wait()
+
+
+@program
+def homes_are_closed_while_all_is_under_way(bench: CheckedBench, folder: Path) -> None:
+    plan: Any = SimpleNamespace(device=None)  # without kernels of ours
+    homes = bench.world.device_homes(plan, bench.device, CUDA, threading.RLock())
+    ends = [bench.at_home(1)._lease.tensor for _ in range(5)]
+    with homes._stream.entered():
+        bench.write(ends[0])
+    pairs = (homes.links, *ends[1:3]), (homes._update_links, *ends[3:])
+    for links, comes, goes in pairs:
+        links.to_device.copy(comes, bench.page())
+        links.to_host.copy(bench.page(), goes)
+    homes.close()
+    bench.end_of_memory()
+
+
+@program
+def buffers_of_an_outbox_go_round(bench: CheckedBench, folder: Path) -> None:
+    outbox = Outbox([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
+    for _ in range(3):
+        filled = outbox.take(PAGE_NBYTES)
+        bench.write(filled)
+        outbox.send(bench.page(), filled)
+
+
+# ------------------------------------------------------------------ gradients
+@program
+def a_gradient_is_added_while_the_first_one_leaves(bench: CheckedBench, folder: Path) -> None:
+    store = bench.store(folder, threading.RLock())
+    gradients = bench.gradients(1024, 2, store)  # that of the second parameter never comes
+    for _ in range(2):
+        gradients.add(0, made(bench))
+    store.close()
+
+
+@program
+def a_gradient_is_added_while_the_sum_goes_home(bench: CheckedBench, folder: Path) -> None:
+    store = bench.store(folder, threading.RLock())
+    gradients = bench.gradients(1024, 1, store)
+    bench.world.watched_s = 0.05
+    for _ in range(2):
+        gradients.add(0, made(bench))
+    gradients.clear()
+    store.close()
+
+
+@program
+def gradients_are_cleared_while_they_go_home(bench: CheckedBench, folder: Path) -> None:
+    store = bench.store(folder, threading.RLock())
+    gradients = bench.gradients(1024, 1, store)
+    gradients.add(0, made(bench))
+    gradients.clear()
+    store.close()
+
+
+@program
+def gradients_are_cleared_while_they_leave(bench: CheckedBench, folder: Path) -> None:
+    store = bench.store(folder, threading.RLock())
+    gradients = bench.gradients(1024, 2, store)
+    gradients.add(0, made(bench))
+    gradients.clear()
+    store.close()
+
+
+# ------------------------------------------------------------------ activations
+def made(bench: CheckedBench) -> torch.Tensor:
+    """An activation of one page."""
+    tensor = torch.zeros(PAGE_NBYTES // 4)
+    bench.write(tensor)
+    return tensor
+
+
+@program
+def an_activation_comes_back_before_it_has_left(bench: CheckedBench, folder: Path) -> None:
+    tier, store = bench.activations(folder, 8, 8)
+    parked = tier.keep(made(bench))
+    bench.read(parked.tensor())
+    store.close()
+
+
+@program
+def an_activation_dies_on_its_way_back(bench: CheckedBench, folder: Path) -> None:
+    tier, store = bench.activations(folder, 8, 8)
+    parked = [tier.keep(made(bench)) for _ in range(2)]
+    bench.links.to_host._stream.synchronize()  # they have left, and their memory is free
+    parked.append(tier.keep(made(bench)))
+    parked[2].tensor()
+    ahead = [record.ahead is not None for record in tier._records.values()]
+    assert ahead == [True, True, False]
+    del parked[:]
+    tier.settle()
+    store.close()
+
+
+@program
+def an_activation_is_read_past_a_full_window(bench: CheckedBench, folder: Path) -> None:
+    tier, store = bench.activations(folder, 2, 1)
+    parked = [tier.keep(made(bench)) for _ in range(3)]
+    piece = tier._records[0].pieces[0]
+    assert piece.slot is None
+    target = torch.zeros(PAGE_NBYTES, dtype=torch.uint8)
+    tier._returns._copy_unstaged(piece, target)
+    store.read(piece.block, bench.host_lease(1).pages(0, PAGE_NBYTES)).wait()
+    gc.collect()  # the worker and the transfer of the read before that kept its buffer
+    bench.read(parked[0].tensor())
+    store.close()
