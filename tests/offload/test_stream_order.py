@@ -39,12 +39,6 @@ ROOMS = (None, (0, 0), (SLOT, 0), (2 * SLOT, SLOT), (SLOT, 4 * SLOT))
 LOOPS = (losses_of, losses_of, dropping, forward_last, writing, loading)
 
 
-@pytest.fixture(autouse=True)
-def only_long(long: bool) -> None:
-    if not long:
-        pytest.skip("minutes: in make test-long")
-
-
 def case_of(placement: Any, way: Any, chance: random.Random) -> Case:
     activations, in_backward, micro_batches = way
     kinds = ("parameters", "gradients", "optimizer")

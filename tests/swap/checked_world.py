@@ -74,6 +74,7 @@ class CheckedStream:
     def __init__(self, world: CheckedWorld, name: str) -> None:
         self.agent = world.order.agent(name)
         self._world = world
+        world.streams.append(self)  # type: ignore[arg-type]
 
     def launch(self) -> Agent:
         """This thread gives it work, which comes after whatever the thread has done."""
@@ -111,7 +112,7 @@ class CheckedEvent:
 
     def synchronize(self) -> None:
         if threading.current_thread().name == "offload-copies":
-            time.sleep(self._world.watched_s)
+            time.sleep(self._world.late_s)
             self._world.watching.wait()
         self._world.order.learn(self.clock)
 
@@ -123,7 +124,7 @@ class CheckedWorld(World):
         """`prompt`: how often, from 0 to 1, an event turns out to be done when it is asked for."""
         self.order = Order()
         super().__init__(patch, eager_model=True)
-        self.watched_s = 2e-3  # a watcher comes so much later than it could
+        self.late_s = 2e-3  # a watcher, and the end of a file's read, come so much later
         self._patch = patch
         self._prompt = prompt
         self._chance = random.Random(0)
@@ -158,6 +159,10 @@ class CheckedWorld(World):
 
     def event(self, device: torch.device, *, timing: bool = False) -> Any:
         return CheckedEvent(self)
+
+    def synchronize(self, device: torch.device) -> None:
+        for stream in self.streams:
+            stream.synchronize()
 
     def device_homes(self, plan: Any, tier: Any, device: torch.device, lock: Any) -> DeviceHomes:
         homes = super().device_homes(plan, tier, device, lock)
@@ -234,10 +239,12 @@ class CheckedWorld(World):
 
     def _given_to_pytorch(self) -> Clock:
         """What comes before the next use of memory that this thread frees: PyTorch gives it out
-        again to the model's stream."""
+        again to the model's stream. References are counted, so whoever drops the last one comes
+        after those who dropped theirs: where that is a worker, after the model's thread."""
         with self.order.lock:
             clock = dict(self.model.agent.clock)
-            merge(clock, self.order.of_thread().clock)
+            for thread in (threading.current_thread(), threading.main_thread()):
+                merge(clock, self.order.of_thread(thread).clock)
         return clock
 
     # ---------------------------------------------------------------- our memory
@@ -323,28 +330,34 @@ class CheckedWorld(World):
         self._patch.setattr(threading.Thread, "join", joined)
 
     def _follow_transfers(self) -> None:
-        """Their locks tell what those knew who held them; so does the event that wakes a worker."""
-        order, done, wait = self.order, Transfer.done, Transfer.wait
+        """Who finds one done comes after who did it, and a callback after who asked for it."""
+        order, made, done, then = self.order, Transfer.__init__, Transfer.done, Transfer.then
         locks = {**vars(threading), "Lock": lambda: _Lock(order)}
         self._patch.setattr(transfer, "threading", types.SimpleNamespace(**locks))
         events = {**vars(threading), "Event": lambda: _Wake(order)}
         self._patch.setattr(worker, "threading", types.SimpleNamespace(**events))
 
+        def make(self: Transfer[Any], what: object) -> None:
+            made(self, what)
+            self._lock = _Outcome(order, self)  # type: ignore[assignment]
+
         def is_done(self: Transfer[Any]) -> bool:
-            found = done(self)
-            if found:
-                order.learn(self._lock.clock)
-            return found
+            with self._lock:
+                return done(self)
 
-        def waited(self: Transfer[Any], *args: Any, **options: Any) -> Any:
-            try:
-                return wait(self, *args, **options)
-            finally:
-                if done(self):
-                    order.learn(self._lock.clock)
+        def after(self: Transfer[Any], callback: Callable[[Transfer[Any]], object]) -> None:
+            told = order.tell()
 
+            def informed(ended: Transfer[Any]) -> object:
+                order.learn(told)
+                return callback(ended)
+
+            then(self, informed)
+
+        self._patch.setattr(Transfer, "__init__", make)
         self._patch.setattr(Transfer, "done", is_done)
-        self._patch.setattr(Transfer, "wait", waited)
+        self._patch.setattr(Transfer, "then", after)
+        self._around(Transfer, "wait", after=Transfer.done)
 
     def _follow_watchers(self) -> None:
         """What one does when a copy is done comes after what its caller had done."""
@@ -404,7 +417,10 @@ class CheckedWorld(World):
         stop, write = start + buffer.nbytes, operation is Operation.READ
 
         def moved() -> None:
+            if write:
+                time.sleep(self.late_s)
             with self.order.lock:
+                self._bury()
                 self.order.learn(told)
                 agent, what = self.order.of_thread(), f"the {operation.value} of a file"
                 self.order.access(agent, start, stop, what, write=write)
@@ -453,6 +469,26 @@ class _Lock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class _Outcome:
+    """The lock of a transfer. Once that is settled, its holders learn what was known then."""
+
+    def __init__(self, order: Order, settled: Transfer[Any]) -> None:
+        self._clock: Clock = {}
+        self._order = order
+        self._lock = threading.RLock()
+        self._transfer = settled
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._order.learn(self._clock)
+
+    def __exit__(self, *_: object) -> None:
+        if self._transfer._state is not transfer._State.PENDING:
+            with self._order.lock:
+                merge(self._clock, self._order.tell())
+        self._lock.release()
 
 
 class _Wake:

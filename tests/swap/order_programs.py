@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from offload.kernels.floats import Float, serial
@@ -26,12 +27,14 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.streams import CopyStream, WorkStream
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.errors import TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import Tier
+from offload.zero.chunks import ChunkBytes
 from offload.zero.gradient_paths import DevicePartials
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.layout import ParamSpec
@@ -96,6 +99,10 @@ class CheckedBench(Bench):
         )  # fmt: skip
         return tier, store
 
+    def in_file(self, nbytes: int, store: BlockStore, pool: SlotPool) -> FileState:
+        kind = StateClass.GRADIENTS
+        return FileState("in a file", nbytes, nbytes, kind, store, pool, lambda: 1.0)
+
     def gradients(self, numel: int, count: int, store: BlockStore) -> GradientAccumulator:
         """Of `count` parameters of `numel` elements, at home in a file."""
         pool = SlotPool(self.host, store._lock)
@@ -104,9 +111,7 @@ class CheckedBench(Bench):
         specs = [ParamSpec((str(i),), (numel,), i * numel, True) for i in range(count)]
 
         def make(itemsize: int) -> FileState:
-            nbytes = count * numel * itemsize
-            kind = StateClass.GRADIENTS
-            return FileState("gradients", nbytes, nbytes, kind, store, pool, lambda: 1.0)
+            return self.in_file(count * numel * itemsize, store, pool)
 
         return GradientAccumulator(
             "group", specs, Float.FP32, Float.FP32, make, serial, None, partials, outbox
@@ -285,6 +290,15 @@ def copies_end_with_their_stream(bench: CheckedBench, folder: Path) -> None:
 
 
 @program
+def work_ends_with_its_stream(bench: CheckedBench, folder: Path) -> None:
+    state, work = bench.at_home(2), bench.work()
+    with work.entered():
+        bench.write(state.device_piece(0))
+    work.close()
+    bench.end_of_memory()
+
+
+@program
 def homes_are_closed_while_all_is_under_way(bench: CheckedBench, folder: Path) -> None:
     plan: Any = SimpleNamespace(device=None)  # without kernels of ours
     homes = bench.world.device_homes(plan, bench.device, CUDA, threading.RLock())
@@ -308,6 +322,37 @@ def buffers_of_an_outbox_go_round(bench: CheckedBench, folder: Path) -> None:
         outbox.send(bench.page(), filled)
 
 
+# ------------------------------------------------------------------ homes in files
+@program
+def memory_is_short_while_some_is_filled(bench: CheckedBench, folder: Path) -> None:
+    store = bench.store(folder, threading.RLock())
+    pool = SlotPool(bench.host, store._lock)
+    state = bench.in_file(PAGE_NBYTES, store, pool)
+    view = state.blank()
+    bench.links.to_host.copy(view, bench.at_home(1)._lease.tensor)
+    with pytest.raises(TierFullError):
+        pool.demand(bench.host.arena.nbytes, "all of it", StateClass.PARAMETERS)
+    store.close()
+
+
+@program
+def a_chunk_is_stepped_that_arrives_from_a_file(bench: CheckedBench, folder: Path) -> None:
+    store = bench.store(folder, threading.RLock())
+    state = bench.in_file(PAGE_NBYTES, store, SlotPool(bench.host, store._lock))
+    state.blank().fill_(1)
+    state.wrote()
+    state.settle()
+    state.drop()
+    staged, found = ChunkBytes(state, 0), ChunkBytes(state, 0)
+    staged.staged = bench.page()
+    staged.arrival = state.read_piece(0, staged.staged)
+    state.bring(next_use=1.0)
+    found.find_in_host_memory()
+    for part in (staged, found):
+        bench.world.compute("a step", [], [part.wait()])
+    store.close()
+
+
 # ------------------------------------------------------------------ gradients
 @program
 def a_gradient_is_added_while_the_first_one_leaves(bench: CheckedBench, folder: Path) -> None:
@@ -322,7 +367,7 @@ def a_gradient_is_added_while_the_first_one_leaves(bench: CheckedBench, folder: 
 def a_gradient_is_added_while_the_sum_goes_home(bench: CheckedBench, folder: Path) -> None:
     store = bench.store(folder, threading.RLock())
     gradients = bench.gradients(1024, 1, store)
-    bench.world.watched_s = 0.05
+    bench.world.late_s = 0.05
     for _ in range(2):
         gradients.add(0, made(bench))
     gradients.clear()

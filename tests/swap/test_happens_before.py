@@ -19,15 +19,6 @@ from tests.swap.happens_before import Order
 from tests.swap.order_programs import PROGRAMS, CheckedBench
 from tests.swap.stream_simulation import CUDA
 
-# In some runs the checker finds a race in it; whether it is the program's or the source's is open.
-UNSETTLED = {"an activation is read past a full window"}
-
-
-@pytest.fixture(autouse=True)
-def only_long(long: bool) -> None:
-    if not long:
-        pytest.skip("in make test-long")
-
 
 # ------------------------------------------------------------------ clocks and shadow memory
 def found(order: Order) -> list[tuple[str, str]]:
@@ -172,7 +163,7 @@ def test_operations_of_pytorch_are_kernels_of_the_model(world):
 
 
 # ------------------------------------------------------------------ states
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in UNSETTLED])
+@pytest.mark.parametrize("name", list(PROGRAMS))
 def test_states_of_a_device_have_no_races(world, name, tmp_path: Path):
     PROGRAMS[name](CheckedBench.make(world), tmp_path)
     assert not world.races, world.order.report()
