@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +47,18 @@ LONG_FILES = (
 def long(request: pytest.FixtureRequest) -> bool:
     """Whether to take the time for every case."""
     return bool(request.config.getoption("--long"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    """A thread that a test leaves behind would fail another test, of those that look for any."""
+    before = set(threading.enumerate())
+    yield
+    until = time.monotonic() + 10  # an engine that was dropped is closed by a thread of its own
+    while left := [t.name for t in set(threading.enumerate()) - before if t.name[:7] == "offload"]:
+        assert time.monotonic() < until, f"left behind: {left}"
+        gc.collect()
+        time.sleep(0.01)
 
 
 def pytest_configure(config: pytest.Config) -> None:

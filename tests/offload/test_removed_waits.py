@@ -52,7 +52,7 @@ from tests.offload.order_cases import (
     on_a_checked_device,
     writing,
 )
-from tests.swap.order_programs import PROGRAMS, CheckedBench
+from tests.swap.order_programs import PROGRAMS, run
 
 BF16 = {"precision": "bf16"}
 ALL_DEVICE = {"parameters": "device", "gradients": "device", "optimizer": "device"}
@@ -321,7 +321,7 @@ def test_a_race_is_found_unless(removed: Removed, monkeypatch: pytest.MonkeyPatc
     world.late_s = removed.late_s
     with suppress(OffloadError):  # such as a wrong checksum
         if removed.seen_in in PROGRAMS:
-            PROGRAMS[removed.seen_in](CheckedBench.make(world), tmp_path)
+            run(removed.seen_in, world, tmp_path)
         else:
             CASES[removed.seen_in].train(world, tmp_path)
     assert world.races

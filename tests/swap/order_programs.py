@@ -1,6 +1,6 @@
 """Short programs of states on a device whose order is checked (`CheckedWorld`), each of which
-needs some wait. `PROGRAMS` has them by name; each is given a `Bench` and leaves its races in the
-world's order."""
+needs some wait. `PROGRAMS` has them by name, and `run` runs one: its races are in the world's
+order."""
 
 from __future__ import annotations
 
@@ -125,6 +125,14 @@ PROGRAMS: dict[str, Program] = {}
 def program(function: Program) -> Program:
     PROGRAMS[function.__name__.replace("_", " ")] = function
     return function
+
+
+def run(name: str, world: CheckedWorld, folder: Path) -> None:
+    bench = CheckedBench.make(world)
+    try:
+        PROGRAMS[name](bench, folder)
+    finally:
+        bench.links.close()  # else a thread waits for copies for good
 
 
 # ------------------------------------------------------------------ mirrors

@@ -16,7 +16,7 @@ from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 from tests.swap.checked_world import CheckedWorld
 from tests.swap.happens_before import Order
-from tests.swap.order_programs import PROGRAMS, CheckedBench
+from tests.swap.order_programs import PROGRAMS, run
 from tests.swap.stream_simulation import CUDA
 
 
@@ -165,5 +165,5 @@ def test_operations_of_pytorch_are_kernels_of_the_model(world):
 # ------------------------------------------------------------------ states
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_states_of_a_device_have_no_races(world, name, tmp_path: Path):
-    PROGRAMS[name](CheckedBench.make(world), tmp_path)
+    run(name, world, tmp_path)
     assert not world.races, world.order.report()
