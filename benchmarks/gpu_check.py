@@ -1,14 +1,18 @@
 """`make gpu-check`: tests, kernels, copies and training steps on the GPU that is there; one record.
 
     python -m benchmarks.gpu_check [--out FILE or FOLDER] [--parts NAMES] [--model NAME]
-                                   [--memory SIZE] [--folder DIR]
+                                   [--memory SIZE] [--folder DIR] [--keep-going]
 
+    first     small checks of all that the others need, within a minute: where one fails, the rest
+              is left out
     probe     what the machine has: sizes of the steps are chosen by it
     tests     pytest -m gpu
     kernels   each Triton kernel against a copy of as many bytes
     copies    offload bench copy
     step      the largest Llama that fits, ours; where DeepSpeed is installed, the largest that both
-              can hold, ours and DeepSpeed's; and that one with every home left to the planner
+              can hold, ours and DeepSpeed's; and that one with every home left to the planner; one
+              with half of the optimizer's states on nvme, and one of 30 B, as far as memory, disk
+              and the time that is left allow
 
 Each part is a process of its own with a time limit. The record is written anew after each, so that
 whatever ends the check leaves what was found until then. Exit status 1 if a test or a part of ours
@@ -33,8 +37,8 @@ from typing import Any
 
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_page import render
-from benchmarks.gpu_parts import Outcome, Status, run_part
-from benchmarks.gpu_sizes import DEEPSPEED, SHAPES, STEPS, Case, Peer, choose
+from benchmarks.gpu_parts import Outcome, Status, failed_checks, run_part
+from benchmarks.gpu_sizes import DEEPSPEED, LARGE, SHAPES, STEPS, Case, Peer, choose
 from benchmarks.gpu_step import row_of
 from offload.bench.contenders import INSTALL_BENCH
 from offload.bench.record import Kind, Record, this_machine
@@ -44,19 +48,25 @@ from offload.tiers.errors import OffloadError, PathError
 from offload.tiers.units import parse_bytes
 
 TOTAL_S = 535.0  # all parts together; with what is between them, nine minutes
-LIMITS_S = {"probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0, "step": 320.0}
-PARTS = ("tests", "kernels", "copies", "step")
+LIMITS_S = {
+    "first": 60.0, "probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0, "step": 320.0,
+}  # fmt: skip
+PARTS = ("first", "tests", "kernels", "copies", "step")
 LEAST_S = 20.0  # a part that has less is not begun
 _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
 _COMPILE = "deepspeed"  # its CPU Adam, while the tests run
 _COMPILE_S = 150.0
 _PEER_SHARE = 0.5  # of the time for steps, kept for the case that DeepSpeed can hold
+_SPILL_SHARE = 0.5  # of the time that is left: a disk may give less than the probe's short passes
+_SPILLED = 50  # per cent of the optimizer's states
 _OURS, _BESIDE, _THEIRS = "step", "step:beside", "step:deepspeed"
-_AUTO = "step:auto"
+_AUTO, _SPILL, _LARGE = "step:auto", "step:spill", "step:30b"
 _LABELS = {
     _OURS: "ours", _BESIDE: "ours, as large as DeepSpeed", _THEIRS: "DeepSpeed ZeRO-3, all on cpu",
-    _AUTO: "ours, placed by the planner",
+    _AUTO: "ours, placed by the planner", _SPILL: "ours, half of the optimizer's states on nvme",
+    _LARGE: "ours",
 }  # fmt: skip
+_NAMED = {shape.name: shape for shape in (LARGE, *SHAPES)}
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,7 @@ class Wanted:
     parts: tuple[str, ...] = PARTS
     model: str | None = None  # a shape's name; None takes the largest that has the time
     memory_nbytes: int | None = None  # None takes what the system says is available
+    keep_going: bool = False  # also where the first checks failed
 
 
 @dataclass
@@ -117,6 +128,10 @@ def say(text: str) -> None:
 def run_all(check: Check, wanted: Wanted) -> None:
     """All parts, in an order in which each finds what the ones before it measured or compiled."""
     here = {"folder": str(check.folder)}
+    if "first" in wanted.parts and not _run_first(check) and not wanted.keep_going:
+        for name in ("probe", *(part for part in wanted.parts if part != "first")):
+            check.leave_out(name, "the first checks failed; --keep-going runs it all the same")
+        return
     probed = check.run("probe", {**here, "memory_nbytes": wanted.memory_nbytes}, LIMITS_S["probe"])
     if probed.ok:
         check.record.machine = probed.result["hardware"]
@@ -139,6 +154,31 @@ def run_all(check: Check, wanted: Wanted) -> None:
     run_steps(check, GpuMachine.from_dict(probed.result["machine"]), wanted.model)
 
 
+def _run_first(check: Check) -> bool:
+    """Whether nothing is wrong as far as the checks came. A sanitizer that does not come to its end
+    is a failure, but no reason to stop: it is not ours."""
+    limit_s, options = LIMITS_S["first"], {"folder": str(check.folder)}
+    say("first, and beside it the sanitizer ...")
+    with ThreadPoolExecutor(1) as beside:
+        watched = beside.submit(run_part, "sanitizer", options, limit_s, check.folder)
+        first = _checked(run_part("first", options, limit_s, check.folder))
+        sanitizer = _checked(watched.result())
+    for outcome in (first, sanitizer):
+        check.add(outcome)
+    return first.ok and not failed_checks(sanitizer.result)
+
+
+def _checked(outcome: Outcome) -> Outcome:
+    """It failed, too, where it ran to its end with checks that failed."""
+    failed = failed_checks(outcome.result)
+    at = f"at {outcome.result['at']!r}: " if outcome.result.get("at") else ""
+    if not failed:
+        return replace(outcome, note=at + outcome.note if outcome.note else "")
+    status = Status.FAILED if outcome.ok else outcome.status
+    several = f"{len(failed)} failed, the first: " if len(failed) > 1 else ""
+    return replace(outcome, status=status, note="\n".join([several + failed[0], at + outcome.note]))
+
+
 def _run_tests(check: Check) -> None:
     limit_s = LIMITS_S["tests"]
     within = {"folder": str(check.folder), "limit_s": limit_s - _TESTS_WRAP_UP_S}
@@ -150,14 +190,27 @@ def _run_tests(check: Check) -> None:
 
 
 def run_steps(check: Check, machine: GpuMachine, model: str | None) -> None:
-    """Ours at the largest size; then DeepSpeed, where it is, and ours at DeepSpeed's size."""
-    ends = time.monotonic() + min(LIMITS_S["step"], check.left_s())
+    """Ours at the largest size; then DeepSpeed, where it is, and ours at DeepSpeed's size; in the
+    time that is left, what needs nvme or is very large. A named model may take all of it."""
+    limit_s = check.left_s() if model else min(LIMITS_S["step"], check.left_s())
+    ends = time.monotonic() + limit_s
     peer = check.outcomes.get(_COMPILE)
     case, refused = _choose(machine, ends, 0.0 if peer is None else _PEER_SHARE, (), model)
     if case is None:
         check.leave_out(_OURS, "; ".join(refused))
         return
     _run_step(check, machine, _OURS, case, ends)
+    _run_peer(check, machine, case, model, ends)
+    _run_spill(check, machine, model, ends)
+    if model is None:
+        _run_large(check, machine, ends)
+
+
+def _run_peer(
+    check: Check, machine: GpuMachine, case: Case, model: str | None, ends: float
+) -> None:
+    """DeepSpeed, where it is, beside `case` or ours at the size that DeepSpeed can hold."""
+    peer = check.outcomes.get(_COMPILE)
     if peer is None or not peer.ok:
         check.leave_out(_THEIRS, INSTALL_BENCH if peer is None else peer.note)
         return
@@ -176,14 +229,35 @@ def run_steps(check: Check, machine: GpuMachine, model: str | None) -> None:
     check.write()
 
 
+def _run_spill(check: Check, machine: GpuMachine, model: str | None, ends: float) -> None:
+    case, refused = _choose(machine, ends, 1 - _SPILL_SHARE, (), model, _SPILLED)
+    if case is None:
+        check.leave_out(_SPILL, refused[-1])
+    else:
+        _run_step(check, machine, _SPILL, case, ends)
+
+
+def _run_large(check: Check, machine: GpuMachine, ends: float) -> None:
+    case, refused = choose(machine, ends - time.monotonic(), shapes=[LARGE])
+    if case is None:
+        check.leave_out(_LARGE, refused[-1])
+    else:
+        _run_step(check, machine, _LARGE, case, ends)
+
+
 def _choose(
-    machine: GpuMachine, ends: float, kept: float, peers: Sequence[Peer], model: str | None
+    machine: GpuMachine,
+    ends: float,
+    kept: float,
+    peers: Sequence[Peer],
+    model: str | None,
+    spilled: int = 0,
 ) -> tuple[Case | None, tuple[str, ...]]:
     """Within the time until `ends`, a part of it `kept` for others; a named model, whatever the
     estimate of its time."""
     if model is not None:
-        return choose(machine, math.inf, peers, [s for s in SHAPES if s.name == model])
-    return choose(machine, (ends - time.monotonic()) * (1 - kept), peers)
+        return choose(machine, math.inf, peers, [_NAMED[model]], spilled)
+    return choose(machine, (ends - time.monotonic()) * (1 - kept), peers, spilled=spilled)
 
 
 def _label(name: str, case: Case) -> str:
@@ -229,7 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise PathError(f"--folder: {options.folder} is not a folder; name one on the disk")
         with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.folder) as private:
             check = begin(options.out, Path(private))
-            run_all(check, Wanted(options.parts, options.model, options.memory))
+            wanted = Wanted(options.parts, options.model, options.memory, options.keep_going)
+            run_all(check, wanted)
     except OffloadError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
@@ -298,7 +373,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(PARTS)}, separated by commas (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--model", choices=[shape.name for shape in SHAPES],
+        "--model", choices=list(_NAMED),
         help="train this one, however long it may take (default: the largest that has the time)",
     )  # fmt: skip
     parser.add_argument(
@@ -308,6 +383,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="for swap files (default: the temporary folder)"
+    )
+    parser.add_argument(
+        "--keep-going", action="store_true", help="also where the first checks failed"
     )
     return parser
 

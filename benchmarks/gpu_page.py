@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.gpu_parts import failed_checks
 from benchmarks.gpu_step import TO_DEVICE, TO_HOST
 from offload.bench.copy import COLUMNS as COPY_COLUMNS
 from offload.bench.record import Record, Row
@@ -41,6 +42,8 @@ def render(record: Record) -> str:
     """Markdown of what `gpu_check` found; a part that is not there has no section."""
     results = {part["name"]: part["result"] for part in record.details["parts"] if part["result"]}
     renderers: tuple[tuple[str, Callable[[_Json], str]], ...] = (
+        ("first", lambda found: _checks("First checks", found)),
+        ("sanitizer", lambda found: _checks("Steps under torch's CUDA sanitizer", found)),
         ("tests", _tests),
         ("kernels", lambda found: _bench("Kernels", found, _KERNEL_COLUMNS)),
         ("copies", lambda found: _bench("Between host and device", found, COPY_COLUMNS)),
@@ -102,6 +105,18 @@ def _parts(record: Record) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0][:160] if text.strip() else ""
+
+
+def _checks(title: str, found: _Json) -> str:
+    failed = failed_checks(found)
+    seconds = sum(check["seconds"] for check in found["checks"])
+    lines = [
+        f"## {title}",
+        f"{len(found['checks']) - len(failed)} passed, {len(failed)} failed, in {seconds:.0f} s.",
+    ]
+    lines += [f"- failed: {plain(text)}" for text in failed]
+    lines += [f"- did not end: {plain(found['at'])}"] if found["at"] else []
+    return "\n".join(lines)
 
 
 def _tests(tests: _Json) -> str:

@@ -17,6 +17,7 @@ from offload.child import Child, ChildFailed, ChildTimedOut, Parent
 COPY_NBYTES = 512 << 20
 _PAGE_NBYTES = 4096
 PROGRAMS = {
+    "first": "benchmarks.gpu_first:run_first", "sanitizer": "benchmarks.gpu_first:run_sanitized",
     "probe": "benchmarks.gpu_machine:probe", "tests": "benchmarks.gpu_tests:run_tests",
     "kernels": "benchmarks.gpu_kernels:run_kernels", "copies": "benchmarks.gpu_parts:run_copies",
     "deepspeed": "benchmarks.zero3:compile_adam", "step": "benchmarks.gpu_step:train",
@@ -82,6 +83,13 @@ def run_program(
 
 def _left(started: float, limit_s: float) -> float:
     return max(0.1, started + limit_s - time.perf_counter())
+
+
+def failed_checks(result: Mapping[str, Any]) -> list[str]:
+    """Of `first` or `sanitizer`: those in which something is wrong, by name, and what."""
+    return [
+        f"{each['name']}: {each['wrong']}" for each in result.get("checks", []) if each["wrong"]
+    ]
 
 
 def say(text: str) -> None:

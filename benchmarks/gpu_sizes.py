@@ -62,6 +62,7 @@ class Shape:
         return {"shape": "llama", "max_sequence": SEQUENCE, "tied": False, **sizes}
 
 
+LARGE = Shape("30 B", 50, 7168, 56, 8, 20480, 128256)  # never chosen by itself
 SHAPES = (
     Shape("8 B", 32, 4096, 32, 8, 14336, 128256),
     Shape("3.6 B", 28, 3072, 24, 8, 8192, 128256),
@@ -125,20 +126,28 @@ class Case:
 
 
 def choose(
-    machine: GpuMachine, time_s: float, peers: Sequence[Peer] = (), shapes: Iterable[Shape] = SHAPES
+    machine: GpuMachine,
+    time_s: float,
+    peers: Sequence[Peer] = (),
+    shapes: Iterable[Shape] = SHAPES,
+    spilled: int = 0,
 ) -> tuple[Case | None, tuple[str, ...]]:
     """The first of `shapes` that ours and `peers` can train, with the largest batch that fits and
-    ends in `time_s` by estimate; None if there is none. And why each larger one was not taken."""
+    ends in `time_s` by estimate; None if there is none. And why each larger one was not taken. At
+    least `spilled` per cent of the optimizer's records are on nvme, also where RAM could hold
+    them."""
     refused: list[str] = []
     for shape in shapes:
-        found = _case(shape, machine, time_s, peers)
+        found = _case(shape, machine, time_s, peers, spilled)
         if isinstance(found, Case):
             return replace(found, why=(*refused, *found.why)), tuple(refused)
         refused.append(f"{shape.name}: {found}")
     return None, tuple(refused)
 
 
-def _case(shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer]) -> Case | str:
+def _case(
+    shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer], least_spilled: int
+) -> Case | str:
     """The case of one shape, or why it cannot be."""
     numel, reason = _shape_of(shape).numel, ""
     for peer in peers:
@@ -146,7 +155,7 @@ def _case(shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer
         if short > 0:
             return f"{peer.label} needs {format_bytes(int(short))} more RAM than there is"
     for batch in BATCHES:
-        best, spilled = _planned(shape, batch, machine)
+        best, spilled = _planned(shape, batch, machine, least_spilled)
         if not best.fits:
             reason = best.shortfalls[0].message.split(";")[0]
             if best.shortfalls[0].tier is not Tier.DEVICE:
@@ -156,6 +165,9 @@ def _case(shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer
             reason = f"one sequence of {SEQUENCE} tokens leaves too little of the device"
             continue
         case = _laid_out(shape, batch, best, spilled, machine)
+        if spilled > least_spilled:
+            why = f"{spilled}% of the optimizer's records on nvme: RAM holds no more"
+            case = replace(case, why=(why,))
         if case.estimated_s <= time_s:
             return case
         reason = f"would take about {case.estimated_s:.0f} s, there are {time_s:.0f}"
@@ -166,23 +178,30 @@ def _device_budget(machine: GpuMachine) -> int:
     return min(_DEVICE_BUDGET_NBYTES, machine.device_nbytes // 2)
 
 
-def _planned(shape: Shape, batch: int, machine: GpuMachine) -> tuple[Candidate, int]:
-    """With as much of the optimizer's records on nvme as has to be, in per cent."""
-    model, facts = _shape_of(shape), _facts_of(shape, batch)
-    base = known_baseline(_PRECISION, gpu=True)
-    known = RunFacts(Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base)
-    ram, disk = machine.host_nbytes - _SPARE_NBYTES, int(_DISK_SHARE * machine.disk_nbytes)
-    hardware = Hardware(machine.device_nbytes, ram, ram, disk, cores=cpu_count())
-    spilled = 0
+def _planned(shape: Shape, batch: int, machine: GpuMachine, spilled: int) -> tuple[Candidate, int]:
+    """With as much of the optimizer's records on nvme as has to be, in per cent; at least
+    `spilled`."""
     while True:
-        config = OffloadConfig.load(_settings(shape, {}, spilled))
-        best = solve(config, model, hardware, known).best
+        best = _solved(shape, batch, machine, {}, spilled)
         short = [s for s in best.shortfalls if s.tier is Tier.HOST]
         if not short or spilled == 100:
             return best, spilled
         over = max(each.needed_nbytes - each.capacity_nbytes for each in short)
         records = sum(held.get(StateClass.OPTIMIZER, 0) for held in best.plan.expected.values())
         spilled = min(100, spilled - (-100 * over // records))
+
+
+def _solved(
+    shape: Shape, batch: int, machine: GpuMachine, budgets: Mapping[Tier, int], spilled: int
+) -> Candidate:
+    """As the planner sees it; without `budgets`, with all that there is."""
+    model, facts = _shape_of(shape), _facts_of(shape, batch)
+    base = known_baseline(_PRECISION, gpu=True)
+    known = RunFacts(Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base)
+    ram, disk = machine.host_nbytes - _SPARE_NBYTES, int(_DISK_SHARE * machine.disk_nbytes)
+    hardware = Hardware(machine.device_nbytes, ram, ram, disk, cores=cpu_count())
+    config = OffloadConfig.load(_settings(shape, budgets, spilled))
+    return solve(config, model, hardware, known).best
 
 
 def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: GpuMachine) -> Case:
@@ -192,16 +211,17 @@ def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: 
     for tier in (Tier.HOST, Tier.NVME):
         needed = needed_nbytes(plan, tier)
         budgets[tier] = needed + _WINDOW_NBYTES if needed else 0
+    if spilled:  # with all of RAM they would be read from the disk once
+        best = _solved(shape, batch, machine, budgets, spilled)
     traffic = update_traffic(plan.record_formats[Tier.HOST], _ITEMSIZE, _ITEMSIZE)
     train = {"model": shape.model(), "batch": batch, "sequence": SEQUENCE}
-    why = f"{spilled}% of the optimizer's records on nvme: RAM holds no more"
     return Case(
         shape=shape, batch=batch, numel=numel,
         config={**_settings(shape, budgets, spilled), "train": train},
         device_budget_nbytes=budgets[Tier.DEVICE],
         record_nbytes_on_nvme=plan.expected[Tier.NVME].get(StateClass.OPTIMIZER, 0),
         adam_nbytes=int(traffic * numel), flops=facts.forward.flops + facts.backward.flops,
-        model_flops=3 * facts.forward.flops, why=(why,) if spilled else (),
+        model_flops=3 * facts.forward.flops,
         predicted_s=best.seconds, estimated_s=_estimate_s(best, budgets, numel, machine),
     )  # fmt: skip
 
@@ -213,7 +233,7 @@ def _estimate_s(
     build = budgets[Tier.HOST] / machine.touch_bytes_per_s
     build += 4 * numel * _LOAD_PASSES / _LOAD_BYTES_PER_S
     build += best.plan.total(Tier.NVME) / machine.speeds.nvme_write_bytes_per_s
-    return _STARTED_S + build + STEPS * best.seconds
+    return _STARTED_S + build + (STEPS + 1) * best.seconds  # closing does the last one's update
 
 
 def _settings(shape: Shape, budgets: Mapping[Tier, int], spilled: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_machine import GpuMachine
-from benchmarks.gpu_sizes import DEEPSPEED, GIB, SHAPES, Peer, choose
+from benchmarks.gpu_sizes import DEEPSPEED, GIB, LARGE, SHAPES, Peer, choose
 from benchmarks.gpu_step import bounds, row_of, train
 from offload.bench.record import Kind
 from offload.config import OffloadConfig
@@ -23,7 +23,8 @@ from tests.benchmarks.gpu_check_cases import H200, MACHINES, chosen
 
 # ---------------------------------------------------------------- sizes
 @pytest.mark.parametrize(
-    ("shape", "billions"), list(zip(SHAPES, (8.03, 3.61, 1.50, 0.36, 0.15, 0.0084), strict=True))
+    ("shape", "billions"),
+    list(zip((LARGE, *SHAPES), (29.7, 8.03, 3.61, 1.50, 0.36, 0.15, 0.0084), strict=True)),
 )
 def test_a_shape_has_the_parameters_it_is_said_to_have(shape: Any, billions: float) -> None:
     config = OffloadConfig.load({"train": {"model": shape.model()}})
@@ -47,6 +48,37 @@ def test_what_ram_cannot_hold_spills_and_what_the_disk_cannot_is_made_smaller() 
     assert smaller.shape.name == "3.6 B"
     assert smaller.why[0].startswith("8 B: budget.nvme: ")
     assert "GiB short of" in smaller.why[0]
+
+
+def test_half_of_the_records_spill_where_that_is_asked_for_and_ends_in_time() -> None:
+    found = {}
+    for time_s in (300.0, 100.0, 25.0):
+        case, _ = choose(H200, time_s, spilled=50)
+        assert case is not None
+        assert case.estimated_s <= time_s
+        assert case.record_nbytes_on_nvme == pytest.approx(5 * case.numel, rel=0.05)
+        assert not any("RAM" in text for text in case.why)
+        found[time_s] = case
+    assert found[300.0].numel > found[100.0].numel > found[25.0].numel
+    # of the records on the disk nothing stays in host memory, so each step waits for the disk
+    assert found[100.0].predicted_s > found[100.0].record_nbytes_on_nvme / 2e9
+    slow = dataclasses.replace(H200.speeds, nvme_read_bytes_per_s=0.2e9)
+    slower, _ = choose(dataclasses.replace(H200, speeds=slow), 100.0, spilled=50)
+    assert slower is not None
+    assert slower.numel < found[100.0].numel
+
+
+def test_thirty_billion_need_memory_and_disk() -> None:
+    case, refused = choose(H200, 1e6, shapes=[LARGE])
+    assert case is None
+    assert len(refused) == 1
+    server = dataclasses.replace(H200, host_nbytes=200 * GIB, disk_nbytes=1000 * GIB)
+    case, refused = choose(server, 1e6, shapes=[LARGE])
+    assert case is not None, refused
+    assert 0 < case.record_nbytes_on_nvme < 10 * case.numel
+    none, (why,) = choose(server, 100.0, shapes=[LARGE])
+    assert none is None
+    assert why.startswith("30 B: would take about")
 
 
 def test_a_machine_that_gives_memory_slowly_gets_what_it_can_finish() -> None:

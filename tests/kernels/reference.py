@@ -136,7 +136,8 @@ def random_bits(key: int, first: int, numel: int) -> Bits:
     x: Bits = numbers * np.uint32(0x9E3779B9) ^ np.uint32(key)
     x = (x ^ x >> 16) * np.uint32(0x7FEB352D)
     x = (x ^ x >> 15) * np.uint32(0x846CA68B)
-    return x ^ x >> 16
+    x ^= x >> 16
+    return x
 
 
 def round_bf16(values: F32, noise: Bits) -> U16:

@@ -23,6 +23,10 @@ import triton
 from torch import Tensor, nn
 
 import offload
+from benchmarks.gpu_first import take_steps
+from benchmarks.gpu_sanitizer import sanitized
+from offload.swap.streams import CopyMark
+from offload.tiers.tier import Tier
 from tests.null_gpu import calls
 
 WIDTH, BATCH = 64, 1024  # a batch is large enough to be moved away until backward
@@ -47,6 +51,16 @@ def settings(placement: str, folder: str, device: str = "cuda", **keys: Any) -> 
         "optimizer": {"type": "adamw", "lr": 1e-2, "weight_decay": 0.1},
         **keys,
     }
+
+
+# ---------------------------------------------------------------- what torch's sanitizer sees
+def races(tier: str, waits: bool) -> list[str]:
+    """Of the steps that gpu-check takes; without `waits`, the model waits for no copy."""
+    if not waits:
+        CopyMark.before_compute = lambda self: None  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder, sanitized() as found:
+        take_steps(torch.device("cuda"), Tier(tier), Path(folder))
+    return found
 
 
 # ---------------------------------------------------------------- what kernels read

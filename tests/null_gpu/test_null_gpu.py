@@ -245,13 +245,45 @@ def test_states_are_read_written_and_saved_on_every_placement(
 
 # ---------------------------------------------------------------- gpu-check
 def test_gpu_check_writes_its_record(start: Any, tmp_path: Path) -> None:
-    options = ["--parts", "copies,step", "--model", "0.01 B", "--out", str(tmp_path / "record")]
-    ended = start(PLAIN, "benchmarks.gpu_check", *options, "--folder", str(tmp_path))
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    options = ["--parts", "first,copies,step", "--keep-going", "--model", "0.01 B"]
+    where = ["--out", str(tmp_path / "record"), "--folder", str(tmp_path)]
+    ended = start(PLAIN, "benchmarks.gpu_check", *options, *where)
+    assert ended.returncode == 1, ended.stderr[-4000:]  # kernels do nothing, and that is seen
     parts = json.loads((tmp_path / "record.json").read_text())["details"]["parts"]
     assert {part["name"]: part["status"] for part in parts} == {
-        "probe": "done", "copies": "done", "step": "done", "step:deepspeed": "left out",
+        "first": "failed", "sanitizer": "done", "probe": "done", "copies": "done", "step": "done",
+        "step:deepspeed": "left out", "step:spill": "done",
     }  # fmt: skip
     page = (tmp_path / "record.md").read_text()
     assert page.startswith("# GPU check: Null GPU")
     assert "| ours | ours, 0.01 B |" in page
+    assert "| ours | ours, half of the optimizer's states on nvme, 0.01 B |" in page
+
+
+def test_gpu_check_ends_after_first_checks_that_fail(start: Any, tmp_path: Path) -> None:
+    options = ["--out", str(tmp_path / "record"), "--folder", str(tmp_path)]
+    ended = start(TRUE, "benchmarks.gpu_check", *options)
+    assert ended.returncode == 1, ended.stderr[-4000:]
+    parts = json.loads((tmp_path / "record.json").read_text())["details"]["parts"]
+    assert {part["name"]: part["status"] for part in parts} == {
+        "first": "failed", "sanitizer": "done",
+        **dict.fromkeys(("probe", "tests", "kernels", "copies", "step"), "left out"),
+    }  # fmt: skip
+    wrong = {check["name"]: check["wrong"] for check in parts[0]["result"]["checks"]}
+    assert wrong["pin and copy, both ways"] == ""
+    assert "are not the CPU's" in wrong["kernel: fp32 to int8"]
+    for tier in ("device", "host", "nvme"):
+        assert "the first loss is" in wrong[f"step: {tier}"]
+        assert f"- failed: step: {tier}: the first loss is" in (tmp_path / "record.md").read_text()
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "nvme"])
+def test_the_sanitizer_finds_nothing_in_the_steps_of_gpu_check(tier: str, ask: Ask) -> None:
+    assert ask(TRUE, "races", tier=tier, waits=True) == []
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_the_sanitizer_finds_that_products_do_not_wait_for_copies(tier: str, ask: Ask) -> None:
+    found = ask(TRUE, "races", tier=tier, waits=False)
+    assert any("aten::mm reading from it in stream 0" in race for race in found)
+    assert "at swap/streams.py:" in found[0]

@@ -1,0 +1,292 @@
+"""What can fail on a GPU fails within a minute: small checks, each by its name.
+
+    pin, copy   memory is pinned as the host tier pins it, and copied to the device and back
+    kernel      each Triton kernel once: the CPU kernels' bits
+    step        a tiny model with all of its states and activations on one tier. After one step its
+                loss and its weights have the CPU's bits; the losses after it are those of the other
+                tiers
+
+Up to its first update all that the tiny model adds up are small whole numbers, so that no order of
+additions and no tensor core changes a bit. After it, products are rounded as each device rounds.
+
+`run_sanitized` takes the same steps under torch's CUDA sanitizer, which follows streams, events and
+allocations, and names accesses of two streams to one address that nothing orders. It sees PyTorch's
+own kernels and copies, of the model's thread and autograd's: not ours in Triton, nor what threads
+of ours start.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import offload
+from benchmarks.gpu_kernels import MAKERS, KernelCase
+from offload.child import Parent
+from offload.kernels import convert, gradients, optimizer
+from offload.kernels.floats import Array, Float
+from offload.kernels.rules import StateFormat
+from offload.kernels.state_codec import decode_int8
+from offload.kernels.triton_convert import Draw
+from offload.swap.streams import CopyStream
+from offload.tiers import accelerator
+from offload.tiers.memory import HostMemory
+from offload.tiers.tier import Tier
+from tests.kernels import reference  # for what the CPU has no kernel of its own
+
+NUMEL = 1 << 16  # divisible by what the large arrays are divisible by: kernels compile once
+_COPY_NBYTES = 16 << 20
+_STEPS = 3
+_FLOATS = {torch.float32: Float.FP32, torch.bfloat16: Float.BF16, torch.float16: Float.FP16}
+_STATES = {
+    torch.float32: StateFormat.FP32, torch.bfloat16: StateFormat.BF16,
+    torch.uint8: StateFormat.INT8,
+}  # fmt: skip
+
+
+class Checks:
+    """Those so far, told to the parent after each, with the one that is under way."""
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+        self._done: list[dict[str, Any]] = []
+
+    def run(self, name: str, check: Callable[[], str]) -> None:
+        """`check` says what is wrong: nothing, at best."""
+        self._parent.answer({"checks": self._done, "at": name})
+        started = time.perf_counter()
+        try:
+            wrong = check()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the check's result
+            wrong = f"{type(error).__name__}: {error}"
+        seconds = time.perf_counter() - started
+        self._done.append({"name": name, "seconds": seconds, "wrong": wrong})
+        self._parent.answer({"checks": self._done, "at": ""})
+
+
+def run_first(options: Mapping[str, Any], parent: Parent) -> None:
+    """A child's program."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else two runs may differ
+    device = accelerator.default_device()
+    checks, folder = Checks(parent), Path(options["folder"])
+    checks.run("pin and copy, both ways", partial(copied_and_back, device))
+    for make in MAKERS:
+        for case in make(NUMEL, device):
+            checks.run(f"kernel: {case.name}", partial(against_the_cpu, case))
+    steps = StepChecks(device, folder)
+    for tier in Tier:
+        checks.run(f"step: {tier}", partial(steps.check, tier))
+
+
+# ---------------------------------------------------------------- pin and copy
+def copied_and_back(device: torch.device) -> str:
+    memory = HostMemory(2 * _COPY_NBYTES, pin_for=device)
+    source, back = (memory.tensor(start, _COPY_NBYTES) for start in (0, _COPY_NBYTES))
+    source.copy_(torch.arange(_COPY_NBYTES) % 251 + 1)  # memory that nobody wrote to holds zeros
+    there = torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device)
+    to_device, to_host = CopyStream(device), CopyStream(device)
+    arrived = to_device.copy(there, source)
+    to_host.copy(back, there, after=[arrived]).wait()
+    equal, pinned = torch.equal(back, source), memory.pinned
+    for stream in (to_device, to_host):
+        stream.close()
+    memory.close()
+    if not equal:
+        return "what came back is not what was sent"
+    return "" if pinned or not accelerator.is_accelerator(device) else "memory was not pinned"
+
+
+# ---------------------------------------------------------------- kernels
+def against_the_cpu(case: KernelCase) -> str:
+    """Run a case, and the CPU's kernel on copies of its arrays."""
+    arrays = {id(tensor): _array(tensor) for tensor in (*case.read, *case.written)}
+    _run_on_cpu(case.run, lambda tensor: arrays[id(tensor)])
+    case.run()
+    for place, tensor in enumerate(case.written):
+        got, expected = (_bits(array) for array in (_array(tensor), arrays[id(tensor)]))
+        wrong = np.count_nonzero(got != expected)
+        if wrong:
+            return f"{wrong} of {got.size} bytes of array {place} that it wrote are not the CPU's"
+    return ""
+
+
+def _array(tensor: Tensor) -> Array:
+    """A copy of its elements, as the CPU's kernels take them."""
+    is_16_bit = tensor.dtype in (torch.bfloat16, torch.float16)
+    array: Array = (tensor.view(torch.int16) if is_16_bit else tensor).cpu().numpy().copy()
+    return array.view(np.uint16) if is_16_bit else array
+
+
+def _bits(array: Array) -> Array:
+    return array.view(np.uint8)
+
+
+def _run_on_cpu(run: Callable[[], None], a: Callable[[Tensor], Array]) -> None:
+    """The call of a Triton kernel that `run` is, for the CPU's, with `a` of each tensor."""
+    assert isinstance(run, partial)
+    options, g, c = run.keywords, gradients, convert
+    match run.func.__name__, run.args:
+        case "optimizer_step", (grad, weight, states, scalars):
+            low, master = (
+                None if options[name] is None else a(options[name]) for name in ("low", "master")
+            )
+            optimizer.optimizer_step(
+                a(grad), a(weight), [a(state) for state in states], scalars,
+                grad_float=_FLOATS[grad.dtype], weight_float=_FLOATS[weight.dtype],
+                state_format=_STATES[states[0].dtype], scales=[a(x) for x in options["scales"]],
+                low=low, master=master, noise=options["noise"],
+            )  # fmt: skip
+        case "copy_gradient", (dst, src, sums):
+            g.copy_gradient(a(dst), a(src), _FLOATS[dst.dtype], _FLOATS[src.dtype], a(sums))
+        case "add_gradient", (dst, src, sums):
+            g.add_gradient(a(dst), a(src), _FLOATS[src.dtype], a(sums))
+        case "promote_add_gradient", (dst, old, src, sums):
+            kinds = _FLOATS[old.dtype], _FLOATS[src.dtype]
+            g.promote_add_gradient(a(dst), a(old), a(src), *kinds, a(sums))
+        case "sum_squares", (src, sums):
+            g.sum_squares(a(src), _FLOATS[src.dtype], a(sums))
+        case "encode", (src, dst):
+            c.encode(a(src), a(dst), _FLOATS[dst.dtype])
+        case "decode", (src, dst):
+            c.decode(a(src), a(dst), _FLOATS[src.dtype])
+        case "split_master", (fp32, high, low):
+            c.split_master(a(fp32), a(high), a(low))
+        case "join_master", (high, low, out):
+            c.join_master(a(high), a(low), a(out))
+        case "round_bf16", (src, dst, noise, Draw.WEIGHT):
+            random = reference.random_bits(noise.weight_key, noise.first, src.numel())
+            a(dst)[:] = reference.round_bf16(a(src), random >> 16)
+        case "encode_int8", (src, codes, scales, noise, Draw.STATE_0):
+            random = reference.random_bits(noise.key, noise.first, src.numel())
+            a(codes)[:], a(scales)[:] = reference.encode_int8(a(src), random >> 16, **options)
+        case "decode_int8", (codes, scales, out):
+            a(out)[:] = decode_int8(a(codes), a(scales), **options)
+        case name, _:
+            raise NotImplementedError(f"{name}: which kernel of the CPU is its twin?")
+
+
+# ---------------------------------------------------------------- steps
+class Tiny(nn.Module):
+    """A few products by sums of two signed permutations, of a few rows with one 1 each."""
+
+    WIDTH, BLOCKS = 64, 8
+    ROWS = 1024  # activations are large enough to be moved away
+    EVERY = 16  # row is not 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(self.BLOCKS)
+        )
+        for weight in self.parameters():
+            weight.data.zero_()
+            for _ in range(2):
+                columns = torch.randperm(self.WIDTH, generator=generator)
+                weight.data[torch.arange(self.WIDTH), columns] += _signs(self.WIDTH, generator)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x.float() * targets).sum()
+
+    @classmethod
+    def batch(cls, number: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(number + 1)
+        rows = torch.arange(0, cls.ROWS, cls.EVERY)
+        x = torch.zeros(cls.ROWS, cls.WIDTH)
+        x[rows, torch.randint(cls.WIDTH, rows.shape, generator=generator)] = 1.0
+        return x, _signs(cls.ROWS * cls.WIDTH, generator).view(cls.ROWS, cls.WIDTH)
+
+
+def _signs(numel: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(2, (numel,), generator=generator) * 2.0 - 1.0
+
+
+def settings(device: torch.device, tier: Tier, folder: Path) -> dict[str, Any]:
+    """All states, and all activations, on one tier; few blocks fit on the device at once."""
+    states = dict.fromkeys(("parameters", "gradients", "optimizer"), str(tier))
+    return {
+        "device": device.type, "precision": "bf16", "clip_grad_norm": 1.0,
+        "budget": {
+            "device": "16MiB" if tier is Tier.DEVICE else "100KiB", "host": "64MiB",
+            "nvme": "64MiB",
+        },
+        "nvme": {"paths": [str(folder)]},
+        "placement": {**states, "activations": {"tier": str(tier)}},
+        "optimizer": {"type": "adamw", "lr": 0.01, "weight_decay": 0.1},
+    }  # fmt: skip
+
+
+def take_steps(device: torch.device, tier: Tier, folder: Path) -> tuple[list[float], list[Tensor]]:
+    """The losses, and the weights after the first step."""
+    with tempfile.TemporaryDirectory(dir=folder) as private:
+        engine = offload.initialize(Tiny(), settings(device, tier, Path(private)))
+        losses, weights = list[float](), list[Tensor]()
+        for number in range(_STEPS):
+            x, targets = (each.to(engine.device) for each in Tiny.batch(number))
+            loss = engine.module(x.bfloat16(), targets)
+            loss.backward()
+            losses.append(loss.item())
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            if number == 0:
+                for weight in engine.module.parameters():
+                    with engine.gathered(weight):
+                        weights.append(weight.detach().cpu().clone())
+        engine.settle()
+        engine.check_integrity()
+        engine.close()
+    return losses, weights
+
+
+class StepChecks:
+    """Compares the steps on each tier with those of the CPU, and with the tiers before it."""
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self._device, self._folder = device, folder
+        self._expected: tuple[list[float], list[Tensor]] | None = None
+        self._losses: list[float] | None = None
+
+    def check(self, tier: Tier) -> str:
+        if self._expected is None:
+            self._expected = take_steps(torch.device("cpu"), Tier.HOST, self._folder)
+        losses, weights = take_steps(self._device, tier, self._folder)
+        expected, of_the_cpu = self._expected
+        if losses[0] != expected[0]:
+            return f"the first loss is {losses[0]}, the CPU's {expected[0]}"
+        wrong = [not torch.equal(*pair) for pair in zip(weights, of_the_cpu, strict=True)]
+        if any(wrong):
+            return f"{sum(wrong)} of {len(wrong)} weights are not the CPU's after one step"
+        if not np.isfinite(losses).all():
+            return f"losses are not finite: {losses}"
+        if self._losses is None:
+            self._losses = losses
+        if losses != self._losses:
+            return f"losses are {losses}, and {self._losses} on {next(iter(Tier))}"
+        return ""
+
+
+# ---------------------------------------------------------------- torch's CUDA sanitizer
+def run_sanitized(options: Mapping[str, Any], parent: Parent) -> None:
+    """A child's program."""
+    from benchmarks.gpu_sanitizer import sanitized
+
+    device, checks = accelerator.default_device(), Checks(parent)
+
+    def check(tier: Tier) -> str:
+        with sanitized() as races:
+            take_steps(device, tier, Path(options["folder"]))
+        return f"{len(races)} possible races; the first: {races[0]}" if races else ""
+
+    for tier in Tier:
+        checks.run(f"sanitizer: {tier}", partial(check, tier))
