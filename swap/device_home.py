@@ -10,7 +10,7 @@ import torch
 
 from offload.swap.device_state import Links
 from offload.swap.state import HostPiece, MemoryState
-from offload.swap.streams import CopyMark, keeping, mark_here, unfinished
+from offload.swap.streams import CopyMark, keeping, mark_here
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.memory_tier import Lease
@@ -33,12 +33,11 @@ class DeviceHomeState(MemoryState):
 
     def _before_here(self) -> None:
         """Work queued on the current stream from here on runs after the other streams' work."""
-        self._busy = unfinished(self._busy)
         for mark in self._busy:
             mark.before_compute()
 
     def _copied(self, mark: CopyMark) -> None:
-        self._busy = unfinished((*self._busy, mark))
+        self._busy = mark.replacing(self._busy)
 
     # ---------------------------------------------------------------- compute side
     def tensor(self) -> torch.Tensor:

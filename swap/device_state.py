@@ -13,7 +13,7 @@ from offload.swap.io_backend import Priority
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
 from offload.swap.state import HostPiece, State
-from offload.swap.streams import CopyMark, CopyStream, keeping, unfinished
+from offload.swap.streams import CopyMark, CopyStream, keeping
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.extent import PAGE_NBYTES
@@ -96,17 +96,15 @@ class MirroredState(SlotState):
         return self._slot is not None and self._slot.in_use()
 
     def read_until(self, mark: CopyMark) -> None:
-        self._before_copy = unfinished((*self._before_copy, mark))
+        self._before_copy = mark.replacing(self._before_copy)
 
     # ---------------------------------------------------------------- compute side
     def _is_whole(self) -> bool:
         return self._slot is not None and not self._lacking
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        with self._lock:
-            self._reads.mark()
-            if self._is_whole():
-                return True
+        if self._is_whole():  # without the lock: no less true than just after it
+            return True
         if not self._home.bring(next_use=next_use, priority=priority):
             return False
         if not self._take_slot(next_use):
@@ -164,18 +162,19 @@ class MirroredState(SlotState):
 
     def tensor(self) -> torch.Tensor:
         while True:
-            self.bring(next_use=None, priority=Priority.URGENT)
             with self._lock:
                 if self._slot is not None and not self._lacking:
                     self._arrival.before_compute()
                     self._reads.note(self)
                     return self._slot.tensor[: self.nbytes]
+            self.bring(next_use=None, priority=Priority.URGENT)
 
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled from host memory: use host_blank")
 
     def note_use(self) -> None:
         with self._lock:
+            self._reads.mark()
             self._pool.traffic.needed_nbytes += self.nbytes
             mirrored = self._is_whole()
         if not mirrored:

@@ -25,31 +25,48 @@ from offload.tiers import accelerator
 from offload.tiers.pinning import pieces
 
 
-@dataclass(frozen=True, slots=True)
 class CopyMark:
     """A place in a stream: everything the stream was given before it. `event` is None where that
     is done when it returns."""
 
-    event: accelerator.Event | None = None
-    device: torch.device | None = None  # where there is an event
+    __slots__ = ("_device", "_stream", "_waiting", "event")
+
+    def __init__(
+        self, event: accelerator.Event | None = None, stream: accelerator.Stream | None = None,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        """`event` was recorded in `stream`, one of `device`."""
+        self.event = event
+        self._stream = stream
+        self._device = device
+        self._waiting = stream  # the last one whose work comes after the mark
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
 
     def before_compute(self) -> None:
         """Work of this thread's current stream from here on sees the marked work."""
-        if self.device is not None:
-            self.before(current_stream(self.device))
+        if self._device is not None:
+            self.before(current_stream(self._device))
 
     def before(self, stream: accelerator.Stream | None) -> None:
         """As `before_compute`, for work of `stream`."""
-        if self.event is not None and stream is not None:
-            stream.wait_event(self.event)
+        if self.event is None or stream is None or stream is self._waiting:
+            return
+        stream.wait_event(self.event)
+        self._waiting = stream  # not before: another thread may give the stream work meanwhile
 
     def wait(self) -> None:
         """Block this thread until it is done."""
         if self.event is not None:
             self.event.synchronize()
+
+    def replacing(self, marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
+        """This mark and `marks`, all of which are older: without those of its own stream, which are
+        done when it is."""
+        if self.event is None:
+            return tuple(marks)
+        return (*(mark for mark in marks if mark._stream is not self._stream), self)
 
 
 def mark_here(device: torch.device) -> CopyMark:
@@ -60,8 +77,8 @@ def mark_here(device: torch.device) -> CopyMark:
 
 def current_stream(device: torch.device) -> accelerator.Stream | None:
     """This thread's; None where work is done when it returns."""
-    found = accelerator.is_accelerator(device)
-    return accelerator.of(device).current_stream(device) if found else None
+    kind = accelerator.KINDS.get(device.type)
+    return None if kind is None else kind.current_stream(device)
 
 
 def _new_stream(device: torch.device) -> accelerator.Stream | None:
@@ -73,12 +90,7 @@ def _new_stream(device: torch.device) -> accelerator.Stream | None:
 def _mark(stream: accelerator.Stream, device: torch.device) -> CopyMark:
     event = accelerator.of(device).event(device)
     event.record(stream)
-    return CopyMark(event, device)
-
-
-def unfinished(marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
-    """Marks whose work is not done."""
-    return tuple(mark for mark in marks if not mark.done())
+    return CopyMark(event, stream, device)
 
 
 def keeping(*tensors: torch.Tensor) -> Callable[[], object]:
@@ -144,8 +156,7 @@ class CopyStream:
             return CopyMark()
         marks = [mark_here(self._device)] if after is None else after
         for mark in marks:
-            if mark.event is not None:
-                self._stream.wait_event(mark.event)
+            mark.before(self._stream)
         with accelerator.of(self._device).entered(self._stream):
             _start(destination, source)
         return _mark(self._stream, self._device)
@@ -176,8 +187,12 @@ class CopyStream:
 
 def _start(destination: torch.Tensor, source: torch.Tensor) -> None:
     """In pieces where host memory was pinned in pieces: the driver refuses to copy them as one."""
-    host = source if source.device.type == "cpu" else destination
-    for piece in pieces(host.data_ptr(), host.numel()):
+    host = source if source.is_cpu else destination
+    cut = tuple(pieces(host.data_ptr(), host.numel()))
+    if len(cut) == 1:  # a view of all of it costs as much as the call
+        destination.copy_(source, non_blocking=True)
+        return
+    for piece in cut:
         destination[piece].copy_(source[piece], non_blocking=True)
 
 

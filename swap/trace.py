@@ -15,6 +15,7 @@ until the next backward pass, and leaves no trace in that of the steps:
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -153,6 +154,18 @@ class Trace:
         uses, start = self._expected.uses, self._cursor
         for distance in range(len(uses)):
             yield uses[(start + distance) % len(uses)]
+
+    def ahead(self, count: int) -> list[tuple[int, float]]:
+        """The groups of the next `count` uses, as `upcoming` has them, once each, and the uses
+        until then."""
+        if not self._on_trace and self._last is not None:
+            found = itertools.islice(self._by_successors(self._last), count)
+            return [(group, self.next_use(group)) for group in found]
+        uses, start = self._expected.uses, self._cursor
+        distances: dict[int, float] = {}
+        for distance in range(min(count, len(uses))):
+            distances.setdefault(uses[(start + distance) % len(uses)], distance)
+        return list(distances.items())
 
     def rest(self) -> Iterator[int]:
         """As `upcoming`, but for what comes after this pass of the model: a step may have changed

@@ -105,12 +105,8 @@ class Fetcher:
 
     def fetch_ahead(self) -> None:
         """Begin to bring the items that are used next."""
-        if not self._depth or not self.trace.learnt:
-            return
-        for distance, index in enumerate(self.trace.upcoming()):
-            if distance >= self._depth:
-                return
-            if not self._bring(self._items[index], self.trace.next_use(index)):
+        for index, next_use in self.trace.ahead(self._depth):
+            if not self._bring(self._items[index], next_use):
                 return
 
     def _bring(self, item: Fetchable, next_use: float) -> bool:

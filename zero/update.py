@@ -17,7 +17,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import zip_longest
+from operator import attrgetter
 
 import torch
 
@@ -325,15 +327,21 @@ class UpdateQueue:
 
 def merge(pieces: Sequence[Segment]) -> list[Segment]:
     """Neighbouring segments with equal numbers as one (fewer, longer kernel calls)."""
+    ordered = sorted(pieces, key=attrgetter("start"))
     merged: list[Segment] = []
-    for piece in sorted(pieces, key=lambda segment: segment.start):
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and replace(last, start=piece.start, stop=piece.stop) == piece
-            and (last.stop == piece.start)
-        ):
-            merged[-1] = replace(last, stop=piece.stop)
-        else:
-            merged.append(piece)
+    first: Segment | None = None  # of those that become one
+    for piece, following in zip_longest(ordered, ordered[1:]):
+        first = piece if first is None else first
+        if following is None or not _continues(following, piece):
+            whole = Segment(first.start, piece.stop, piece.scalars, piece.step)
+            merged.append(piece if first is piece else whole)
+            first = None
     return merged
+
+
+def _continues(following: Segment, piece: Segment) -> bool:
+    return (
+        following.start == piece.stop
+        and following.step == piece.step
+        and (following.scalars is piece.scalars or following.scalars == piece.scalars)
+    )

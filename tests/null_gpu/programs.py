@@ -26,6 +26,7 @@ import offload
 from benchmarks.gpu_first import take_steps
 from benchmarks.gpu_sanitizer import sanitized
 from offload.swap.streams import CopyMark
+from offload.tiers import accelerator
 from offload.tiers.tier import Tier
 from tests.null_gpu import calls
 
@@ -343,6 +344,41 @@ def other_devices_memory() -> dict[str, Any]:
     with torch.cuda.device(1):
         same = _said(lambda: _nothing[(1,)](there))
     return {"same": same, "other": _said(lambda: _nothing[(1,)](there))}
+
+
+def current_streams() -> list[str]:
+    """Where our own way of entering a stream differs from PyTorch's, whatever was current."""
+    wrong: list[str] = []
+
+    def compare(when: str, name: str = "", stream: Any = None, at: int = 0) -> None:
+        """`stream` shall be current on device `at`; what PyTorch says is current on each device."""
+        if torch.cuda.current_device() != at:
+            wrong.append(f"{when}: device {torch.cuda.current_device()} is current")
+        for index in range(2):
+            theirs = torch.cuda.current_stream(index)
+            if accelerator.of(device).current_stream(torch.device("cuda", index)) != theirs:
+                wrong.append(f"{when}: PyTorch says {theirs}")
+        if stream is not None and torch.cuda.current_stream(at) != stream:
+            wrong.append(f"{when}: not in {name}")
+
+    device = torch.device("cuda", 1)
+    kind = accelerator.of(device)
+    ours = {f"ours on {i}": kind.stream(torch.device("cuda", i)) for i in range(2)}
+    other = torch.cuda.Stream(0)
+    theirs = {
+        "the default": torch.cuda.default_stream(0), "another": other,
+        "a foreign one": torch.cuda.ExternalStream(torch.cuda.Stream(0).cuda_stream, 0),
+    }  # fmt: skip
+    for outer, around in theirs.items():
+        for name, stream in ours.items():
+            with torch.cuda.stream(around):
+                with kind.entered(stream):
+                    compare(f"{name} in {outer}", name, stream, stream.device_index)
+                    with kind.entered(other):
+                        compare(f"another in {name}", "another", other)
+                    compare(f"{name} again", name, stream, stream.device_index)
+                compare(f"{outer} after {name}", outer, around)
+    return wrong
 
 
 def _said(call: Callable[[], object]) -> str | None:

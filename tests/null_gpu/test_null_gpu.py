@@ -95,6 +95,11 @@ def test_a_kernel_may_not_have_another_devices_memory(ask: Ask) -> None:
     assert "Triton Error [CUDA]" in found["other"]
 
 
+# ---------------------------------------------------------------- streams
+def test_streams_are_entered_and_left_as_by_pytorch(ask: Ask) -> None:
+    assert ask(TRUE, "current_streams") == []
+
+
 # ---------------------------------------------------------------- waits
 Reference = Callable[..., list[int]]
 

@@ -37,7 +37,7 @@ from offload.swap.device_state import MirroredState
 from offload.swap.fences import Fences, OpenReads
 from offload.swap.file_state import FileState
 from offload.swap.outbox import Outbox
-from offload.swap.streams import CopyStream, WorkStream, _Watched, _Watcher
+from offload.swap.streams import CopyMark, CopyStream, WorkStream, _Watched, _Watcher
 from offload.zero.chunks import ChunkBytes
 from offload.zero.device_update import DeviceUpdate
 from offload.zero.gradient_paths import LeavingPath
@@ -109,7 +109,7 @@ REMOVED = [
     Removed("a new slot's fences are claimed", MirroredState, "_take_slot",
             "self._links.fences.claim(lease.extent)", "host, few slots", "()"),
     Removed("readers are remembered", MirroredState, "read_until",
-            "unfinished((*self._before_copy, mark))", "host, few slots", "()"),
+            "mark.replacing(self._before_copy)", "host, few slots", "()"),
     Removed("a home in host memory is kept until it is copied", MirroredState, "_fill",
             "keeping(source)", "nvme, few slots", "None"),
     Removed("a home gets its new bytes before they are used", MirroredState, "wrote",
@@ -183,8 +183,11 @@ REMOVED = [
     Removed("a copy waits for what the current stream was given", CopyStream, "copy",
             "[mark_here(self._device)] if after is None else after", "activations on the host",
             "after or ()"),
-    Removed("a copy waits at all", CopyStream, "copy",
-            "self._stream.wait_event(mark.event)", "host"),
+    Removed("a copy waits at all", CopyStream, "copy", "mark.before(self._stream)", "host"),
+    Removed("each stream waits, not the first alone", CopyMark, "before",
+            "stream is self._waiting", "host", "self._waiting is not None"),
+    Removed("a mark takes the place of those of its own stream", CopyMark, "replacing",
+            "mark._stream is not self._stream", "a mirror is read on two streams", "False"),
     Removed("a transfer takes its time", CopyStream, "transfer",
             "self._watcher.watch(mark, what, then)", "host",
             "self._watcher.watch(CopyMark(), what, then)"),

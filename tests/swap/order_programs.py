@@ -148,6 +148,21 @@ def a_home_takes_the_place_of_a_mirror(bench: CheckedBench, folder: Path) -> Non
 
 
 @program
+def a_mirror_is_read_on_two_streams(bench: CheckedBench, folder: Path) -> None:
+    mirror = bench.mirrored("mirror", 8, 1)
+    bench.read(mirror.tensor())
+    mirror.note_use()
+    with bench.work().entered():
+        bench.read(mirror.tensor())
+        mirror.note_use()
+    while bench.links.to_device.await_oldest():
+        pass
+    home = bench.at_home(4)
+    with bench.work().entered():
+        home.write_piece(0, bench.page()).wait()
+
+
+@program
 def a_mirror_that_is_viewed_is_filled_again(bench: CheckedBench, folder: Path) -> None:
     state = bench.mirrored("state", 4, 1)
     view = state.tensor()

@@ -97,7 +97,7 @@ def test_a_slot_given_up_is_written_only_after_its_last_reader(bench: Bench, pag
 def test_a_copy_waits_only_for_readers_of_its_own_range(bench: Bench):
     old = [bench.mirrored(f"old {number}", 4, number + 1) for number in range(2)]
     first = bench.reads_on_model_stream(old[0].tensor())
-    old[1].bring(next_use=None)  # looks around: nobody can read the first one any more
+    old[1].note_use()  # looks around: nobody can read the first one any more
     second = bench.reads_on_model_stream(old[1].tensor())
     third = bench.mirrored("third", 3, 9)
     run(bench.links.to_device)

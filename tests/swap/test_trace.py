@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import islice
 from pathlib import Path
 
@@ -42,6 +43,19 @@ def test_the_end_of_a_cycle_predicts_the_start_of_the_next():
 def test_repeats_in_a_row_count_once():
     trace = learnt(0, 0, 0, 1)
     assert list(trace.upcoming()) == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_ahead_is_the_next_uses_each_once_with_its_distance(seed: int):
+    chance = random.Random(seed)
+    trace = Trace()
+    for _ in range(60):
+        trace.use(chance.randrange(6))
+        if not chance.randrange(12):
+            trace.end_cycle()
+        count = chance.randrange(8)
+        coming = dict.fromkeys(islice(trace.upcoming(), count))
+        assert trace.ahead(count) == [(group, trace.next_use(group)) for group in coming]
 
 
 def test_a_deviation_moves_to_the_nearest_later_match():

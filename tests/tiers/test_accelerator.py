@@ -136,7 +136,8 @@ class FakeModule:
 def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     """What PyTorch has for every kind."""
     fake = FakeModule()
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: fake)
+    monkeypatch.setattr(Accelerator, "_module", property(lambda kind: fake))
+    monkeypatch.setattr(Cuda, "_native", property(lambda kind: None))
     monkeypatch.setattr(torch, "Stream", fake.Stream)
     monkeypatch.setattr(torch, "Event", fake.Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", fake.current_stream)
