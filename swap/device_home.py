@@ -103,7 +103,8 @@ class DeviceHomeState(MemoryState):
     # ---------------------------------------------------------------- both
     def settle(self) -> None:
         for mark in self._busy:
-            mark.wait()
+            if not mark.done():  # they are kept when they are: to ask is less than to wait
+                mark.wait()
 
     def close(self) -> None:
         marks = (*self._busy, mark_here(self._links.device))

@@ -68,7 +68,8 @@ class IOBackend(ABC):
             raise ValueError(f"io_block_nbytes {io_block_nbytes} is no multiple of {PAGE_NBYTES}")
         self.io_block_nbytes = io_block_nbytes
         self._sequence = itertools.count()
-        self._idle = threading.Condition()  # guards everything below
+        self._books = threading.RLock()  # guards everything below
+        self._idle = threading.Condition(self._books)
         self._statistics = IOStatistics()
         self._in_flight = {Operation.READ: 0, Operation.WRITE: 0}
         self._busy_since = {Operation.READ: 0.0, Operation.WRITE: 0.0}
@@ -184,7 +185,7 @@ class IOBackend(ABC):
     def _piece_ended(self, piece: IOPiece) -> None:
         """Book a piece that is moved, failed or skipped; the last one finishes the request."""
         request = piece.request
-        with self._idle:
+        with self._books:
             piece.ended = True
             self._statistics.continued_transfers += piece.continued
             request.pieces_left -= 1
@@ -194,7 +195,7 @@ class IOBackend(ABC):
 
     def _finish(self, request: IORequest) -> None:
         """All pieces have ended: run `after`, complete the transfer, count the request off."""
-        with self._idle:
+        with self._books:
             if request.finished:  # of a request that failed when it was queued already
                 return
             request.finished = True
@@ -253,7 +254,7 @@ class IOBackend(ABC):
         return transfer
 
     def _count_on(self, request: IORequest) -> None:
-        with self._idle:
+        with self._books:
             self._check_open(request)
             statistics, kind, nbytes = self._statistics, request.operation, request.buffer.nbytes
             if self._in_flight[kind] == 0:
@@ -266,7 +267,7 @@ class IOBackend(ABC):
             )
 
     def _count_off(self, request: IORequest) -> None:
-        with self._idle:
+        with self._books:
             statistics, kind, nbytes = self._statistics, request.operation, request.buffer.nbytes
             self._in_flight[kind] -= 1
             busy_s = 0.0

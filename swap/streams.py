@@ -39,7 +39,7 @@ class CopyMark:
         self.event = event
         self._stream = stream
         self._device = device
-        self._waiting = stream  # the last one whose work comes after the mark
+        self._waiting: accelerator.Stream | None = None  # the last one that was told to wait
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
@@ -51,7 +51,9 @@ class CopyMark:
 
     def before(self, stream: accelerator.Stream | None) -> None:
         """As `before_compute`, for work of `stream`."""
-        if self.event is None or stream is None or stream is self._waiting:
+        if self.event is None or stream is None:
+            return
+        if stream is self._stream or stream is self._waiting:
             return
         stream.wait_event(self.event)
         self._waiting = stream  # not before: another thread may give the stream work meanwhile

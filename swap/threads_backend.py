@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,9 +41,11 @@ class ThreadsBackend(IOBackend):
         if workers < 1:
             raise ValueError(f"workers is {workers}; at least 1 is needed")
         self._calls = {Operation.READ: preadv, Operation.WRITE: pwritev}
-        self._ready = threading.Condition()  # guards the queue, `_stopping` and `_alive`
+        self._lock = threading.Lock()  # guards the queue and `_alive`
         self._queue: list[tuple[int, int, int, IOPiece]] = []
-        self._stopping = False
+        # True for each piece that was queued, for whichever worker comes first; False ends a worker.
+        # A condition would cost each of them ten times as much of the interpreter.
+        self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._alive = workers
         self._threads = [
             threading.Thread(target=self._work, name=f"offload-io-{index}", daemon=True)
@@ -54,16 +57,15 @@ class ThreadsBackend(IOBackend):
     def _start(self, request: IORequest) -> None:
         # Provisional, holds the place in the queue: cut for good by the worker that takes it.
         whole = IOPiece(request, 0, request.buffer.nbytes)
-        with self._ready:
+        with self._lock:
             if not self._alive:
                 raise request.failed("all I/O threads have died; see the log for the reason")
             heapq.heappush(self._queue, (request.priority, request.sequence, 0, whole))
-            self._ready.notify()
+        self._ready.put(True)
 
     def _stop(self) -> None:
-        with self._ready:
-            self._stopping = True
-            self._ready.notify_all()
+        for _ in self._threads:  # nothing is in flight: no piece is queued any more
+            self._ready.put(False)
         for thread in self._threads:
             if thread.ident != threading.get_ident():
                 thread.join()
@@ -85,13 +87,11 @@ class ThreadsBackend(IOBackend):
 
     def _take(self) -> tuple[int, IOPiece] | None:
         """The next piece and its index in its request; None to end. Blocks while there is none."""
-        with self._ready:
-            while not self._queue:
-                if self._stopping:
-                    return None
-                self._ready.wait()
+        if not self._ready.get():
+            return None
+        with self._lock:
             _, _, index, piece = heapq.heappop(self._queue)
-            return index, piece
+        return index, piece
 
     def _serve(self, index: int, piece: IOPiece) -> None:
         """Move one piece. Any error is the request's, never the thread's."""
@@ -111,11 +111,12 @@ class ThreadsBackend(IOBackend):
             request.before()
         first, *others = self._cut(request)
         if others:
-            with self._ready:
+            with self._lock:
                 for index, piece in enumerate(others, start=1):
                     entry = (int(request.priority), request.sequence, index, piece)
                     heapq.heappush(self._queue, entry)
-                self._ready.notify(len(others))
+            for _ in others:
+                self._ready.put(True)
         return first
 
     def _move(self, piece: IOPiece) -> None:
@@ -131,7 +132,7 @@ class ThreadsBackend(IOBackend):
 
     def _leave(self) -> None:
         """The last thread to go fails what is queued: no caller waits for a thread that is gone."""
-        with self._ready:
+        with self._lock:
             self._alive -= 1
             abandoned = [] if self._alive else [entry[3] for entry in self._queue]
             if not self._alive:
