@@ -36,7 +36,7 @@ class DeviceHomeState(MemoryState):
         for mark in self._busy:
             mark.before_compute()
 
-    def _copied(self, mark: CopyMark) -> None:
+    def _worked(self, mark: CopyMark) -> None:
         self._busy = mark.replacing(self._busy)
 
     # ---------------------------------------------------------------- compute side
@@ -81,7 +81,7 @@ class DeviceHomeState(MemoryState):
         target = destination[: span.stop - span.start]
         self._before_here()
         mark = self._links.to_host.copy(target, self._lease.tensor[span])
-        self._copied(mark)
+        self._worked(mark)
         return self._links.to_host.transfer(mark, f"{self.name} to the host", keeping(target))
 
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
@@ -89,7 +89,7 @@ class DeviceHomeState(MemoryState):
         source = source[: span.stop - span.start]
         self._before_here()
         mark = self._links.to_device.copy(self._lease.tensor[span], source)
-        self._copied(mark)
+        self._worked(mark)
         return self._links.to_device.transfer(mark, f"{self.name} to the device", keeping(source))
 
     # ---------------------------------------------------------------- update on the device
@@ -97,8 +97,8 @@ class DeviceHomeState(MemoryState):
         self._before_here()
         return self._lease.tensor[self.span(piece)]
 
-    def used_device_piece(self, piece: int) -> None:
-        self._copied(mark_here(self._links.device))
+    def used_device_piece(self, piece: int, until: CopyMark) -> None:
+        self._worked(until)
 
     # ---------------------------------------------------------------- both
     def settle(self) -> None:

@@ -242,7 +242,7 @@ class MirroredState(SlotState):
             self._arrival.before_compute()
             return self._slot.tensor[self.span(piece)]
 
-    def used_device_piece(self, piece: int) -> None:
+    def used_device_piece(self, piece: int, until: CopyMark) -> None:
         with self._lock:
             self._updated.add(piece)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.swap.io_backend import Priority
+from offload.swap.streams import CopyMark
 from offload.swap.transfer import Transfer
 from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
@@ -151,8 +152,10 @@ class State(abc.ABC):
         """
         return None
 
-    def used_device_piece(self, piece: int) -> None:  # noqa: B027 - nothing to do without one
-        """The current stream was given all its work on `device_piece(piece)`.
+    def used_device_piece(  # noqa: B027 - nothing to do without one
+        self, piece: int, until: CopyMark
+    ) -> None:
+        """All work on `device_piece(piece)` was queued, and comes before the mark.
 
         If the home is another memory, the caller takes the changed bytes there, too, and then calls
         `wrote_piece` or `write_piece`; the copy stays valid.

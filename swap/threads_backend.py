@@ -43,8 +43,7 @@ class ThreadsBackend(IOBackend):
         self._calls = {Operation.READ: preadv, Operation.WRITE: pwritev}
         self._lock = threading.Lock()  # guards the queue and `_alive`
         self._queue: list[tuple[int, int, int, IOPiece]] = []
-        # True for each piece that was queued, for whichever worker comes first; False ends a worker.
-        # A condition would cost each of them ten times as much of the interpreter.
+        # True for each piece that is queued, for whichever worker comes first; False ends a worker
         self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._alive = workers
         self._threads = [
@@ -64,7 +63,7 @@ class ThreadsBackend(IOBackend):
         self._ready.put(True)
 
     def _stop(self) -> None:
-        for _ in self._threads:  # nothing is in flight: no piece is queued any more
+        for _ in self._threads:  # no piece is queued any more: nothing is in flight
             self._ready.put(False)
         for thread in self._threads:
             if thread.ident != threading.get_ident():

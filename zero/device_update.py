@@ -55,7 +55,7 @@ class DeviceUpdate:
         stepped = mark_here(self._work.stream.device)
         for part in chunk.parts:
             if part.on_device is not None:
-                part.home.used_device_piece(part.piece)
+                part.home.used_device_piece(part.piece, stepped)
         what = f"the step of {chunk.weight.home.name} on the device"
         if not chunk.weight.home.at_home_on_device:
             left = self._copy_back(chunk.weight, stepped)

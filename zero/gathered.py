@@ -70,8 +70,8 @@ class SharedState(State, RankCopies):
     def device_piece(self, piece: int) -> torch.Tensor | None:
         return self.home.device_piece(piece + self._first)
 
-    def used_device_piece(self, piece: int) -> None:
-        self.home.used_device_piece(piece + self._first)
+    def used_device_piece(self, piece: int, until: CopyMark) -> None:
+        self.home.used_device_piece(piece + self._first, until)
 
     # ---------------------------------------------------------------- both
     def note_use(self) -> None:

@@ -154,7 +154,7 @@ def test_copies_that_do_not_wait_are_seen(tmp_path, device, monkeypatch, world, 
 
 
 def test_an_update_that_does_not_wait_is_seen(tmp_path, device, monkeypatch, world):
-    monkeypatch.setattr(device_home.DeviceHomeState, "used_device_piece", lambda self, piece: None)
+    monkeypatch.setattr(device_home.DeviceHomeState, "used_device_piece", lambda *_: None)
     found = on_lagging_device(tmp_path, ALL_ON_DEVICE, False, world, monkeypatch)
     with pytest.raises(AssertionError):
         assert_same(found, on_host(tmp_path.parent, False))

@@ -24,7 +24,7 @@ from offload.swap.fences import Fences, OpenReads
 from offload.swap.file_state import FileState
 from offload.swap.outbox import Outbox
 from offload.swap.slot_pool import SlotPool
-from offload.swap.streams import CopyStream, WorkStream
+from offload.swap.streams import CopyStream, WorkStream, mark_here
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.tiers.errors import TierFullError
@@ -251,7 +251,7 @@ def a_piece_is_stepped_then_loaded(bench: CheckedBench, folder: Path) -> None:
     state, work = bench.at_home(2), bench.work()
     with work.entered():
         bench.write(state.device_piece(0))
-        state.used_device_piece(0)
+        state.used_device_piece(0, mark_here(CUDA))
     state.host_blank().fill_(1)
     state.host_wrote()
 
@@ -261,7 +261,7 @@ def a_record_is_stepped_then_looked_at(bench: CheckedBench, folder: Path) -> Non
     state, work = bench.at_home(2, DeviceRecordState), bench.work()
     with work.entered():
         bench.write(state.device_piece(0))
-        state.used_device_piece(0)
+        state.used_device_piece(0, mark_here(CUDA))
     bench.world.compute("a look", [state.tensor()], [])
 
 

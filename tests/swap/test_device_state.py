@@ -16,7 +16,7 @@ from offload.swap.ordered import OrderedWork
 from offload.swap.outbox import Outbox
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState
-from offload.swap.streams import CopyStream, WorkStream
+from offload.swap.streams import CopyStream, WorkStream, mark_here
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
@@ -194,7 +194,7 @@ def test_what_the_device_updated_in_a_mirror_is_not_copied_there_again(bench: Be
     assert piece is not None
     run(bench.links.to_device)
     piece.fill_(5)
-    state.used_device_piece(2)
+    state.used_device_piece(2, mark_here(CUDA))
     for number in (1, 2):  # the CPU's and the device's
         view = state.host_piece(number).wait()
         view.fill_(6 if number == 1 else 5)
@@ -212,7 +212,7 @@ def test_the_model_waits_for_the_update_of_a_home_on_the_device(bench: Bench):
     with work.entered():
         piece = weak(state.device_piece(0))
         bench.world.current().put(lambda: piece.fill_(4))
-        state.used_device_piece(0)
+        state.used_device_piece(0, mark_here(CUDA))
     seen = bench.reads_on_model_stream(state.tensor())
     bench.world.model.synchronize()
     assert seen[0] == 4

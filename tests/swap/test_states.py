@@ -13,6 +13,7 @@ from offload.swap.device_state import MirroredState
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
 from offload.swap.state import State
+from offload.swap.streams import CopyMark
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from tests.swap.state_conformance import (
@@ -68,7 +69,7 @@ class OnADevice(StateConformance):
         assert piece is not None
         self.synchronize()
         piece.fill_(7)
-        state.used_device_piece(1)
+        state.used_device_piece(1, CopyMark())
         if not state.at_home_on_device:  # the caller takes the bytes home, too
             self.update(state, 1, piece)
         del piece
