@@ -33,7 +33,8 @@ first. NaN stays NaN and an infinity stays itself; a finite value beyond the lar
 that or infinity. A value that bf16 can hold is kept for any n.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 from llvmlite import ir
 
@@ -60,9 +61,10 @@ class Noise:
 
     def at(self, first: int) -> "Noise":
         """The same noise for an array that starts at element number `first`."""
-        return replace(self, first=first)
+        return Noise(self.key, self.weight_key, first)
 
 
+@lru_cache(maxsize=256)  # several parts of a group ask for it one after the other
 def noise_of(seed: int, group: int, step: int) -> Noise:
     """The noise of one step of one group, for an array that starts where the group does."""
     state = 0
