@@ -16,7 +16,7 @@ has run on an NVIDIA GPU, the other kinds on stand-ins alone.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,7 +85,10 @@ class Accelerator:
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Inside, `device` is this thread's current one."""
-        where: AbstractContextManager[Any] = self._module.device(device)
+        module = self._module
+        if module.current_device() == device.index:
+            return nullcontext()
+        where: AbstractContextManager[Any] = module.device(device)
         return where
 
     # ---------------------------------------------------------------- what they are
