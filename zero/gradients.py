@@ -64,12 +64,11 @@ class GradientAccumulator:
     def _choose_path(
         self, run: Runner, partials: DevicePartials | None, outbox: Outbox | None
     ) -> GradientPath:
-        numels = [spec.numel for spec in self._specs]
         if partials is not None and self.state.at_home_on_device:
-            return DevicePath(numels, partials)
+            return DevicePath(self._specs, partials)
         if partials is not None and outbox is not None:
-            return LeavingPath(numels, partials, outbox, run)
-        return HostPath(numels, run)
+            return LeavingPath(self._specs, partials, outbox, run)
+        return HostPath(self._specs, run)
 
     @property
     def has_any(self) -> bool:
@@ -95,36 +94,38 @@ class GradientAccumulator:
             self._promote()
         if self._factors[index] != 1.0:
             self._apply_factor(index)
-        target = self._slice(self._specs[index])
+        total = self._opened()
         if self.passes[index]:
-            self._path.add(index, target, source)
+            self._path.add(index, total, source)
         else:
-            self._path.copy(index, target, source)
-        del target
+            self._path.copy(index, total, source)
+        del total
         self.passes[index] += 1
         if (self.passes == self.passes[index]).all():
             self.close()
         return True
 
-    def _slice(self, spec: ParamSpec) -> torch.Tensor:
+    def _opened(self) -> torch.Tensor:
+        """The accumulator."""
         if self._open is None:
             self.landed.wait()
             if self.has_any:
                 self.state.settle()  # the last pass may still be on its way home
             buffer = self.state.tensor() if self.has_any else self.state.blank()
             self._open = buffer.view(DTYPE_OF[self.format])
-        return self._open[spec.offset : spec.stop]
+        return self._open
 
     def _apply_factor(self, index: int) -> None:
         """Multiply the fp32 sum by its factor: the next gradient is added to the product."""
         self._arrive()
-        self._slice(self._specs[index]).mul_(self._factors[index])
+        spec = self._specs[index]
+        self._opened()[spec.offset : spec.stop].mul_(self._factors[index])
         self._factors[index] = 1.0
 
     def write(self, index: int, value: torch.Tensor) -> None:
         """Replace what was accumulated by `value`, of the parameter's size."""
         self._arrive()
-        self._path.copy(index, self._slice(self._specs[index]), flat_gradient(value))
+        self._path.copy(index, self._opened(), flat_gradient(value))
         self.passes[index] = max(1, self.passes[index])
         self._factors[index] = 1.0
         self.close()
@@ -151,10 +152,8 @@ class GradientAccumulator:
         self._open = None
         self.state, self.format = self._make(Float.FP32.nbytes), Float.FP32
         new = self.state.blank().view(torch.float32)
-        for index, (spec, passes) in enumerate(zip(self._specs, self.passes, strict=True)):
-            if passes:
-                span = slice(spec.offset, spec.stop)
-                self._path.widen(index, new[span], old[span])
+        for index in np.flatnonzero(self.passes):
+            self._path.widen(int(index), new, old)
         self._open = new
         del old
         old_state.close()

@@ -61,7 +61,7 @@ def plan_device(
     leave = _tiers(StateClass.GRADIENTS, placements) != {Tier.DEVICE}
     stepped = Tier.DEVICE in _tiers(StateClass.OPTIMIZER, placements)
     staging = _staging_nbytes(placements, groups, sizes) if stepped else 0
-    largest = max(numels, default=0)
+    largest = max((group.layout.shard_trainable for group in groups), default=0)
     return DevicePlan(
         outbox_buffers=_OUTBOX_BUFFERS if leave else 0,
         outbox_nbytes=_outbox_nbytes(largest, budget_nbytes) if leave else 0,
@@ -82,7 +82,8 @@ def _check_kernels(placements: Mapping[StateClass, Placement], hardware: Hardwar
 
 
 def _outbox_nbytes(largest: int, budget_nbytes: int) -> int:
-    """Of one buffer: any gradient, or as many whole blocks of the norm as it is good to hold."""
+    """Of one buffer: all gradients of any group, or as many whole blocks of the norm as it is good
+    to hold."""
     shared = int(budget_nbytes * _OUTBOX_SHARE) // _OUTBOX_BUFFERS
     block = NORM_BLOCK * 4
     whole = min(_MOST_OUTBOX_NBYTES, max(block, shared // block * block))
