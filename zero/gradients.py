@@ -10,6 +10,7 @@ the accumulator's tier. `gradient_paths` does the copying.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -57,6 +58,7 @@ class GradientAccumulator:
         self._path = self._choose_path(run, partials, outbox)
         self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
         self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
+        self._having: defaultdict[int, int] = defaultdict(int)  # parameters by number of passes
         self._factors = np.ones(len(self._specs))  # the factor by which users have scaled each sum
         # Everything taken in is in the accumulator, which is on its way home.
         self.landed: Transfer[None] = Transfer.completed(None)
@@ -90,20 +92,25 @@ class GradientAccumulator:
         """Take in the gradient of parameter `index`; the pass ends with that of the last one. True
         if it is in the accumulator on return."""
         source = flat_gradient(gradient)
-        if self.passes[index] and self.format is not Float.FP32:
+        before = int(self.passes[index])
+        if before and self.format is not Float.FP32:
             self._promote()
         if self._factors[index] != 1.0:
             self._apply_factor(index)
-        total = self._opened()
-        if self.passes[index]:
-            self._path.add(index, total, source)
+        if before:
+            self._path.add(index, self._opened(), source)
         else:
-            self._path.copy(index, total, source)
-        del total
-        self.passes[index] += 1
-        if (self.passes == self.passes[index]).all():
+            self._path.copy(index, self._opened(), source)
+        self._passed(index, before + 1)
+        if self._having[before + 1] == len(self._specs):
             self.close()
         return True
+
+    def _passed(self, index: int, passes: int) -> None:
+        """A parameter has so many passes now."""
+        self._having[int(self.passes[index])] -= 1
+        self._having[passes] += 1
+        self.passes[index] = passes
 
     def _opened(self) -> torch.Tensor:
         """The accumulator."""
@@ -126,7 +133,7 @@ class GradientAccumulator:
         """Replace what was accumulated by `value`, of the parameter's size."""
         self._arrive()
         self._path.copy(index, self._opened(), flat_gradient(value))
-        self.passes[index] = max(1, self.passes[index])
+        self._passed(index, max(1, int(self.passes[index])))
         self._factors[index] = 1.0
         self.close()
 
@@ -140,7 +147,8 @@ class GradientAccumulator:
 
     def drop(self, indices: Sequence[int]) -> None:
         """Forget what was accumulated for some parameters."""
-        self.passes[indices] = 0
+        for index in indices:
+            self._passed(index, 0)
         self._factors[indices] = 1.0
 
     def _promote(self) -> None:
@@ -211,6 +219,7 @@ class GradientAccumulator:
         self._arrive()
         self._open = None
         self.passes[:] = 0
+        self._having.clear()
         self._factors[:] = 1.0
         if not self._spent:
             self.state.discard()
@@ -226,9 +235,10 @@ def total_square(parts: Sequence[float]) -> float:
 
 def flat_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Contiguous, 1D, of a format that accumulators know."""
-    gradient = gradient.detach()
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     if gradient.dtype not in FLOAT_OF:  # e.g. a float64 gradient hook
         gradient = gradient.float()
-    return gradient.contiguous().reshape(-1)
+    return gradient.contiguous().view(-1)

@@ -130,7 +130,11 @@ class _Call:
 class _Pointer:
     address: int
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cuda", 0)
+    index: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
 
     def data_ptr(self) -> int:
         return self.address
@@ -165,7 +169,7 @@ def test_what_triton_compiles_anew_for_is_left_to_it() -> None:
         ([_Pointer(32)], {}),
         ([_Pointer(36)], {}),  # an address that is not a multiple of 16
         ([_Pointer(32, torch.float64)], {}),
-        ([_Pointer(32, device=torch.device("cuda", 1))], {}),
+        ([_Pointer(32, index=1)], {}),
         ([_Pointer(32)], {"num_warps": 4}),
         ([_Pointer(32)], {"FLAG": 8}),
         ([_Pointer(32), _Pointer(36)], {}),

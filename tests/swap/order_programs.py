@@ -333,7 +333,7 @@ def buffers_of_an_outbox_go_round(bench: CheckedBench, folder: Path) -> None:
 @program
 def a_pack_is_filled_on_two_streams(bench: CheckedBench, folder: Path) -> None:
     outbox = Outbox([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
-    runs, whole = runs_of([range(0, 100), range(100, 300)], PAGE_NBYTES), bench.page()
+    runs, whole = runs_of([range(100), range(100, 300)], PAGE_NBYTES), bench.page()
     streams = [bench.work(), bench.work()]
     for _ in range(3):
         for index, (run, stream) in enumerate(zip(runs, streams, strict=True)):

@@ -273,15 +273,14 @@ class Packed:
     """An outbox of two buffers of 8 elements, and a destination of 16 in runs of 3 ranges (and one
     that no buffer holds)."""
 
-    RANGES = [range(0, 2), range(2, 3), range(4, 8), range(8, 10), range(10, 11), range(12, 16)]
-
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         buffers = [bench.host_lease(1).tensor[:16] for _ in range(2)]
         for buffer in buffers:
             buffer.fill_(255)
         self.outbox = Outbox(buffers, bench.links)
-        self.runs = runs_of(self.RANGES, 8)
+        ranges = [range(2), range(2, 3), range(4, 8), range(8, 10), range(10, 11), range(12, 16)]
+        self.runs = runs_of(ranges, 8)
         self.whole = torch.zeros(16, dtype=torch.int16)
         self.copies = 0
         copy = bench.links.to_host.copy
@@ -311,7 +310,7 @@ class Packed:
 
 
 def test_runs_are_neighbours_that_fit_a_buffer():
-    ranges = [range(0, 3), range(4, 6), range(6, 10), range(10, 20), range(20, 20), range(20, 26)]
+    ranges = [range(3), range(4, 6), range(6, 10), range(10, 20), range(20, 20), range(20, 26)]
     runs = runs_of(ranges, 6)
     assert [None if run is None else (run.start, run.stop) for run in runs] == [
         (0, 6), (0, 6), (6, 10), None, (20, 26), (20, 26)
