@@ -113,17 +113,23 @@ def test_scalars_and_lengths_compile_nothing_new(monkeypatch: pytest.MonkeyPatch
 class _Call:
     """A kernel of Triton, and what it has compiled: both note with what they are called."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, backend: str) -> None:
         self.anew: list[tuple[Any, ...]] = []
         self.again: list[tuple[Any, ...]] = []
         self.metadata = SimpleNamespace(target=SimpleNamespace(backend=backend))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            (self.anew if options else self.again).append((grid, *args))
+        def call(*args: Any, num_warps: int, enable_fp_fusion: bool) -> Any:
+            assert not enable_fp_fusion
+            self.anew.append((grid, *args, num_warps))
             return self
 
         return call
+
+    def run(self, *args: Any) -> None:
+        self.again.append(args)
 
 
 @dataclass
@@ -146,7 +152,10 @@ def launched(kernel: Any, *tensors: Any, number: int = 5, num_warps: int = 1, **
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = SimpleNamespace(on=lambda device: nullcontext())
+    kind = SimpleNamespace(
+        on=lambda device: nullcontext(),
+        current_stream=lambda device: SimpleNamespace(cuda_stream=99),
+    )
     monkeypatch.setitem(accelerator.KINDS, "cuda", kind)
     monkeypatch.setattr(triton_launch, "_compiled", {})
     monkeypatch.setattr(triton_launch, "_is_interpreted", lambda kernel: False)
@@ -158,8 +167,8 @@ def test_a_compiled_kernel_is_used_again_for_other_addresses_and_numbers() -> No
     first, second = _Pointer(32), _Pointer(48)
     launched(kernel, first, second, FLAG=7)
     launched(kernel, second, first, number=6, FLAG=7)
-    assert kernel.anew == [((3,), first, second, 5, 7)]
-    assert kernel.again == [((3, 1, 1), 48, 32, 6, 7)]
+    assert kernel.anew == [((3,), first, second, 5, 7, 1)]
+    assert kernel.again == [(3, 1, 1, 99, "function", "metadata", None, None, None, 48, 32, 6, 7)]
 
 
 @pytest.mark.usefixtures("on_a_gpu")
