@@ -111,7 +111,7 @@ def launch(
             return
         found = _launch_anew(kernel, programs, tensors, numbers, options)
         # for AMD's GPUs it compiles anew for some more
-        if not _is_interpreted(kernel) and found.metadata.target.backend == "cuda":
+        if not _is_interpreted(kernel) and found.metadata.target.backend != "hip":
             _compiled[variant] = _Compiled(found)
 
 
