@@ -14,7 +14,7 @@ from offload.kernels.floats import Float
 from offload.kernels.int8 import BLOCK as CODE_BLOCK
 from offload.kernels.noise import Noise
 from offload.kernels.rules import StateFormat
-from offload.kernels.triton_launch import Kernel, bits, check, float_of, launch, loaded, numel_of
+from offload.kernels.triton_launch import Kernel, check, float_of, launch, loaded, numel_of
 
 _BLOCK = 1024
 _WARPS = 8
@@ -120,12 +120,13 @@ def _run(
 ) -> None:
     launch(
         _kernel(),
-        a,
         -(-numel // _BLOCK),
-        *(bits(tensor) for tensor in (a, b, c)),
-        numel,
-        noise.weight_key if draw is Draw.WEIGHT else noise.key,
-        noise.first & 0xFFFFFFFF,
+        (a, b, c),
+        (
+            numel,
+            noise.weight_key if draw is Draw.WEIGHT else noise.key,
+            noise.first & 0xFFFFFFFF,
+        ),
         ACTION=action,
         FORMAT=int(kind),
         SIGNED=signed,

@@ -16,7 +16,7 @@ import torch
 
 from offload.kernels.gradient_loop import Action
 from offload.kernels.gradients import NORM_BLOCK, norm_blocks
-from offload.kernels.triton_launch import Kernel, bits, check, float_of, launch, loaded, numel_of
+from offload.kernels.triton_launch import Kernel, check, float_of, launch, loaded, numel_of
 
 __all__ = [
     "NORM_BLOCK",
@@ -67,21 +67,21 @@ def _run(
     src: torch.Tensor,
     partials: torch.Tensor,
 ) -> None:
-    numel = numel_of("dst" if action is not Action.SUM else "src", dst)
-    check("dst" if action is not Action.SUM else "src", dst, dst.dtype, numel, dst)
+    name = "dst" if action is not Action.SUM else "src"
+    numel = numel_of(name, dst)
+    check(name, dst, dst.dtype, numel, dst)
     blocks = norm_blocks(numel)
     check("partials", partials, torch.float64, blocks, dst)
+    src_float = float_of("src", src)
     launch(
         _kernel(),
-        dst,
         blocks,
-        *(bits(tensor) for tensor in (dst, old, src)),
-        partials,
-        numel,
+        (dst, old, src, partials),
+        (numel,),
         ACTION=int(action),
-        SRC=int(float_of("src", src)),
-        OLD=int(float_of("old", old)),
         DST=int(float_of("dst", dst)),
+        OLD=int(float_of("old", old)),
+        SRC=int(src_float),
         UNROLL=_UNROLL,
         num_warps=1,
     )

@@ -8,14 +8,14 @@ nothing.
 
 Each combination of formats and options is compiled once per process and kept on disk by Triton:
 changing scalars and lengths do not lead to another compilation. A tensor whose start is not a
-multiple of 16 bytes does, and is slow; slices of aligned buffers at whole blocks avoid that.
+multiple of 16 bytes does, and is slow; slices of aligned buffers at whole blocks avoid that. Triton
+finds the compiled kernel of a call anew each time, in 20 us of the CPU; `launch` remembers it.
 
 Triton is imported at the first call. Where TRITON_INTERPRET=1 was set by then, kernels run in
 Triton's interpreter, on tensors in host memory: that is how they are tested without a GPU.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,19 +59,73 @@ def loaded(importer: Callable[[], Kernel]) -> Kernel:
     return importer()
 
 
-def launch(kernel: Kernel, like: torch.Tensor, programs: int, *args: Any, **options: Any) -> None:
-    """Queue `programs` programs of `kernel` on the device that `like` is on."""
+class _Compiled:
+    """A kernel of Triton as it was compiled for one device."""
+
+    def __init__(self, found: Any) -> None:
+        self._run = found.run  # first: it loads the function
+        self._function, self._metadata = found.function, found.packed_metadata
+
+    def start(self, programs: int, stream: int, args: Sequence[Any]) -> None:
+        """`stream`: CUDA's handle. What Triton does itself, without hooks of profilers."""
+        self._run(
+            programs, 1, 1, stream, self._function, self._metadata, None, None, None, *args
+        )  # fmt: skip
+
+
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
+
+
+def launch(
+    kernel: Kernel, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[Any], *,
+    num_warps: int, **constants: Any,
+) -> None:  # fmt: skip
+    """Queue `programs` programs of `kernel` on the device that `tensors` are on.
+
+    Its arguments are `tensors`, `numbers` (none of which it is specialised on) and `constants`, in
+    this order.
+    """
     if programs == 0:
         return
-    on_host = not accelerator.is_accelerator(like.device)
-    if on_host and not _is_interpreted(kernel):
-        raise ValueError(
-            f"expected tensors on a CUDA device, got them on {like.device}; the kernels for host "
-            "memory are in kernels.optimizer"
-        )
-    with nullcontext() if on_host else accelerator.of(like.device).on(like.device):
-        # Fused operations are written out; the compiler must not make others of what is left.
-        kernel[(programs,)](*args, enable_fp_fusion=False, **options)
+    device = tensors[0].device
+    options = (*constants.values(), num_warps)
+    if not accelerator.is_accelerator(device):
+        if not _is_interpreted(kernel):
+            raise ValueError(
+                f"expected tensors on a CUDA device, got them on {device}; the kernels for host "
+                "memory are in kernels.optimizer"
+            )
+        _launch_anew(kernel, programs, tensors, numbers, options)
+        return
+    kind = accelerator.of(device)
+    with kind.on(device):
+        # all that Triton compiles anew for
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        aligned = [address % 16 == 0 for address in addresses]
+        variant = (kernel, device.index, *options, *dtypes, *aligned)
+        compiled = _compiled.get(variant)
+        if compiled is not None:
+            stream: Any = kind.current_stream(device)
+            compiled.start(programs, stream.cuda_stream, (*addresses, *numbers, *options[:-1]))
+            return
+        found = _launch_anew(kernel, programs, tensors, numbers, options)
+        # for AMD's GPUs it compiles anew for some more
+        if not _is_interpreted(kernel) and found.metadata.target.backend != "hip":
+            _compiled[variant] = _Compiled(found)
+
+
+def _launch_anew(
+    kernel: Kernel, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[Any],
+    options: tuple[Any, ...],
+) -> Kernel:  # fmt: skip
+    """Triton looks for the compiled kernel, or makes it, and returns it."""
+    pointers = [bits(tensor) for tensor in tensors]
+    *constants, num_warps = options
+    # Fused operations are written out; the compiler must not make others of what is left.
+    return kernel[(programs,)](
+        *pointers, *numbers, *constants, num_warps=num_warps, enable_fp_fusion=False
+    )
 
 
 def numel_of(name: str, tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from offload.kernels.floats import Float
 from offload.kernels.int8 import BLOCK as CODE_BLOCK
 from offload.kernels.noise import Noise
 from offload.kernels.rules import Rule, Scalars, StateFormat, is_signed
-from offload.kernels.triton_launch import Kernel, bits, check, float_of, launch, loaded, numel_of
+from offload.kernels.triton_launch import Kernel, check, float_of, launch, loaded, numel_of
 from offload.kernels.variants import Master, master_of
 
 _BLOCK = 1024
@@ -92,17 +92,16 @@ def optimizer_step(
     unused = weight  # a pointer that is not followed
     launch(
         _kernel(),
-        weight,
         -(-numel // _BLOCK),
-        *(bits(tensor) for tensor in (grad, weight, extra)),
-        *(bits(tensor) for tensor in _padded(states, 3, unused)),
-        *(bits(tensor) for tensor in _padded(scales, 2, unused)),
-        numel,
-        noise.key,
-        noise.weight_key,
-        noise.first & 0xFFFFFFFF,
-        *constants,
-        *(0.0 for _ in range(_CONSTANTS - len(constants))),
+        (grad, weight, extra, *_padded(states, 3, unused), *_padded(scales, 2, unused)),
+        (
+            numel,
+            noise.key,
+            noise.weight_key,
+            noise.first & 0xFFFFFFFF,
+            *constants,
+            *(0.0 for _ in range(_CONSTANTS - len(constants))),
+        ),
         RULE=int(variant.rule),
         FLAG=variant.flag,
         GRAD=int(grad_float),

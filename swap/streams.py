@@ -73,7 +73,11 @@ class CopyMark:
 
 def mark_here(device: torch.device) -> CopyMark:
     """Everything that the current stream of this thread was given so far."""
-    stream = current_stream(device)
+    return mark_of(current_stream(device), device)
+
+
+def mark_of(stream: accelerator.Stream | None, device: torch.device) -> CopyMark:
+    """Everything that `stream` was given so far."""
     return CopyMark() if stream is None else _mark(stream, device)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -87,7 +87,10 @@ class Accelerator:
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Inside, `device` is this thread's current one."""
-        where: AbstractContextManager[Any] = self._module.device(device)
+        module = self._module
+        if module.current_device() == device.index:
+            return nullcontext()
+        where: AbstractContextManager[Any] = module.device(device)
         return where
 
     # ---------------------------------------------------------------- what they are

@@ -171,7 +171,8 @@ class GradientHandles:
             shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
             self._handles[key] = PagedTensor(source, shape, param.device)
         self._sources[key] = source
-        param.grad = self._handles[key]
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
+            param.grad = self._handles[key]
 
     # ---------------------------------------------------------------- what users did to `.grad`
     def drop_cleared(self) -> None:

@@ -21,27 +21,31 @@ from offload.kernels import gradients as host_kernels
 from offload.kernels import triton_gradients as device_kernels
 from offload.kernels.floats import Array, Runner
 from offload.kernels.gradients import NORM_BLOCK, norm_blocks
-from offload.swap.outbox import Outbox
+from offload.swap.outbox import Outbox, Pack, Run, runs_of
 from offload.swap.streams import CopyMark
 from offload.swap.transfer import Transfer
 from offload.zero.bits import FLOAT_OF, flat_array
+from offload.zero.layout import ParamSpec
 
 
 class GradientPath(abc.ABC):
-    """Moves gradients of one group. `target` and `old` are 1D views of accumulators, `gradient` is
-    1D, of as many elements; parameters are named by their index."""
+    """Moves gradients of one group. `total` and `old` are accumulators, 1D; parameters are named by
+    their index, which says where they lie there. `gradient` is 1D, too."""
+
+    def __init__(self, specs: Sequence[ParamSpec]) -> None:
+        self._spans = [slice(spec.offset, spec.stop) for spec in specs]
 
     @abc.abstractmethod
-    def copy(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """target = gradient, in the target's format."""
+    def copy(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        """total = gradient, in the accumulator's format."""
 
     @abc.abstractmethod
-    def add(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """target += gradient, in fp32."""
+    def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        """total += gradient, in fp32."""
 
     @abc.abstractmethod
-    def widen(self, index: int, target: torch.Tensor, old: torch.Tensor) -> None:
-        """target = old: an accumulator grows from 16 bits to fp32."""
+    def widen(self, index: int, total: torch.Tensor, old: torch.Tensor) -> None:
+        """total = old: an accumulator grows from 16 bits to fp32."""
 
     @abc.abstractmethod
     def squares(self, index: int) -> Array:
@@ -56,24 +60,25 @@ class GradientPath(abc.ABC):
 class HostPath(GradientPath):
     """Waits for gradients that are on a device."""
 
-    def __init__(self, numels: Sequence[int], run: Runner) -> None:
-        self._partials = [np.zeros(norm_blocks(numel)) for numel in numels]
+    def __init__(self, specs: Sequence[ParamSpec], run: Runner) -> None:
+        super().__init__(specs)
+        self._partials = [np.zeros(norm_blocks(spec.numel)) for spec in specs]
         self._run = run
 
-    def copy(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
+    def copy(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
         host_kernels.copy_gradient(
-            flat_array(target), flat_array(gradient.to("cpu")), FLOAT_OF[target.dtype],
+            flat_array(total[self._spans[index]]), flat_array(gradient.to("cpu")),
+            FLOAT_OF[total.dtype], FLOAT_OF[gradient.dtype], self._partials[index], self._run,
+        )  # fmt: skip
+
+    def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        host_kernels.add_gradient(
+            flat_array(total[self._spans[index]]), flat_array(gradient.to("cpu")),
             FLOAT_OF[gradient.dtype], self._partials[index], self._run,
         )  # fmt: skip
 
-    def add(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        host_kernels.add_gradient(
-            flat_array(target), flat_array(gradient.to("cpu")), FLOAT_OF[gradient.dtype],
-            self._partials[index], self._run,
-        )  # fmt: skip
-
-    def widen(self, index: int, target: torch.Tensor, old: torch.Tensor) -> None:
-        self.copy(index, target, old)
+    def widen(self, index: int, total: torch.Tensor, old: torch.Tensor) -> None:
+        self.copy(index, total, old[self._spans[index]])
 
     def squares(self, index: int) -> Array:
         return self._partials[index]
@@ -95,10 +100,13 @@ class DevicePartials:
         assert self._taken <= self._flat.numel(), "counted from the same groups"
         return slice(start, self._taken)
 
-    def for_kernel(self, place: slice) -> torch.Tensor:
-        """The places, for the current stream to write to."""
-        self._fetched = None
+    def view(self, place: slice) -> torch.Tensor:
+        """The places, for kernels; `changed` says that one is to write there."""
         return self._flat[place]
+
+    def changed(self) -> None:
+        """The current stream is given a kernel that writes sums."""
+        self._fetched = None
 
     def read(self, place: slice) -> Array:
         """The sums; waits for the current stream if any is new."""
@@ -107,48 +115,73 @@ class DevicePartials:
         return self._fetched[place]
 
 
-class DevicePath(GradientPath):
-    def __init__(self, numels: Sequence[int], partials: DevicePartials) -> None:
+class _OnDevice(GradientPath):
+    """A path whose sums of squares are made by kernels of the device."""
+
+    def __init__(self, specs: Sequence[ParamSpec], partials: DevicePartials) -> None:
+        super().__init__(specs)
         self._partials = partials
-        self._places = [partials.take(norm_blocks(numel)) for numel in numels]
+        self._places = [partials.take(norm_blocks(spec.numel)) for spec in specs]
+        self._sums = [partials.view(place) for place in self._places]
 
     def _for_kernel(self, index: int) -> torch.Tensor:
-        return self._partials.for_kernel(self._places[index])
-
-    def copy(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        device_kernels.copy_gradient(target, gradient, self._for_kernel(index))
-
-    def add(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        device_kernels.add_gradient(target, gradient, self._for_kernel(index))
-
-    def widen(self, index: int, target: torch.Tensor, old: torch.Tensor) -> None:
-        device_kernels.copy_gradient(target, old, self._for_kernel(index))
+        """Where the current stream writes sums to."""
+        self._partials.changed()
+        return self._sums[index]
 
     def squares(self, index: int) -> Array:
         return self._partials.read(self._places[index])
 
 
-class LeavingPath(GradientPath):
+class DevicePath(_OnDevice):
+    def copy(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        target = total[self._spans[index]]
+        device_kernels.copy_gradient(target, gradient, self._for_kernel(index))
+
+    def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        target = total[self._spans[index]]
+        device_kernels.add_gradient(target, gradient, self._for_kernel(index))
+
+    def widen(self, index: int, total: torch.Tensor, old: torch.Tensor) -> None:
+        self.copy(index, total, old[self._spans[index]])
+
+
+class LeavingPath(_OnDevice):
     """First gradients go through an `Outbox`; later ones are added by a `HostPath`."""
 
     def __init__(
-        self, numels: Sequence[int], partials: DevicePartials, outbox: Outbox, run: Runner
+        self, specs: Sequence[ParamSpec], partials: DevicePartials, outbox: Outbox, run: Runner
     ) -> None:
-        self._partials = partials
-        self._places = [partials.take(norm_blocks(numel)) for numel in numels]
+        super().__init__(specs, partials)
+        self._ranges = [range(spec.offset, spec.stop) for spec in specs]
         self._outbox = outbox
-        self._host = HostPath(numels, run)
-        self._by_host = np.zeros(len(numels), dtype=bool)  # the path that summed the squares last
-        self._last = CopyMark()
+        self._host = HostPath(specs, run)
+        self._by_host = [False] * len(specs)  # the path that summed the squares last
+        self._runs: dict[int, list[Run | None]] = {}  # by bytes per element
+        self._last: CopyMark | Pack = CopyMark()  # of what went last
 
-    def copy(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
+    def copy(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
         self._by_host[index] = False
-        partials = self._partials.for_kernel(self._places[index])
-        itemsize, numel = target.element_size(), target.numel()
-        step = self._outbox.nbytes // itemsize
-        if numel > step:  # blocks of the norm are not cut
-            step = step // NORM_BLOCK * NORM_BLOCK
-        for start in range(0, numel, max(step, 1)):
+        run = self._runs_in(total.itemsize)[index]
+        if run is None:
+            self._copy_in_pieces(index, total[self._spans[index]], gradient)
+            return
+        pack = self._outbox.pack(run, index, total)
+        self._last = pack
+        device_kernels.copy_gradient(pack.room(index), gradient, self._for_kernel(index))
+        self._outbox.filled(pack, index)
+
+    def _runs_in(self, itemsize: int) -> list[Run | None]:
+        if itemsize not in self._runs:
+            self._runs[itemsize] = runs_of(self._ranges, self._outbox.nbytes // itemsize)
+        return self._runs[itemsize]
+
+    def _copy_in_pieces(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        """One that is larger than a buffer. Blocks of the norm are not cut."""
+        itemsize, numel = target.itemsize, target.numel()
+        partials = self._for_kernel(index)
+        step = self._outbox.nbytes // itemsize // NORM_BLOCK * NORM_BLOCK
+        for start in range(0, numel, step):
             stop = min(start + step, numel)
             filled = self._outbox.take((stop - start) * itemsize)
             blocks = slice(start // NORM_BLOCK, start // NORM_BLOCK + norm_blocks(stop - start))
@@ -157,20 +190,24 @@ class LeavingPath(GradientPath):
             )
             self._last = self._outbox.send(target[start:stop].view(torch.uint8), filled)
 
-    def add(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._last.wait()
-        self._by_host[index] = True
-        self._host.add(index, target, gradient)
+    def _sent(self) -> CopyMark:
+        """When all that was copied is in the accumulator."""
+        if isinstance(self._last, Pack):
+            self._last = self._outbox.sent(self._last)
+        return self._last
 
-    def widen(self, index: int, target: torch.Tensor, old: torch.Tensor) -> None:
-        self._last.wait()
+    def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._sent().wait()
         self._by_host[index] = True
-        self._host.widen(index, target, old)
+        self._host.add(index, total, gradient)
+
+    def widen(self, index: int, total: torch.Tensor, old: torch.Tensor) -> None:
+        self._sent().wait()
+        self._by_host[index] = True
+        self._host.widen(index, total, old)
 
     def squares(self, index: int) -> Array:
-        if self._by_host[index]:
-            return self._host.squares(index)
-        return self._partials.read(self._places[index])
+        return self._host.squares(index) if self._by_host[index] else super().squares(index)
 
     def when_there(self, then: Callable[[], object], what: object) -> Transfer[None]:
-        return self._outbox.when_left(self._last, what, then)
+        return self._outbox.when_left(self._sent(), what, then)

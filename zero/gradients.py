@@ -10,6 +10,7 @@ the accumulator's tier. `gradient_paths` does the copying.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -57,6 +58,7 @@ class GradientAccumulator:
         self._path = self._choose_path(run, partials, outbox)
         self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
         self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
+        self._having: defaultdict[int, int] = defaultdict(int)  # parameters by number of passes
         self._factors = np.ones(len(self._specs))  # the factor by which users have scaled each sum
         # Everything taken in is in the accumulator, which is on its way home.
         self.landed: Transfer[None] = Transfer.completed(None)
@@ -64,12 +66,11 @@ class GradientAccumulator:
     def _choose_path(
         self, run: Runner, partials: DevicePartials | None, outbox: Outbox | None
     ) -> GradientPath:
-        numels = [spec.numel for spec in self._specs]
         if partials is not None and self.state.at_home_on_device:
-            return DevicePath(numels, partials)
+            return DevicePath(self._specs, partials)
         if partials is not None and outbox is not None:
-            return LeavingPath(numels, partials, outbox, run)
-        return HostPath(numels, run)
+            return LeavingPath(self._specs, partials, outbox, run)
+        return HostPath(self._specs, run)
 
     @property
     def has_any(self) -> bool:
@@ -91,41 +92,48 @@ class GradientAccumulator:
         """Take in the gradient of parameter `index`; the pass ends with that of the last one. True
         if it is in the accumulator on return."""
         source = flat_gradient(gradient)
-        if self.passes[index] and self.format is not Float.FP32:
+        before = int(self.passes[index])
+        if before and self.format is not Float.FP32:
             self._promote()
         if self._factors[index] != 1.0:
             self._apply_factor(index)
-        target = self._slice(self._specs[index])
-        if self.passes[index]:
-            self._path.add(index, target, source)
+        if before:
+            self._path.add(index, self._opened(), source)
         else:
-            self._path.copy(index, target, source)
-        del target
-        self.passes[index] += 1
-        if (self.passes == self.passes[index]).all():
+            self._path.copy(index, self._opened(), source)
+        self._passed(index, before + 1)
+        if self._having[before + 1] == len(self._specs):
             self.close()
         return True
 
-    def _slice(self, spec: ParamSpec) -> torch.Tensor:
+    def _passed(self, index: int, passes: int) -> None:
+        """A parameter has so many passes now."""
+        self._having[int(self.passes[index])] -= 1
+        self._having[passes] += 1
+        self.passes[index] = passes
+
+    def _opened(self) -> torch.Tensor:
+        """The accumulator."""
         if self._open is None:
             self.landed.wait()
             if self.has_any:
                 self.state.settle()  # the last pass may still be on its way home
             buffer = self.state.tensor() if self.has_any else self.state.blank()
             self._open = buffer.view(DTYPE_OF[self.format])
-        return self._open[spec.offset : spec.stop]
+        return self._open
 
     def _apply_factor(self, index: int) -> None:
         """Multiply the fp32 sum by its factor: the next gradient is added to the product."""
         self._arrive()
-        self._slice(self._specs[index]).mul_(self._factors[index])
+        spec = self._specs[index]
+        self._opened()[spec.offset : spec.stop].mul_(self._factors[index])
         self._factors[index] = 1.0
 
     def write(self, index: int, value: torch.Tensor) -> None:
         """Replace what was accumulated by `value`, of the parameter's size."""
         self._arrive()
-        self._path.copy(index, self._slice(self._specs[index]), flat_gradient(value))
-        self.passes[index] = max(1, self.passes[index])
+        self._path.copy(index, self._opened(), flat_gradient(value))
+        self._passed(index, max(1, int(self.passes[index])))
         self._factors[index] = 1.0
         self.close()
 
@@ -139,7 +147,8 @@ class GradientAccumulator:
 
     def drop(self, indices: Sequence[int]) -> None:
         """Forget what was accumulated for some parameters."""
-        self.passes[indices] = 0
+        for index in indices:
+            self._passed(index, 0)
         self._factors[indices] = 1.0
 
     def _promote(self) -> None:
@@ -151,10 +160,8 @@ class GradientAccumulator:
         self._open = None
         self.state, self.format = self._make(Float.FP32.nbytes), Float.FP32
         new = self.state.blank().view(torch.float32)
-        for index, (spec, passes) in enumerate(zip(self._specs, self.passes, strict=True)):
-            if passes:
-                span = slice(spec.offset, spec.stop)
-                self._path.widen(index, new[span], old[span])
+        for index in np.flatnonzero(self.passes):
+            self._path.widen(int(index), new, old)
         self._open = new
         del old
         old_state.close()
@@ -212,6 +219,7 @@ class GradientAccumulator:
         self._arrive()
         self._open = None
         self.passes[:] = 0
+        self._having.clear()
         self._factors[:] = 1.0
         if not self._spent:
             self.state.discard()
@@ -227,9 +235,10 @@ def total_square(parts: Sequence[float]) -> float:
 
 def flat_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Contiguous, 1D, of a format that accumulators know."""
-    gradient = gradient.detach()
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     if gradient.dtype not in FLOAT_OF:  # e.g. a float64 gradient hook
         gradient = gradient.float()
-    return gradient.contiguous().reshape(-1)
+    return gradient.contiguous().view(-1)

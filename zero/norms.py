@@ -73,7 +73,8 @@ class GradientNorms:
         """In order; 0 where there is no gradient. The same on every rank."""
         if self._norms is None:
             squares = [self._square(*place) for place in self._order]
-            squares = _added_up(self._reductions.all_squares(squares))
+            if self._reductions.has_others:
+                squares = _added_up(self._reductions.all_squares(squares))
             if self._tensor_parallel is not None:
                 squares = _added_up(self._tensor_parallel.exchange_sums(squares))
             self._norms = _norms_of(squares, loss_scale)

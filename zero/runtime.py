@@ -251,14 +251,16 @@ class Runtime:
 
     def _take(self, group: int, index: int, param: torch.Tensor) -> None:
         """Autograd has given a gradient, or has added one to the handle that was there."""
-        state, gradient = self.optimizer_states[group], param.grad
-        key = group, index
+        state, key = self.optimizer_states[group], (group, index)
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
+            gradient = param.grad
         self.gradients.came(key)
         if gradient is None or self.gradients.is_current(key, gradient):
             return
         if self.gradients.is_set(key, gradient):
             return
-        param.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            param.grad = None
         check_no_graph(state.group.layout.params[index].name, gradient)
         self.gradients.take(state, index, gradient)
 
@@ -271,7 +273,8 @@ class Runtime:
             )
         self.rank_work.note_gradient()
         group = state.group
-        gradient = spread_as(group.params[index], gradient)
+        if type(gradient) is not torch.Tensor:
+            gradient = spread_as(group.params[index], gradient)
         if self._sums is not None and self._comes_in_parts(group):
             self._sums.add(group, index, gradient)
         else:

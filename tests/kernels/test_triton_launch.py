@@ -3,12 +3,18 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from offload.kernels import triton_launch
 from offload.kernels.triton_launch import check, missing
+from offload.tiers import accelerator
 from tests.kernels import triton_device
 from tests.kernels.triton_device import DEVICE, launches
 
@@ -102,3 +108,92 @@ def test_scalars_and_lengths_compile_nothing_new(monkeypatch: pytest.MonkeyPatch
         made.on_device()
     case(RULES["lion"], 1024).on_device()
     assert len(compiled) <= 1, compiled  # Lion's, if no other test has needed it
+
+
+class _Call:
+    """A kernel of Triton, and what it has compiled: both note with what they are called."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, backend: str) -> None:
+        self.anew: list[tuple[Any, ...]] = []
+        self.again: list[tuple[Any, ...]] = []
+        self.metadata = SimpleNamespace(target=SimpleNamespace(backend=backend))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*args: Any, num_warps: int, enable_fp_fusion: bool) -> Any:
+            assert not enable_fp_fusion
+            self.anew.append((grid, *args, num_warps))
+            return self
+
+        return call
+
+    def run(self, *args: Any) -> None:
+        self.again.append(args)
+
+
+@dataclass
+class _Pointer:
+    address: int
+    dtype: torch.dtype = torch.float32
+    index: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def launched(kernel: Any, *tensors: Any, number: int = 5, num_warps: int = 1, **more: Any) -> None:
+    triton_launch.launch(kernel, 3, tensors, (number,), **more, num_warps=num_warps)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = SimpleNamespace(
+        on=lambda device: nullcontext(),
+        current_stream=lambda device: SimpleNamespace(cuda_stream=99),
+    )
+    monkeypatch.setitem(accelerator.KINDS, "cuda", kind)
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(triton_launch, "_is_interpreted", lambda kernel: False)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_compiled_kernel_is_used_again_for_other_addresses_and_numbers() -> None:
+    kernel = _Call("cuda")
+    first, second = _Pointer(32), _Pointer(48)
+    launched(kernel, first, second, FLAG=7)
+    launched(kernel, second, first, number=6, FLAG=7)
+    assert kernel.anew == [((3,), first, second, 5, 7, 1)]
+    assert kernel.again == [(3, 1, 1, 99, "function", "metadata", None, None, None, 48, 32, 6, 7)]
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_what_triton_compiles_anew_for_is_left_to_it() -> None:
+    kernel = _Call("cuda")
+    calls: list[tuple[list[Any], dict[str, Any]]] = [
+        ([_Pointer(32)], {}),
+        ([_Pointer(36)], {}),  # an address that is not a multiple of 16
+        ([_Pointer(32, torch.float64)], {}),
+        ([_Pointer(32, index=1)], {}),
+        ([_Pointer(32)], {"num_warps": 4}),
+        ([_Pointer(32)], {"FLAG": 8}),
+        ([_Pointer(32), _Pointer(36)], {}),
+        ([_Pointer(36), _Pointer(32)], {}),
+    ]
+    for tensors, options in calls:
+        launched(kernel, *tensors, **{"FLAG": 7, **options})
+    assert (len(kernel.anew), kernel.again) == (len(calls), [])
+    launched(_Call("cuda"), _Pointer(32), FLAG=7)
+    assert kernel.again == []
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_another_backend_always_chooses_by_itself() -> None:
+    kernel = _Call("hip")
+    for _ in range(2):
+        launched(kernel, _Pointer(32))
+    assert (len(kernel.anew), kernel.again) == (2, [])

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import offload
 import offload.homes
 from offload.errors import BudgetError
-from offload.swap import activations, device_home
+from offload.swap import activations, device_home, outbox
 from offload.swap.fences import Fences, OpenReads
-from offload.swap.streams import CopyStream
+from offload.swap.streams import CopyMark, CopyStream
 from offload.tiers.tier import Tier
 from offload.tiers.units import parse_bytes
 from tests.kernels import triton_device
@@ -142,6 +142,7 @@ def without_the_model(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         CopyStream, "copy", lambda self, to, of, after=(): real(self, to, of, after)
     )  # fmt: skip
+    patch.setattr(outbox, "mark_of", lambda stream, device: CopyMark())
 
 
 @pytest.mark.parametrize("forget", [without_fences, without_readers, without_the_model])

@@ -172,8 +172,8 @@ def lagging(world: World, tier: Tensor, patch: pytest.MonkeyPatch) -> Iterator[L
 
 
 def _queued(world: World, launch: Callable[..., None]) -> Callable[..., None]:
-    def put(kernel: Any, like: Tensor, programs: int, *args: Any, **options: Any) -> None:
-        like, args = tree_map_only(Tensor, addressed, (like, args))
-        world.current().put(lambda: launch(kernel, like, programs, *args, **options))
+    def put(kernel: Any, programs: int, tensors: Any, *args: Any, **options: Any) -> None:
+        tensors = tree_map_only(Tensor, addressed, tensors)
+        world.current().put(lambda: launch(kernel, programs, tensors, *args, **options))
 
     return put

@@ -22,7 +22,7 @@ from offload.swap.device_home import DeviceRecordState
 from offload.swap.device_state import Links
 from offload.swap.fences import Fences, OpenReads
 from offload.swap.file_state import FileState
-from offload.swap.outbox import Outbox
+from offload.swap.outbox import Outbox, runs_of
 from offload.swap.slot_pool import SlotPool
 from offload.swap.streams import CopyStream, WorkStream, mark_here
 from offload.swap.swap_file import SwapFile
@@ -343,6 +343,22 @@ def buffers_of_an_outbox_go_round(bench: CheckedBench, folder: Path) -> None:
         filled = outbox.take(PAGE_NBYTES)
         bench.write(filled)
         outbox.send(bench.page(), filled)
+
+
+@program
+def a_pack_is_filled_on_two_streams(bench: CheckedBench, folder: Path) -> None:
+    outbox = Outbox([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
+    runs, whole = runs_of([range(100), range(100, 300)], PAGE_NBYTES), bench.page()
+    streams = [bench.work(), bench.work()]
+    for _ in range(3):
+        for index, (run, stream) in enumerate(zip(runs, streams, strict=True)):
+            assert run is not None
+            with stream.entered():
+                pack = outbox.pack(run, index, whole)
+                bench.write(pack.room(index))
+                outbox.filled(pack, index)
+        assert pack.mark is not None
+        pack.mark.wait()  # the next pack has another buffer, and the same destination
 
 
 # ------------------------------------------------------------------ homes in files

@@ -62,9 +62,10 @@ def plan_device(
     stepped = Tier.DEVICE in _tiers(StateClass.OPTIMIZER, placements)
     staging = _staging_nbytes(placements, groups, sizes) if stepped else 0
     largest = max(numels, default=0)
+    together = max((group.layout.shard_trainable for group in groups), default=0)
     return DevicePlan(
         outbox_buffers=_OUTBOX_BUFFERS if leave else 0,
-        outbox_nbytes=_outbox_nbytes(largest, budget_nbytes) if leave else 0,
+        outbox_nbytes=_outbox_nbytes(largest, together, budget_nbytes) if leave else 0,
         staging_buffers=_STAGING_BUFFERS if staging else 0,
         staging_nbytes=staging,
         partials_numel=sum(map(norm_blocks, numels)),
@@ -81,12 +82,16 @@ def _check_kernels(placements: Mapping[StateClass, Placement], hardware: Hardwar
             )
 
 
-def _outbox_nbytes(largest: int, budget_nbytes: int) -> int:
-    """Of one buffer: any gradient, or as many whole blocks of the norm as it is good to hold."""
+def _outbox_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
+    """Of one buffer: any gradient, or as many whole blocks of the norm as it is good to hold. All
+    gradients of any group, which are `together` so many elements, if their share is enough: those
+    in a buffer leave as one copy."""
     shared = int(budget_nbytes * _OUTBOX_SHARE) // _OUTBOX_BUFFERS
     block = NORM_BLOCK * 4
     whole = min(_MOST_OUTBOX_NBYTES, max(block, shared // block * block))
-    return min(whole, pages(largest * 4))
+    least = min(whole, pages(largest * 4))
+    group = pages(together * 4)
+    return max(least, group) if group <= min(_MOST_OUTBOX_NBYTES, shared) else least
 
 
 def _staging_nbytes(
