@@ -89,11 +89,13 @@ class Keeper(Protocol):
         ...
 
 
+# A tensor kept as it is, and its version. Autograd leaves it to hooks to check that it was not
+# changed since: a detached one shares the version counter of its original, also without values.
+_Kept = tuple[torch.Tensor, int]
+
+
 class SavedTensor:
-    """A tensor kept as it is, or parked. Autograd leaves it to hooks to check that it was not
-    changed since: a detached tensor shares the version counter of its original, also without
-    values.
-    """
+    """A tensor kept as it is, or parked. It must not be changed."""
 
     __slots__ = ("_detached", "_parked", "_shape", "_version")
 
@@ -108,8 +110,12 @@ class SavedTensor:
 
     def tensor(self) -> torch.Tensor:
         if self._detached._version != self._version:
-            _refuse(self._detached, self._version, f"a tensor of shape {tuple(self._shape)}")
+            _refuse(self._detached, self._version, _described(self._shape))
         return self._detached if self._parked is None else self._parked.tensor()
+
+
+def _described(shape: torch.Size) -> str:
+    return f"a tensor of shape {tuple(shape)}"
 
 
 def _refuse(counter: torch.Tensor, saved: int, what: str) -> NoReturn:
@@ -187,7 +193,13 @@ class HandleTable:
         if kind is _Outer:
             outer: torch.Tensor = packed.unpack(packed.packed)
             return outer
-        tensor: torch.Tensor = packed.tensor()
+        if kind is SavedTensor:
+            parked: torch.Tensor = packed.tensor()
+            return parked
+        kept: _Kept = packed
+        tensor, version = kept
+        if tensor._version != version:
+            _refuse(tensor, version, _described(tensor.shape))
         return tensor
 
     @interrupted_in_waits
@@ -213,7 +225,9 @@ class HandleTable:
 def _pass_on(tensor: torch.Tensor, outer: Hooks | None, keeper: Keeper | None = None) -> Any:
     if outer is not None:
         return _Outer(outer[1], outer[0](tensor))
-    return SavedTensor(tensor, None if keeper is None else keeper.keep(tensor))
+    parked = None if keeper is None else keeper.keep(tensor)
+    # not the tensor itself: an output keeps the node that would keep it
+    return (tensor.detach(), tensor._version) if parked is None else SavedTensor(tensor, parked)
 
 
 def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
