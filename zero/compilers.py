@@ -34,11 +34,16 @@ def uncompiled(function: Function) -> Function:
                 return function(*args, **kwargs)
             compiler.decorators.skip(call)  # or it is compiled for every object that has it
             disabled = compiler.disable(function)
-        elif _compiler_of_frames() is None:  # nothing to switch off, which would take longer
+        elif not is_active():  # nothing to switch off, which would take longer
             return function(*args, **kwargs)
         return disabled(*args, **kwargs)
 
     return break_graph(call)  # type: ignore[return-value]
+
+
+def is_active() -> bool:
+    """Whether what this thread runs may be compiled."""
+    return _compiler_of_frames() is not None
 
 
 def break_graph(function: Function) -> Function:

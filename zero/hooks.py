@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero import compilers
 from offload.zero.compilers import break_graph, uncompiled
 from offload.zero.discovery import Unit
 from offload.zero.dtype_errors import explain_dtypes
@@ -112,10 +113,11 @@ class UnitHooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._return(module)
 
-        self._removable.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
-        self._removable.append(module.register_forward_hook(_Hook(after), always_call=True))
+        hooks = _Hook(before), _Hook(after)
+        self._removable.append(module.register_forward_pre_hook(hooks[0], prepend=True))
+        self._removable.append(module.register_forward_hook(hooks[1], always_call=True))
         name = self._names[id(module)]
-        self._removable.append(_Guard(module, name, self._calls, self._end, needs_no_hooks))
+        self._removable.append(_Guard(module, name, self._calls, self._end, hooks, needs_no_hooks))
 
     @interrupted_in_waits
     def _begin(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
@@ -265,15 +267,16 @@ class _Guard:
 
     def __init__(
         self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None],
-        needs_no_hooks: Callable[[], bool] | None,
+        hooks: tuple[_Hook, _Hook], needs_no_hooks: Callable[[], bool] | None,
     ) -> None:  # fmt: skip
-        """`end` gets the number of `calls` that were under way before this one. Where
-        `needs_no_hooks` is true torch's calls of our hooks, which take longer than a small layer,
-        are left out."""
+        """`end` gets the number of `calls` that were under way before this one. `hooks` are those
+        before and after the module's forward, with nothing to do where `needs_no_hooks` is true.
+        """
         self._module = module
         self._name = name
         self._calls = calls
         self._end = end
+        self._before, self._after = hooks
         self._needs_no_hooks = needs_no_hooks
         self._installed = module._compiled_call_impl
         self._call: Callable[..., Any] = self._installed or module._call_impl
@@ -283,9 +286,11 @@ class _Guard:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = len(self._calls)
         try:
-            if self._needs_no_hooks is not None and self._needs_no_hooks() and self._is_bare():
+            if not self._is_bare():
+                return self._call(*args, **kwargs)
+            if self._needs_no_hooks is not None and self._needs_no_hooks():
                 return self._module.forward(*args, **kwargs)
-            return self._call(*args, **kwargs)
+            return self._between_hooks(args, kwargs)
         except BaseException as error:
             leave_checkpoints(error)
             if isinstance(error, (RuntimeError, ValueError)):
@@ -299,6 +304,18 @@ class _Guard:
                 self._end(outer)
                 raise
 
+    def _between_hooks(self, args: Any, kwargs: Any) -> Any:
+        """As torch does it, which takes longer than a small layer."""
+        result = None
+        try:
+            self._before(self._module, args)
+            result = self._module.forward(*args, **kwargs)
+        except Exception:
+            self._after(self._module, args, result)
+            raise
+        self._after(self._module, args, result)
+        return result
+
     def _is_bare(self) -> bool:
         """Whether a call is its forward between our two hooks, without hooks of others, a compiler
         or a tracer."""
@@ -310,6 +327,7 @@ class _Guard:
             or module._backward_pre_hooks
             or any(_GLOBAL_HOOKS)
             or torch._C._get_tracing_state()
+            or compilers.is_active()
         )
 
     def remove(self) -> None:
