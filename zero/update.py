@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -330,10 +330,11 @@ def merge(pieces: Sequence[Segment]) -> list[Segment]:
         last = merged[-1] if merged else None
         if (
             last is not None
-            and replace(last, start=piece.start, stop=piece.stop) == piece
-            and (last.stop == piece.start)
+            and last.stop == piece.start
+            and last.step == piece.step
+            and (last.scalars is piece.scalars or last.scalars == piece.scalars)
         ):
-            merged[-1] = replace(last, stop=piece.stop)
+            merged[-1] = Segment(last.start, piece.stop, last.scalars, last.step)
         else:
             merged.append(piece)
     return merged
