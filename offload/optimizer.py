@@ -120,9 +120,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         hypers: dict[int, Hyper] = {}
         for group in self.param_groups:
-            hyper = self._hyper(group)
-            for param in group["params"]:
-                hypers[id(param)] = hyper
+            hypers.update(dict.fromkeys(map(id, group["params"]), self._hyper(group)))
         return lambda param: hypers.get(id(param))
 
     @uncompiled
@@ -144,12 +142,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; a pending update keeps the gradients that it still has to read."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if set_to_none:
+        params = self._managed()
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would ask us
+            gradients = [] if set_to_none else [param.grad for param in params]
+            if set_to_none:
+                for param in params:
                     param.grad = None
-                elif param.grad is not None:
-                    param.grad.zero_()
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.zero_()
         self._runtime.drop_cleared_gradients()
 
     def state_dict(self) -> dict[str, Any]:

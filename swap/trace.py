@@ -93,6 +93,10 @@ class Trace:
             self._follow(group)
         return True
 
+    def repeats(self, group: int, *, backward: bool) -> bool:
+        """Whether `use` would count nothing: the group was used last, in this pass."""
+        return self._last == group and (self._in_backward or not backward)
+
     def _follow(self, group: int) -> None:
         position = self._expected.next_position(group, self._cursor)
         self._on_trace = position is not None

@@ -18,8 +18,9 @@ import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -46,20 +47,27 @@ class _ModuleState:
     attributes: dict[str, Any]
     buffers: dict[str, torch.Tensor | None]
     exchangeable: list[str]  # attributes that may be tensors or containers
+    count: int  # of all that its `vars` have
 
     @classmethod
     def of(cls, module: nn.Module, path: str) -> _ModuleState:
         """The state that a module has now."""
         attributes = {k: v for k, v in vars(module).items() if k not in _NOT_STATE}
         exchangeable = [k for k, v in attributes.items() if type(v) not in _FIXED]
-        return cls(module, path, attributes, dict(module._buffers), exchangeable)
+        return cls(
+            module, path, attributes, dict(module._buffers), exchangeable, len(vars(module))
+        )  # fmt: skip
 
     def exchanged(self, new: Callable[[Any], Any]) -> _ModuleState:
+        if not self.exchangeable and not self.buffers:
+            return self
         attributes = self.attributes | {k: new(self.attributes[k]) for k in self.exchangeable}
         buffers = {name: new(value) for name, value in self.buffers.items()}
-        return _ModuleState(self.module, self.path, attributes, buffers, self.exchangeable)
+        return replace(self, attributes=attributes, buffers=buffers)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self.exchangeable and not self.buffers:
+            return
         attributes = ((name, self.attributes[name]) for name in self.exchangeable)
         for name, value in (*self.buffers.items(), *attributes):
             if isinstance(value, torch.Tensor):
@@ -68,11 +76,14 @@ class _ModuleState:
     def put(self) -> None:
         """Give the module this state, and remove everything else."""
         own = vars(self.module)
-        for name in own.keys() - self.attributes.keys() - _NOT_STATE:
-            del own[name]
-        own.update(self.attributes)
-        self.module._buffers.clear()
-        self.module._buffers.update(self.buffers)
+        now = map(own.get, self.attributes, repeat(self))
+        if len(own) != self.count or not all(map(is_, now, self.attributes.values())):
+            for name in own.keys() - self.attributes.keys() - _NOT_STATE:
+                del own[name]
+            own.update(self.attributes)
+        if self.buffers or self.module._buffers:
+            self.module._buffers.clear()
+            self.module._buffers.update(self.buffers)
 
 
 @dataclass(slots=True)

@@ -11,8 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch._C._dynamo import eval_frame as _eval_frame
+
 _NEEDED = {"disable", "decorators"}
 
+# With what this thread compiles frames, if it does. Where PyTorch does not say, it might.
+_compiler_of_frames: Callable[[], Any] = getattr(_eval_frame, "get_eval_frame_callback", object)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -30,9 +34,16 @@ def uncompiled(function: Function) -> Function:
                 return function(*args, **kwargs)
             compiler.decorators.skip(call)  # or it is compiled for every object that has it
             disabled = compiler.disable(function)
+        elif not is_active():  # nothing to switch off, which would take longer
+            return function(*args, **kwargs)
         return disabled(*args, **kwargs)
 
     return break_graph(call)  # type: ignore[return-value]
+
+
+def is_active() -> bool:
+    """Whether what this thread runs may be compiled."""
+    return _compiler_of_frames() is not None
 
 
 def break_graph(function: Function) -> Function:

@@ -16,17 +16,19 @@ writes to its parameters have to reach the masters.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import xxhash
+from torch._prims_common import make_contiguous_strides_for
 
 from offload.swap.state import State
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.layout import Layout
-from offload.zero.local_tensors import hold, local_of
+from offload.zero.layout import Layout, ParamSpec
+from offload.zero.local_tensors import hold, is_dtensor, local_of
 
 NO_COPIES = (
     "a model that trains through an engine has its parameters in the engine's tiers. Use "
@@ -44,6 +46,24 @@ def _uses(tensor: torch.Tensor) -> int:
     """How many tensors there are over this one's memory (and storages of Python's)."""
     memory = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(memory._cdata))
+
+
+def _hold_plain(param: torch.Tensor, values: torch.Tensor) -> None:
+    """`hold`, for what is known to be no DTensor."""
+    param.data = values
+
+
+def _outside_inference(function: Callable[[ParamGroup], None]) -> Callable[[ParamGroup], None]:
+    """An evaluation in inference mode must not turn parameters into inference tensors."""
+
+    @functools.wraps(function)
+    def call(group: ParamGroup) -> None:
+        if not torch.is_inference_mode_enabled():  # the context costs more than most of the rest
+            return function(group)
+        with torch.inference_mode(False):
+            return function(group)
+
+    return call
 
 
 class RankCopies:
@@ -83,6 +103,19 @@ class Classes:
     gathered: type
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A parameter in the flat buffer: its sizes, strides and offset in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, spec: ParamSpec) -> _Place:
+        return cls(spec.shape, make_contiguous_strides_for(spec.shape), spec.offset)
+
+
 class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
@@ -109,13 +142,16 @@ class ParamGroup:
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
         self._classes = [classes_of(type(param)) for param in self.params]
+        self._any_dtensor = any(is_dtensor(param) for param in self.params)
+        self._places = [_Place.of(spec) for spec in layout.params]
         self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
         self._held_for: set[int] = set()  # users of a pass that is repeated without data
         self.on_hold: Callable[[ParamGroup, object, bool], None] | None = None  # True: entered
         self._written = [param._version for param in self.params]  # counters of known writes
         nan = float("nan") if dtype.is_floating_point else 0
-        self._placeholder = torch.full((), nan, dtype=dtype, device=device)
+        element = torch.full((), nan, dtype=dtype, device=device)
+        self._placeholders = [element.expand(spec.shape) for spec in layout.params]
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
         """The parameters with their original classes."""
@@ -137,25 +173,26 @@ class ParamGroup:
         self.wait_for_update()
         return self.state.tensor().view(self.dtype)
 
-    @torch.inference_mode(False)  # an evaluation must not turn parameters into inference tensors
     def gather(self) -> None:
         """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
         if self.residing is GroupState.GATHERED and not self.copies.is_outdated:
             if self.state.in_place:
                 self.wait_for_update()
             return
-        flat = self.flat()
+        self._gather()
+
+    @_outside_inference
+    def _gather(self) -> None:
+        flat, stays, held = self.flat(), self._stays, self._hold
+        start = flat.storage_offset()
         with torch._C.DisableTorchFunctionSubclass():
-            for param, spec, classes in zip(
-                self.params, self.layout.params, self._classes, strict=True
-            ):
-                hold(param, flat[spec.offset : spec.stop].view(spec.shape))
-                param.__class__ = classes.own if self._stays else classes.gathered
+            for param, place, classes in zip(self.params, self._places, self._classes, strict=True):
+                held(param, flat.as_strided(place.shape, place.stride, start + place.offset))
+                param.__class__ = classes.own if stays else classes.gathered
             self._addresses = self._find_addresses()
             self._uses = _uses(flat)
         self.residing = GroupState.GATHERED
 
-    @torch.inference_mode(False)
     def release(self) -> None:
         """Stop using the buffer (unless the home is used in place): it may be evicted now."""
         if self.residing is GroupState.RELEASED or self._stays:
@@ -166,14 +203,20 @@ class ParamGroup:
     def _stays(self) -> bool:
         return self.state.in_place and not self.has_masters
 
+    @property
+    def _hold(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        return hold if self._any_dtensor else _hold_plain
+
+    @_outside_inference
     def _put_placeholders(self) -> None:
         self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
+        held = self._hold
         with torch._C.DisableTorchFunctionSubclass():
-            for param, spec, classes in zip(
-                self.params, self.layout.params, self._classes, strict=True
+            for param, placeholder, classes in zip(
+                self.params, self._placeholders, self._classes, strict=True
             ):
                 param.__class__ = classes.released  # first: the placeholder must not be read
-                hold(param, self._placeholder.expand(spec.shape))
+                held(param, placeholder)
 
     def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
         """Give a parameter the class of released parameters again, unless it was gathered
@@ -216,7 +259,6 @@ class ParamGroup:
         elif self.state.in_place:
             self.withhold()
 
-    @torch.inference_mode(False)
     def withhold(self) -> None:
         """Let no parameter refer to the buffer, until gathered again or (at the end) for good."""
         self._put_placeholders()
@@ -296,6 +338,8 @@ class ParamGroup:
             )
 
     def _find_addresses(self) -> list[int]:
+        if not self._any_dtensor:
+            return [param.data_ptr() for param in self.params]
         return [local_of(param).data_ptr() for param in self.params]
 
     def note_versions(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Handle:
-    """A view of a group's flat buffer: sizes, strides and offset in elements of `dtype`."""
+    """A view of a group's flat buffer: sizes, strides and offset in elements of `dtype`. Never
+    changed; one that is frozen takes five times as long to make."""
 
     group: ParamGroup
     version: int
@@ -51,7 +52,7 @@ class Handle:
     spec: DTensorSpec | None = None  # of the DTensor whose local tensor it is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Outer:
     """The result of the outer hooks for a tensor."""
 
@@ -88,11 +89,13 @@ class Keeper(Protocol):
         ...
 
 
+# A tensor kept as it is, and its version. Autograd leaves it to hooks to check that it was not
+# changed since: a detached one shares the version counter of its original, also without values.
+_Kept = tuple[torch.Tensor, int]
+
+
 class SavedTensor:
-    """A tensor kept as it is, or parked. Autograd leaves it to hooks to check that it was not
-    changed since: a detached tensor shares the version counter of its original, also without
-    values.
-    """
+    """A tensor kept as it is, or parked. It must not be changed."""
 
     __slots__ = ("_detached", "_parked", "_shape", "_version")
 
@@ -100,24 +103,27 @@ class SavedTensor:
         # not the tensor itself: an output keeps the node that would keep it
         self._detached = tensor.detach()
         self._version = tensor._version
-        self._shape = tuple(tensor.shape)
+        self._shape = tensor.shape
         self._parked = parked
         if parked is not None:
             forget_values(self._detached)
 
     def tensor(self) -> torch.Tensor:
-        what = f"a tensor of shape {self._shape}"
-        _check_version(self._detached, self._version, what)
+        if self._detached._version != self._version:
+            _refuse(self._detached, self._version, _described(self._shape))
         return self._detached if self._parked is None else self._parked.tensor()
 
 
-def _check_version(counter: torch.Tensor, saved: int, what: str) -> None:
-    if counter._version != saved:
-        raise ModifiedError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {what} is at version {counter._version}, expected version {saved}; make "
-            "the change before the forward or after the backward, or compute with a copy"
-        )
+def _described(shape: torch.Size) -> str:
+    return f"a tensor of shape {tuple(shape)}"
+
+
+def _refuse(counter: torch.Tensor, saved: int, what: str) -> NoReturn:
+    raise ModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {what} is at version {counter._version}, expected version {saved}; make "
+        "the change before the forward or after the backward, or compute with a copy"
+    )
 
 
 class HandleTable:
@@ -138,8 +144,8 @@ class HandleTable:
 
     def group_of(self, tensor: torch.Tensor) -> ParamGroup | None:
         """The group whose buffer `tensor`, or a DTensor's local part, is a view of."""
-        memory = memory_of(tensor)
-        if memory is None or memory.layout is not torch.strided or memory.device.type == "meta":
+        memory = tensor if type(tensor) is torch.Tensor else memory_of(tensor)
+        if memory is None or memory.layout is not torch.strided or memory.is_meta:
             return None
         return self._buffers.get(memory.untyped_storage().data_ptr())
 
@@ -172,7 +178,8 @@ class HandleTable:
         outer = active_hooks()
 
         def pack(tensor: torch.Tensor) -> Any:
-            if isinstance(tensor, torch.nn.Parameter) and self.group_of(tensor) is not None:
+            # in this order: most tensors are no views of a buffer, and the other question is dear
+            if self.group_of(tensor) is not None and isinstance(tensor, torch.nn.Parameter):
                 tensor = tensor.detach()
             return _pass_on(tensor, outer)
 
@@ -180,17 +187,26 @@ class HandleTable:
 
     @uncompiled
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Handle):
+        kind = type(packed)
+        if kind is Handle:
             return self._view(packed)
-        if isinstance(packed, _Outer):
-            return packed.unpack(packed.packed)
-        tensor: torch.Tensor = packed.tensor()
+        if kind is _Outer:
+            outer: torch.Tensor = packed.unpack(packed.packed)
+            return outer
+        if kind is SavedTensor:
+            parked: torch.Tensor = packed.tensor()
+            return parked
+        kept: _Kept = packed
+        tensor, version = kept
+        if tensor._version != version:
+            _refuse(tensor, version, _described(tensor.shape))
         return tensor
 
     @interrupted_in_waits
     def _view(self, handle: Handle) -> torch.Tensor:
         group = handle.group
-        _check_version(handle.counter, handle.counted, _name_of(handle))
+        if handle.counter._version != handle.counted:
+            _refuse(handle.counter, handle.counted, _name_of(handle))
         trainable = group.dtype is not handle.dtype or handle.offset < group.layout.numel_trainable
         if group.version != handle.version and trainable:
             raise StateError(
@@ -199,7 +215,9 @@ class HandleTable:
                 "(or set optimizer.in_backward: false, if that is on)"
             )
         self._use(group)
-        flat = group.flat().view(handle.dtype)
+        flat = group.flat()
+        if group.dtype is not handle.dtype:
+            flat = flat.view(handle.dtype)
         view = flat.as_strided(handle.shape, handle.stride, handle.offset)
         return view if handle.spec is None else rebuilt(view, handle.spec)
 
@@ -207,11 +225,14 @@ class HandleTable:
 def _pass_on(tensor: torch.Tensor, outer: Hooks | None, keeper: Keeper | None = None) -> Any:
     if outer is not None:
         return _Outer(outer[1], outer[0](tensor))
-    return SavedTensor(tensor, None if keeper is None else keeper.keep(tensor))
+    parked = None if keeper is None else keeper.keep(tensor)
+    # not the tensor itself: an output keeps the node that would keep it
+    return (tensor.detach(), tensor._version) if parked is None else SavedTensor(tensor, parked)
 
 
 def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
-    view = local_of(tensor)
+    spec = tensor._spec if is_dtensor(tensor) else None
+    view = tensor if spec is None else local_of(tensor)
     counter = tensor.detach()
     forget_values(counter)
     return Handle(
@@ -223,7 +244,7 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
         int(view.storage_offset()),
         counter,
         tensor._version,
-        tensor._spec if is_dtensor(tensor) else None,
+        spec,
     )
 
 

@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
+from torch.nn.modules import module as _of_all
 from torch.utils.hooks import RemovableHandle
 
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero import compilers
 from offload.zero.compilers import break_graph, uncompiled
 from offload.zero.discovery import Unit
 from offload.zero.dtype_errors import explain_dtypes
@@ -31,6 +34,11 @@ from offload.zero.handles import HandleTable
 from offload.zero.one_thread import OneThread
 from offload.zero.session import Session, in_backward, leave_checkpoints
 from offload.zero.transforms import refuse_transforms
+
+_GLOBAL_HOOKS = (
+    _of_all._global_forward_pre_hooks, _of_all._global_forward_hooks,
+    _of_all._global_backward_pre_hooks, _of_all._global_backward_hooks,
+)  # fmt: skip
 
 
 class UnitHooks:
@@ -88,18 +96,28 @@ class UnitHooks:
         groups = [self._groups[index] for index in unit.groups]
 
         def before(module: nn.Module, args: Any) -> None:
-            if in_backward() and not all(group.is_entered for group in groups):
+            if not needs_no_hooks():
                 self._begin(module, groups)
 
-        self._register(inner, before)
+        def needs_no_hooks() -> bool:
+            return not in_backward() or all(group.is_entered for group in groups)
 
-    def _register(self, module: nn.Module, before: Callable[[nn.Module, Any], None]) -> None:
+        self._register(inner, before, needs_no_hooks)
+
+    def _register(
+        self, module: nn.Module, before: Callable[[nn.Module, Any], None],
+        needs_no_hooks: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
+        """`needs_no_hooks`: whether the hooks have nothing to do in the call that begins."""
+
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._return(module)
 
-        self._removable.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
-        self._removable.append(module.register_forward_hook(_Hook(after), always_call=True))
-        self._removable.append(_Guard(module, self._names[id(module)], self._calls, self._end))
+        hooks = _Hook(before), _Hook(after)
+        self._removable.append(module.register_forward_pre_hook(hooks[0], prepend=True))
+        self._removable.append(module.register_forward_hook(hooks[1], always_call=True))
+        name = self._names[id(module)]
+        self._removable.append(_Guard(module, name, self._calls, self._end, hooks, needs_no_hooks))
 
     @interrupted_in_waits
     def _begin(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
@@ -248,13 +266,18 @@ class _Guard:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None]
-    ) -> None:
-        """`end` gets the number of `calls` that were under way before this one."""
+        self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None],
+        hooks: tuple[_Hook, _Hook], needs_no_hooks: Callable[[], bool] | None,
+    ) -> None:  # fmt: skip
+        """`end` gets the number of `calls` that were under way before this one. `hooks` are those
+        before and after the module's forward, with nothing to do where `needs_no_hooks` is true.
+        """
         self._module = module
         self._name = name
         self._calls = calls
         self._end = end
+        self._before, self._after = hooks
+        self._needs_no_hooks = needs_no_hooks
         self._installed = module._compiled_call_impl
         self._call: Callable[..., Any] = self._installed or module._call_impl
         module._compiled_call_impl = self
@@ -263,7 +286,11 @@ class _Guard:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = len(self._calls)
         try:
-            return self._call(*args, **kwargs)
+            if not self._is_bare():
+                return self._call(*args, **kwargs)
+            if self._needs_no_hooks is not None and self._needs_no_hooks():
+                return self._module.forward(*args, **kwargs)
+            return self._between_hooks(args, kwargs)
         except BaseException as error:
             leave_checkpoints(error)
             if isinstance(error, (RuntimeError, ValueError)):
@@ -276,6 +303,32 @@ class _Guard:
             except KeyboardInterrupt:  # it may have come just before that had begun
                 self._end(outer)
                 raise
+
+    def _between_hooks(self, args: Any, kwargs: Any) -> Any:
+        """As torch does it, which takes longer than a small layer."""
+        result = None
+        try:
+            self._before(self._module, args)
+            result = self._module.forward(*args, **kwargs)
+        except Exception:
+            self._after(self._module, args, result)
+            raise
+        self._after(self._module, args, result)
+        return result
+
+    def _is_bare(self) -> bool:
+        """Whether a call is its forward between our two hooks, without hooks of others, a compiler
+        or a tracer."""
+        module = self._module
+        return self._installed is None and not (
+            len(module._forward_pre_hooks) > 1
+            or len(module._forward_hooks) > 1
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or any(_GLOBAL_HOOKS)
+            or torch._C._get_tracing_state()
+            or compilers.is_active()
+        )
 
     def remove(self) -> None:
         if self._module._compiled_call_impl is self:

@@ -10,12 +10,16 @@ parts of one parameter own different parameters. Plain tensors pass unchanged, w
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -67,11 +71,21 @@ def hold(param: torch.Tensor, values: torch.Tensor) -> None:
 
 def forget_values(tensor: torch.Tensor) -> None:
     """Let `tensor` hold no memory; it keeps sharing its version counter."""
+    if type(tensor) is torch.Tensor:
+        tensor.data = _empty(tensor.dtype, tensor.device)
+        return
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     if is_dtensor(tensor):
         tensor._local_tensor = empty
     else:
         tensor.data = empty
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One for all that forget: what they share has no bytes."""
+    with torch.inference_mode(False), _disable_current_modes():
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def rebuilt(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from threading import get_ident
 
 from offload.tiers.errors import StateError
 from offload.zero.session import in_backward
@@ -33,20 +34,23 @@ class OneThread:
         self._process = _process
 
     def __enter__(self) -> None:
-        self.check_process()
-        this = threading.get_ident()
         with self._lock:
-            other = self._inside
+            self.check()
             if not self._depth:
-                self._inside = this
-            elif other != this and not (_is_autograds(this) or _is_autograds(other)):
-                raise StateError(
-                    f"thread {_name(this)} uses a model or its optimizer while thread "
-                    f"{_name(other)} is in a call of the same one: an engine follows the calls of "
-                    "one thread; let threads take turns (a threading.Lock around "
-                    "forward, backward and step), or give each a model and engine of its own"
-                )
+                self._inside = get_ident()
             self._depth += 1
+
+    def check(self) -> None:
+        """StateError where entering would raise it."""
+        self.check_process()
+        this, other = get_ident(), self._inside
+        if self._depth and other != this and not (_is_autograds(this) or _is_autograds(other)):
+            raise StateError(
+                f"thread {_name(this)} uses a model or its optimizer while thread "
+                f"{_name(other)} is in a call of the same one: an engine follows the calls of "
+                "one thread; let threads take turns (a threading.Lock around "
+                "forward, backward and step), or give each a model and engine of its own"
+            )
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -66,7 +70,7 @@ class OneThread:
 def _is_autograds(thread: int) -> bool:
     known = threading._active.get(thread)  # type: ignore[attr-defined]
     python = known is not None and not isinstance(known, threading._DummyThread)
-    return not python and (thread != threading.get_ident() or in_backward())
+    return not python and (thread != get_ident() or in_backward())
 
 
 def _name(thread: int) -> str:

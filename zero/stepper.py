@@ -44,6 +44,11 @@ from offload.zero.update import UpdateQueue, merge
 _log = logging.getLogger("offload")
 
 
+# By the hyperparameters' id (hashing them takes longer than the rest), the number of a parameter's
+# update and its grad_scale.
+_ScalarsOf = dict[tuple[int, int, float], tuple[Hyper, Scalars]]
+
+
 @dataclass(frozen=True, slots=True)
 class StepRules:
     """Settings for a step's gradients: clipping, skipping, scaling, early updates."""
@@ -356,7 +361,7 @@ class Stepper:
     def _submit(
         self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float
     ) -> None:
-        scalars: dict[tuple[Hyper, int, float], Scalars] = {}
+        scalars: _ScalarsOf = {}
         updates = [self._group_update(s, hyper_of, grad_scale, scalars) for s in states]
         with self._lock:
             self._read_by_update.update(state.group.index for state in states)
@@ -367,23 +372,23 @@ class Stepper:
                 update.state.gradients.landed.then(partial(_end, update))
 
     def _group_update(
-        self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float,
-        scalars: dict[tuple[Hyper, int, float], Scalars],
-    ) -> GroupUpdate:  # fmt: skip
-        group = state.group
+        self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float, scalars: _ScalarsOf
+    ) -> GroupUpdate:
+        group, gradients = state.group, state.gradients
         segments = []
-        for index, passes in enumerate(state.gradients.passes):
-            hyper = hyper_of(group.params[index])
-            if not passes or hyper is None:  # without a gradient, or in no param group
-                continue
-            state.steps[index] += 1
-            scale = grad_scale * state.gradients.factor(index)
-            key = (hyper, int(state.steps[index]), scale)
+        hypers = [hyper_of(param) for param in group.params]
+        having = [i for i in np.flatnonzero(gradients.passes).tolist() if hypers[i] is not None]
+        state.steps[having] += 1
+        for index, step in zip(having, state.steps[having].tolist(), strict=True):
+            hyper, part = hypers[index], state.parts.get(index)
+            assert hyper is not None, "in a param group"
+            scale = grad_scale * gradients.factor(index)
+            key = (id(hyper), step, scale)
             if key not in scalars:
-                scalars[key] = hyper.scalars(key[1], scale)
-            if index in state.parts:
-                spec = state.parts[index].spec
-                segments.append(Segment(spec.offset, spec.stop, scalars[key], key[1]))
+                scalars[key] = hyper, hyper.scalars(step, scale)
+            if part is not None:
+                spec = part.spec
+                segments.append(Segment(spec.offset, spec.stop, scalars[key][1], step))
         group.invalidate()
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))

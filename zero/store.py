@@ -35,6 +35,7 @@ from offload.zero.released import ReleasedParameters, Values
 from offload.zero.session import in_backward
 from offload.zero.sharding import Part
 
+_REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
 
 
@@ -76,6 +77,7 @@ class WeightStore:
         self.ranks.watch(self.groups, self.trace)
         self._handles = HandleTable(self.use, keeper)
         self._values: Values | None = None
+        self._repeats = 0  # uses of the group used last, beside the first one
         self.hooks: UnitHooks | None = None  # once started
 
     # ---------------------------------------------------------------- building
@@ -149,12 +151,26 @@ class WeightStore:
     def use(self, group: ParamGroup) -> None:
         """`group` is needed now: note it, begin to bring it, gather it where it is shared, and
         fetch what comes next."""
+        backward = in_backward()
+        if self._is_repeated(group, backward=backward):
+            self.one_thread.check()
+            return
         with self.one_thread:
             self.check_usable()
-            backward = in_backward()
             self.fetcher.need(group, backward=backward)
             self.ranks.use(group, backward=backward)
             self.fetcher.fetch_ahead()
+
+    def _is_repeated(self, group: ParamGroup, *, backward: bool) -> bool:
+        """Whether the group was used last and nothing is to be done for it anew: backward asks once
+        per saved view. Its state brings it again, should it have had to leave. What comes next is
+        looked for now and then: it may have found no room, or be half-way here."""
+        if self.unusable is not None or not self.trace.repeats(group.index, backward=backward):
+            self._repeats = 0
+            return False
+        self._repeats += 1
+        alone = isinstance(self.ranks, OneRankWeights)  # else ranks count their uses
+        return alone and self._repeats % _REPEATS != 0
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
         """A module that is being called chose what it needs next, in this order (a router its

@@ -13,8 +13,10 @@ _HARMLESS = "Vmap"  # nothing is differentiated
 
 def refuse_transforms() -> None:
     """UnsupportedError if a call under way is differentiated by anything but autograd's graph."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    names = [str(each.key()).rpartition(".")[2] for each in stack]
+    stack = torch._C._functorch.get_interpreter_stack()
+    if not stack and forward_ad._current_level < 0:
+        return
+    names = [str(each.key()).rpartition(".")[2] for each in stack or ()]
     found = next((name for name in names if name != _HARMLESS), None)
     if found is None and forward_ad._current_level < 0:
         return

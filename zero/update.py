@@ -18,8 +18,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from operator import attrgetter
 
 import torch
 
@@ -327,21 +325,16 @@ class UpdateQueue:
 
 def merge(pieces: Sequence[Segment]) -> list[Segment]:
     """Neighbouring segments with equal numbers as one (fewer, longer kernel calls)."""
-    ordered = sorted(pieces, key=attrgetter("start"))
     merged: list[Segment] = []
-    first: Segment | None = None  # of those that become one
-    for piece, following in zip_longest(ordered, ordered[1:]):
-        first = piece if first is None else first
-        if following is None or not _continues(following, piece):
-            whole = Segment(first.start, piece.stop, piece.scalars, piece.step)
-            merged.append(piece if first is piece else whole)
-            first = None
+    for piece in sorted(pieces, key=lambda segment: segment.start):
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.stop == piece.start
+            and last.step == piece.step
+            and (last.scalars is piece.scalars or last.scalars == piece.scalars)
+        ):
+            merged[-1] = Segment(last.start, piece.stop, last.scalars, last.step)
+        else:
+            merged.append(piece)
     return merged
-
-
-def _continues(following: Segment, piece: Segment) -> bool:
-    return (
-        following.start == piece.stop
-        and following.step == piece.step
-        and (following.scalars is piece.scalars or following.scalars == piece.scalars)
-    )

@@ -238,19 +238,15 @@ def test_an_interrupt_amid_a_release_leaves_no_placeholder_for_a_value(
     with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as engine:
         before = states_of(engine)
         for group in engine.runtime.groups:
-            placeholder = group._placeholder
+            placeholder = group._placeholders[0]
 
             class Interrupting:
-                calls = 0
-
-                def expand(self, shape: Any, placeholder: Any = placeholder) -> Any:
-                    self.calls += 1
-                    if self.calls == 2:
-                        raise KeyboardInterrupt
-                    return placeholder.expand(shape)
+                def __iter__(self, placeholder: Any = placeholder) -> Any:
+                    yield placeholder
+                    raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(group, "_placeholder", Interrupting())
+                patch.setattr(group, "_placeholders", Interrupting())
                 if len(group.params) > 1:
                     with pytest.raises(KeyboardInterrupt), engine.gathered(*group.params):
                         pass

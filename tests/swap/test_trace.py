@@ -58,6 +58,21 @@ def test_what_is_ahead_is_the_next_uses_each_once_with_its_distance(seed: int):
         assert trace.ahead(count) == [(group, trace.next_use(group)) for group in coming]
 
 
+def test_a_repeat_is_told_beforehand_if_its_use_would_count_nothing():
+    trace = learnt(0, 1)
+    assert not trace.repeats(1, backward=False)  # a new cycle
+    trace.begin_forward()
+    trace.use(0)
+    trace.use(1)
+    assert trace.repeats(1, backward=False)
+    assert not trace.repeats(0, backward=False)
+    assert not trace.repeats(1, backward=True)  # the first use of a backward pass begins it
+    trace.use(1, backward=True)
+    assert trace.repeats(1, backward=True)
+    trace.end_cycle()
+    assert not trace.repeats(1, backward=True)
+
+
 def test_a_deviation_moves_to_the_nearest_later_match():
     trace = learnt(0, 1, 2, 3, 4)
     trace.use(0)

@@ -254,3 +254,33 @@ def test_removed_hooks_leave_the_modules_as_they_were(hooked: Hooked) -> None:
     hooked.used.clear()
     hooked.model(X)
     assert hooked.used == []
+
+
+def test_our_hooks_on_an_inner_module_are_left_out_of_a_forward_unless_others_have_hooks(
+    hooked: Hooked,
+) -> None:
+    """torch's calls of hooks take longer than a small layer; others' are called by torch alone."""
+    hooked.hooks.follow_recomputation()
+    inner = hooked.model.blocks[0].inner
+    called: list[str] = []
+
+    def note(whose: str) -> Callable[..., None]:
+        return lambda module, *_: called.append(whose) if module is inner else None
+
+    for number in inner._forward_pre_hooks:
+        inner._forward_pre_hooks[number] = note("ours")
+    hooked.model(X)
+    assert called == []
+    for register in (
+        inner.register_forward_pre_hook, inner.register_forward_hook,
+        inner.register_full_backward_pre_hook, inner.register_full_backward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ):  # fmt: skip
+        handle = register(note("theirs"))
+        hooked.model(X.clone().requires_grad_()).sum().backward()
+        handle.remove()
+        assert sorted(called) == ["ours", "theirs"], register
+        called.clear()

@@ -174,6 +174,33 @@ def test_the_second_pass_is_fetched_ahead(make_homes: Callable[..., Homes]) -> N
     store.close()
 
 
+def test_views_unpacked_of_one_group_ask_for_it_once_and_now_and_then_for_what_comes_next(
+    make_homes: Callable[..., Homes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes = make_homes(64 << 20, in_files=True)
+    store = stored(seeded(lambda: TinyLM(4)), homes)
+    needed, ahead = [], []
+    need = store.fetcher.need
+    monkeypatch.setattr(
+        store.fetcher, "need", lambda group, **_: (needed.append(group.index), need(group))
+    )
+    monkeypatch.setattr(store.fetcher, "fetch_ahead", lambda: ahead.append(None))
+    first, second = store.groups[:2]
+    for _ in range(9):
+        store.use(first)
+    assert needed == [first.index] * 3, "the first and every fourth of those after it"
+    for _ in range(2):
+        store.use(second)
+    assert needed[3:] == [second.index]
+    assert len(ahead) == len(needed)
+    store.trace.end_cycle()
+    store.use(second)
+    assert needed[4:] == [second.index], "in another cycle it is a use"
+    store.close()
+    with pytest.raises(StateError, match="engine is closed"):
+        store.use(second)
+
+
 def test_weights_are_not_written_back(make_homes: Callable[..., Homes]) -> None:
     model = seeded(lambda: TinyLM(4))
     homes = make_homes(2 * largest(model), in_files=True)

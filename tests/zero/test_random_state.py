@@ -1,0 +1,83 @@
+"""Generators draw the same numbers again, and afterwards go on as if they had not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.zero import random_state
+from offload.zero.random_state import RandomState
+
+GLOBAL = {"python": random._inst, "numpy": np.random.mtrand._rand}
+_NORMAL = {random.Random: "gauss", np.random.RandomState: "normal"}
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "uniform": lambda generator: generator.uniform(0.0, 1.0),
+    "one of two normal": lambda generator: getattr(generator, _NORMAL[type(generator)])(0.0, 1.0),
+}
+
+
+@pytest.fixture(params=GLOBAL)
+def generator(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A global one, from a known state; what other tests draw stays what it was."""
+    found = GLOBAL[request.param]
+    before = random_state._state(found)
+    found.seed(7)
+    yield found
+    RandomState([found])._put([before], [None])
+
+
+@pytest.mark.parametrize("rounds", range(4))
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_numbers_are_drawn_again_and_then_go_on(
+    generator: Any, draw: Callable[[Any], Any], rounds: int
+) -> None:
+    """Normal numbers come in pairs: after an odd number of them a state has the second one."""
+    for _ in range(rounds):
+        draw(generator)
+    start = RandomState([generator])
+    assert not start.moved()
+    expected = [draw(generator) for _ in range(3)]
+    assert start.moved()
+    after = RandomState([generator])
+    for _ in range(2):
+        with start.again():
+            assert [draw(generator) for _ in range(3)] == expected
+        assert not after.moved()
+    with start.again():
+        for _ in range(5):
+            draw(generator)
+    continued = [draw(generator) for _ in range(3)]
+    generator.seed(7)
+    drawn = [draw(generator) for _ in range(rounds + 6)]
+    assert drawn[rounds:] == [*expected, *continued]
+
+
+def test_a_second_normal_number_is_seen_though_its_draw_changes_no_word(generator: Any) -> None:
+    DRAWS["one of two normal"](generator)
+    start = RandomState([generator])
+    DRAWS["one of two normal"](generator)
+    assert start.moved()
+
+
+def test_another_bit_generator_of_numpy_is_asked_in_full() -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        start = RandomState([GLOBAL["numpy"]])
+        expected = np.random.random(3).tolist()
+        assert start.moved()
+        with start.again():
+            assert np.random.random(3).tolist() == expected
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_words_are_found_where_this_python_and_numpy_keep_them() -> None:
+    random.random()
+    np.random.random()
+    assert type(random_state._state(GLOBAL["python"])[0]) is bytes
+    assert type(random_state._state(GLOBAL["numpy"])) is bytes
