@@ -16,12 +16,14 @@ import heapq
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from offload.swap.activation_record import SavedPiece
 from offload.swap.activation_window import ActivationWindow, Slot
-from offload.swap.block_store import BlockStore, StoredBlock
+from offload.swap.block_store import BlockStore
 from offload.swap.io_backend import Priority
 from offload.swap.streams import CopyMark
 from offload.swap.transfer import Failure, Transfer
@@ -53,7 +55,7 @@ class Backlog:
         self._clean: list[
             tuple[int, int, SavedPiece]
         ] = []  # a heap, by number; checked when popped
-        self._moving: dict[SavedPiece, Transfer[None]] = {}
+        self._moving: dict[SavedPiece, Transfer[Any]] = {}
         self._lent: list[tuple[Slot, CopyMark]] = []  # of dead pieces: still viewed, or a copy
         self.disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
         self._failure: Failure | None = None  # a write that failed
@@ -162,23 +164,18 @@ class Backlog:
         try:
             write = self.store.write(
                 slot.pages(), owner=OWNER, state_class=StateClass.ACTIVATIONS,
-                priority=Priority.BACKGROUND,
+                priority=Priority.BACKGROUND, committed=partial(setattr, piece, "block"),
             )  # fmt: skip
         except (TierFullError, NoSpaceError) as error:  # the piece stays where it is, whole
             self.disk_full = error
             return False
         self.stored_nbytes += slot.nbytes
         self._take_off_list(piece)
-        departure = write.map(lambda block: self._stored(piece, block), what=write.what)
-        piece.departure = self._moving[piece] = departure
-        departure.then(lambda ended: self._departed(piece, ended))
+        piece.departure = self._moving[piece] = write
+        write.then(lambda ended: self._departed(piece, ended))
         return True
 
-    def _stored(self, piece: SavedPiece, block: StoredBlock) -> None:
-        with self.lock:
-            piece.block = block
-
-    def _departed(self, piece: SavedPiece, ended: Transfer[None]) -> None:
+    def _departed(self, piece: SavedPiece, ended: Transfer[Any]) -> None:
         """In the thread that wrote it."""
         with self.lock:
             piece.departure = None

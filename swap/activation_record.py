@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -42,7 +43,7 @@ class SavedPiece:
     slot: Slot | None = None
     copied: CopyMark = field(default_factory=CopyMark)  # the last copy into or out of the slot
     block: StoredBlock | None = None
-    departure: Transfer[None] | None = None
+    departure: Transfer[Any] | None = None
     arrival: Transfer[None] | None = None
     read_for_next_use: bool = False  # its bytes were read for the slot's next use
     dead: bool = False

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -22,7 +22,7 @@ import xxhash
 from offload.swap.io_backend import IOBackend, IOStatistics, Priority
 from offload.swap.shield import uninterrupted
 from offload.swap.swap_file import SwapFile
-from offload.swap.transfer import Transfer, UnobservedErrors
+from offload.swap.transfer import Transfer
 from offload.tiers.errors import ChecksumError, NoSpaceError, StateError
 from offload.tiers.extent import Extent
 from offload.tiers.units import format_bytes, round_up
@@ -91,7 +91,9 @@ class _Write:
     source: memoryview
     owner: str
     replaces: StoredBlock | None
-    checksum: int | None = field(default=None)
+    committed: Callable[[StoredBlock], object] | None
+    checksum: int | None = None
+    is_stored: bool = False
 
     def compute_checksum(self) -> None:
         self.checksum = checksum_of(self.source)
@@ -118,13 +120,13 @@ class BlockStore:
         self._lock = threading.RLock() if lock is None else lock
         self._freed = threading.Condition(self._lock)  # told of every extent that comes back
         self._frees = self._writes = 0  # extents freed so far, writes in flight
+        self._waiting = 0  # threads in `await_room`
         self._growth_nbytes = growth_nbytes
         self._memory_alignment = max(file.memory_alignment for file in files)
         self._length_alignment = max(file.offset_alignment for file in files)
         self._records: dict[int, _LiveBlock] = {}  # by version
         self._versions = itertools.count(1)
         self._checksum_failures = 0
-        self._unobserved = UnobservedErrors()
 
     # ---- the verbs
 
@@ -132,8 +134,10 @@ class BlockStore:
     def write(
         self, source: memoryview, *, owner: str, state_class: Any,
         replaces: StoredBlock | None = None, priority: Priority = Priority.NORMAL,
+        committed: Callable[[StoredBlock], object] | None = None,
     ) -> Transfer[StoredBlock]:  # fmt: skip
         """Store `source` in a new extent; the value is the block to read it back with.
+        `committed` is told of it as soon as it is stored, with the store's lock held.
 
         `source` must not change until then. `replaces` stays readable until the write has
         succeeded and is freed then; if it fails it stays valid and the new extent is freed.
@@ -151,18 +155,19 @@ class BlockStore:
                 self._stop_replacing(replaces)
                 raise
             self._writes += 1
-        write = _Write(extent, source, owner, replaces)
+        write = _Write(extent, source, owner, replaces, committed)
         file = self.files[extent.path_index]
         try:
             moved = self.backend.submit_write(
                 file.fd, source, extent.offset_bytes, path=file.path, priority=priority,
                 before=write.compute_checksum if self._checksum else None,
+                after=lambda: self._commit(write),
             )  # fmt: skip
         except BaseException:
             self._roll_back(write)
             raise
-        moved.then(lambda ended: None if ended.failure is None else self._roll_back(write))
-        return self._unobserved.watch(moved.map(lambda _: self._commit(write)))
+        moved.then(lambda _: None if write.is_stored else self._roll_back(write))
+        return moved
 
     @uninterrupted
     def read(
@@ -220,14 +225,17 @@ class BlockStore:
             while self._frees == frees:
                 if not self._writes and not any(r.doomed for r in self._records.values()):
                     return False
-                self._freed.wait()
+                self._waiting += 1
+                try:
+                    self._freed.wait()
+                finally:
+                    self._waiting -= 1
             return True
 
     @uninterrupted
     def drain(self, timeout_s: float | None = None) -> None:
         """Block until nothing is in flight, then raise the first error that was not waited for."""
         self.backend.drain(timeout_s)
-        self._unobserved.raise_first()
 
     @uninterrupted
     def statistics(self) -> StoreStatistics:
@@ -254,7 +262,6 @@ class BlockStore:
         finally:
             for file in self.files:
                 file.close()
-        self._unobserved.raise_first()
 
     def __enter__(self) -> Self:
         return self
@@ -295,10 +302,13 @@ class BlockStore:
                 next(self._versions),
             )  # fmt: skip
             self._records[block.version] = _LiveBlock(block)
+            write.is_stored = True
             self._writes -= 1
-            self._freed.notify_all()
+            self._wake()
             if write.replaces is not None:
                 self._doom(self._records[write.replaces.version])
+            if write.committed is not None:
+                write.committed(block)
             return block
 
     def _roll_back(self, write: _Write) -> None:
@@ -340,7 +350,12 @@ class BlockStore:
     def _free_extent(self, extent: Extent) -> None:
         self._tier.free(extent)
         self._frees += 1
-        self._freed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let those in `await_room` look again."""
+        if self._waiting:
+            self._freed.notify_all()
 
     # ---- checks
 

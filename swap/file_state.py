@@ -12,6 +12,7 @@ The states are not stored but follow from what is in flight, so they cannot disa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ class FileState(SlotState):
         self._store = store
         self._blocks: list[StoredBlock | None] = [None] * self.pieces
         self._arrivals: dict[int, Transfer[None]] = {}
-        self._departures: dict[int, Transfer[None]] = {}
+        self._departures: dict[int, Transfer[Any]] = {}
         self._dirty: set[int] = set()
         self._filling = False  # between `blank` and `wrote`: neither dropped nor sent home
         self._being_sent = False  # some thread is in `leave`
@@ -101,14 +102,13 @@ class FileState(SlotState):
                 return Residency.ARRIVING
             return Residency.CLEAN
 
-    @interrupted_in_waits
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         self._raise_failure()
-        with self._lock:
-            if self._slot is not None:
-                return True
+        if self._slot is not None:  # without the lock: no less true than just after it
+            return True
         return self._take_slot(next_use, fill=priority)
 
+    @interrupted_in_waits
     def _take_slot(self, next_use: float | None, fill: Priority | None) -> bool:
         """Lease a slot and, with `fill`, start reading into it. False where there is no room."""
         if fill is not None and None in self._blocks:
@@ -153,13 +153,13 @@ class FileState(SlotState):
     def tensor(self) -> torch.Tensor:
         while True:
             self.bring(next_use=None, priority=Priority.URGENT)
-            for arrival in list(self._arrivals.values()):
-                arrival.wait()
             with self._lock:
-                slot = self._slot
-                if slot is not None and all(a.done() for a in self._arrivals.values()):
+                slot, arrivals = self._slot, list(self._arrivals.values())
+                if slot is not None and all(a.done() and a.failure is None for a in arrivals):
+                    self._arrivals.clear()
                     return slot.tensor[: self.nbytes]
-            # it was dropped between its arrival and this view of it: bring it again
+            _wait_all(arrivals)
+            # it may be dropped between its arrival and a view of it: bring it again
 
     @uninterrupted
     def blank(self) -> torch.Tensor:
@@ -282,14 +282,13 @@ class FileState(SlotState):
         Where the tier is full of versions that other writes are replacing, waits for those,
         without the lock.
         """
-        write = self._write(piece, pages)
-        arrived = write.map(lambda block: self._commit(piece, block), what=write.what)
+        arrived = self._write(piece, pages)
         if not arrived.done():  # `_commit` needs the lock held here, unless it ran in this thread
             self._departures[piece] = arrived
         arrived.then(self._note_failure)
         return arrived
 
-    def _write(self, piece: int, pages: memoryview) -> Transfer[StoredBlock]:
+    def _write(self, piece: int, pages: memoryview) -> Transfer[Any]:
         before = self._blocks[piece]
         if before is not None and self._class is StateClass.GRADIENTS:
             self._blocks[piece] = None  # an old sum is never gone back to
@@ -299,15 +298,16 @@ class FileState(SlotState):
                 return self._store.write(
                     pages, owner=self.name, state_class=self._class, replaces=self._blocks[piece],
                     priority=Priority.BACKGROUND,
+                    committed=lambda block: self._commit(piece, block),
                 )  # fmt: skip
             except TierFullError:
                 if not self._store.await_room():
                     raise
 
     def _commit(self, piece: int, block: StoredBlock) -> None:
-        with self._lock:
-            self._blocks[piece] = block
-            self._departures.pop(piece, None)
+        """The write is complete (lock held)."""
+        self._blocks[piece] = block
+        self._departures.pop(piece, None)
 
     def _note_failure(self, arrived: Transfer[None]) -> None:
         if arrived.failure is not None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from offload.swap.io_request import IOPiece, IORequest, Operation, Priority
 from offload.swap.shield import uninterrupted
@@ -97,11 +97,12 @@ class IOBackend(ABC):
     def submit_write(
         self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
         priority: Priority = Priority.NORMAL, before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-    ) -> Transfer[None]:  # fmt: skip
+        after: Callable[[], Any] | None = None,
+    ) -> Transfer[Any]:  # fmt: skip
         """Write `buffer` to `offset_bytes` on. Returns at once; see `submit_read`.
 
-        `buffer` must not change until the transfer is done (`before` may change it).
+        `buffer` must not change until the transfer is done (`before` may change it). The value is
+        what `after` returns.
         """
         return self._submit(
             Operation.WRITE, fd, buffer, offset_bytes, path, priority, before, after
@@ -189,27 +190,35 @@ class IOBackend(ABC):
             piece.ended = True
             self._statistics.continued_transfers += piece.continued
             request.pieces_left -= 1
-            if request.pieces_left:
+            if request.pieces_left or request.finished:
                 return
-        self._finish(request)
+            request.finished = True
+        self._end(request)
 
     def _finish(self, request: IORequest) -> None:
-        """All pieces have ended: run `after`, complete the transfer, count the request off."""
+        """End a request whose pieces have ended, or were never begun."""
         with self._books:
             if request.finished:  # of a request that failed when it was queued already
                 return
             request.finished = True
+        self._end(request)
+
+    def _end(self, request: IORequest) -> None:
+        """Run `after`, complete the transfer, count the request off."""
+        value: Any = None
         try:
             if request.error is None and request.after is not None:
-                request.after()
+                value = request.after()
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(request, error)
+        transfer = request.transfer
         try:
-            transfer = self._unobserved.watch(request.transfer)
             if request.error is None:
-                transfer.complete(None)
+                transfer.complete(value)
             else:
                 transfer.fail(request.error)
+            if transfer.failure is not None:  # also of a callback
+                self._unobserved.keep(transfer.failure)
         finally:
             self._count_off(request)
 
@@ -233,13 +242,13 @@ class IOBackend(ABC):
     @uninterrupted
     def _submit(
         self, operation: Operation, fd: int, buffer: memoryview, offset_bytes: int, path: str,
-        priority: Priority, before: Callable[[], None] | None, after: Callable[[], None] | None,
-    ) -> Transfer[None]:  # fmt: skip
+        priority: Priority, before: Callable[[], None] | None, after: Callable[[], Any] | None,
+    ) -> Transfer[Any]:  # fmt: skip
         if not buffer.c_contiguous or buffer.nbytes == 0:
             raise ValueError(f"{operation.value} of {path}: the buffer is empty or not contiguous")
         if buffer.format != "B" or buffer.ndim != 1:
             buffer = buffer.cast("B")
-        transfer: Transfer[None] = Transfer("")
+        transfer: Transfer[Any] = Transfer("")
         request = IORequest(
             operation, fd, buffer, offset_bytes, path, priority, before, after,
             next(self._sequence), transfer,
@@ -262,9 +271,8 @@ class IOBackend(ABC):
             self._in_flight[kind] += 1
             statistics.in_flight_requests += 1
             statistics.in_flight_nbytes += nbytes
-            statistics.peak_in_flight_nbytes = max(
-                statistics.peak_in_flight_nbytes, statistics.in_flight_nbytes
-            )
+            if statistics.in_flight_nbytes > statistics.peak_in_flight_nbytes:
+                statistics.peak_in_flight_nbytes = statistics.in_flight_nbytes
 
     def _count_off(self, request: IORequest) -> None:
         with self._books:

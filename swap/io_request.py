@@ -10,6 +10,7 @@ import enum
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import NoSpaceError, StorageError
@@ -38,7 +39,7 @@ class Priority(enum.IntEnum):
     BACKGROUND = 2  # write-back
 
 
-class Operation(enum.Enum):
+class Operation(enum.StrEnum):
     READ = "read"
     WRITE = "write"
 
@@ -54,9 +55,9 @@ class IORequest:
     path: str
     priority: Priority
     before: Callable[[], None] | None
-    after: Callable[[], None] | None
+    after: Callable[[], Any] | None  # what it returns is the value of `transfer`
     sequence: int
-    transfer: Transfer[None]
+    transfer: Transfer[Any]
     error: BaseException | None = None  # the first one; the pieces not yet moved are skipped
     pieces_left: int = 1
     finished: bool = False

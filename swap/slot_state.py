@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import threading
 from collections.abc import Callable
 
 from offload.swap.slot_pool import SlotPool
@@ -21,12 +20,9 @@ class SlotState(State):
     ) -> None:  # fmt: skip
         super().__init__(name, nbytes, piece_nbytes, stride_nbytes)
         self._pool = pool
+        self._lock = pool.lock
         self._next_use = next_use
         self._slot: Lease | None = None
-
-    @property
-    def _lock(self) -> threading.RLock:
-        return self._pool.lock
 
     @property
     def held_nbytes(self) -> int:

@@ -52,12 +52,9 @@ class State(abc.ABC):
         self.nbytes = nbytes
         self.piece_nbytes = piece_nbytes
         self.stride_nbytes = stride_nbytes or max(1, nbytes)
+        self.pieces_per_stride = -(-self.stride_nbytes // piece_nbytes)
         strides, rest = divmod(nbytes, self.stride_nbytes)
         self.pieces = max(1, strides * self.pieces_per_stride + -(-rest // piece_nbytes))
-
-    @property
-    def pieces_per_stride(self) -> int:
-        return -(-self.stride_nbytes // self.piece_nbytes)
 
     def span(self, piece: int) -> slice:
         """The bytes of a piece within the buffer."""

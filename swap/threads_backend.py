@@ -108,6 +108,8 @@ class ThreadsBackend(IOBackend):
         request = whole.request
         if request.before is not None:
             request.before()
+        if whole.nbytes <= self.io_block_nbytes:
+            return whole
         first, *others = self._cut(request)
         if others:
             with self._lock:

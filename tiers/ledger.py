@@ -40,10 +40,12 @@ class TierAccount:
     def move(self, state_class: StateClass, nbytes: int) -> None:
         """Add `nbytes` (negative when freed)."""
         self.used_nbytes += nbytes
-        self.by_class[state_class] += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
-        peak = self.peak_by_class
-        peak[state_class] = max(peak[state_class], self.by_class[state_class])
+        of_class = self.by_class[state_class] + nbytes
+        self.by_class[state_class] = of_class
+        if self.used_nbytes > self.peak_nbytes:
+            self.peak_nbytes = self.used_nbytes
+        if of_class > self.peak_by_class[state_class]:
+            self.peak_by_class[state_class] = of_class
 
 
 class Auditable(Protocol):
