@@ -30,8 +30,13 @@ from offload.tiers.units import format_bytes, round_up
 GROWTH_NBYTES = 256 << 20  # files grow in steps: a reservation costs a journal entry
 
 
+_BRIEF_NBYTES = 512 << 10  # for so few, letting go of the GIL takes longer than the checksum
+
+
 def checksum_of(buffer: memoryview) -> int:
-    """XXH3-64, with the GIL released: before xxhash 4, only `update` did that."""
+    """XXH3-64, of many bytes with the GIL released: before xxhash 4, only `update` did that."""
+    if buffer.nbytes <= _BRIEF_NBYTES:
+        return xxhash.xxh3_64_intdigest(buffer)
     digest = xxhash.xxh3_64()
     digest.update(buffer)
     return digest.intdigest()

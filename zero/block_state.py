@@ -15,10 +15,11 @@ object of its own, a tensor in a list) are not covered.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
@@ -40,6 +41,30 @@ _FIXED = frozenset(
 )
 
 
+@functools.lru_cache(maxsize=4096)
+def _state_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Of what a module's `vars` are called, what is its state: the same in most calls."""
+    return tuple(name for name in names if name not in _NOT_STATE)
+
+
+def modules_of(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As `named_modules`, whose generators within generators take longer than all else here."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", block)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((path, module))
+        start = f"{path}." if path else ""
+        for name, child in reversed(module._modules.items()):
+            if child is not None:
+                waiting.append((start + name, child))
+    return found
+
+
 @dataclass(slots=True)
 class _ModuleState:
     module: nn.Module
@@ -52,22 +77,21 @@ class _ModuleState:
     @classmethod
     def of(cls, module: nn.Module, path: str) -> _ModuleState:
         """The state that a module has now."""
-        attributes = {k: v for k, v in vars(module).items() if k not in _NOT_STATE}
-        exchangeable = [k for k, v in attributes.items() if type(v) not in _FIXED]
-        return cls(
-            module, path, attributes, dict(module._buffers), exchangeable, len(vars(module))
-        )  # fmt: skip
+        own = vars(module)
+        attributes = {name: own[name] for name in _state_names(tuple(own))}
+        exchangeable = [
+            k for k, v in attributes.items() if type(v) not in _FIXED and _is_exchangeable(v)
+        ]
+        return cls(module, path, attributes, dict(module._buffers), exchangeable, len(own))
 
     def exchanged(self, new: Callable[[Any], Any]) -> _ModuleState:
-        if not self.exchangeable and not self.buffers:
-            return self
         attributes = self.attributes | {k: new(self.attributes[k]) for k in self.exchangeable}
         buffers = {name: new(value) for name, value in self.buffers.items()}
-        return replace(self, attributes=attributes, buffers=buffers)
+        return _ModuleState(
+            self.module, self.path, attributes, buffers, self.exchangeable, self.count
+        )  # fmt: skip
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if not self.exchangeable and not self.buffers:
-            return
         attributes = ((name, self.attributes[name]) for name in self.exchangeable)
         for name, value in (*self.buffers.items(), *attributes):
             if isinstance(value, torch.Tensor):
@@ -99,12 +123,13 @@ class BlockState:
     """Buffers and attributes of a block's modules as they are when this is made."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._modules = [_ModuleState.of(each, path) for path, each in block.named_modules()]
+        modules = modules_of(block)
+        self._modules = [_ModuleState.of(each, path) for path, each in modules]
         self._exchange(_without_graph)
         uncopied = [(name, t) for name, t in self._tensors() if not _is_copied(t)]
         self._watched = [
             _Watched(name, tensor, tensor._version)
-            for name, tensor in (*block.named_parameters(), *uncopied)
+            for name, tensor in (*_parameters_of(modules), *uncopied)
             if not tensor.is_inference()
         ]
         self._kept: dict[int, torch.Tensor] = {}  # copies, by the id of what they are copies of
@@ -136,22 +161,42 @@ class BlockState:
         copies = _copies(tensor for _, tensor in self._tensors())
         try:
             for each in self._modules:
-                each.exchanged(lambda value: _copied(value, copies)).put()
+                changing = each.exchangeable or each.buffers
+                state = each.exchanged(lambda value: _copied(value, copies)) if changing else each
+                state.put()
             yield
         finally:
             for each in now:
                 each.put()
 
     def _exchange(self, new: Callable[[Any], Any]) -> None:
-        self._modules = [each.exchanged(new) for each in self._modules]
+        self._modules = [
+            each.exchanged(new) if each.exchangeable or each.buffers else each
+            for each in self._modules
+        ]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, with one of its names."""
         seen: set[int] = set()
-        for name, tensor in chain.from_iterable(each.tensors() for each in self._modules):
+        some = [each.tensors() for each in self._modules if each.exchangeable or each.buffers]
+        for name, tensor in chain.from_iterable(some):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor
+
+
+def _parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
+    """As `named_parameters`: every parameter once, with its first name."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, module in modules:
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in found:
+                found[id(param)] = f"{path}.{name}" if path else name, param
+    return list(found.values())
+
+
+def _is_exchangeable(value: Any) -> bool:
+    return type(value) in _CONTAINERS or isinstance(value, torch.Tensor)
 
 
 def _without_graph(value: Any) -> Any:

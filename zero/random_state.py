@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from offload.tiers import accelerator
+from offload.zero.block_state import modules_of
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -37,7 +38,7 @@ def generators_of(module: nn.Module) -> list[Generator]:
     """Python's and NumPy's, and those that a block keeps for itself and that have a state."""
     found = [
         value
-        for each in module.modules()
+        for _, each in modules_of(module)
         for value in vars(each).values()
         if type(value) not in _OTHERS and _is_generator(type(value))  # type: ignore[arg-type]
     ]
