@@ -113,6 +113,12 @@ class BackendConformance:
         ).wait(TIMEOUT_S)
         assert seen == [True]
 
+    def test_the_value_of_a_write_is_what_after_returns(
+        self, backend: IOBackend, file: SwapFile, noise: Noise
+    ) -> None:
+        write = backend.submit_write(file.fd, noise(1 << 20), 0, path="p", after=lambda: "stored")
+        assert write.wait(TIMEOUT_S) == "stored"
+
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_an_error_in_before_or_after_is_raised_at_wait(
         self, backend: IOBackend, file: SwapFile, pages: Pages, when: str

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload.swap import block_store
-from offload.swap.block_store import StoredBlock
+from offload.swap.block_store import StoredBlock, checksum_of
 from offload.swap.io_backend import Priority
 from offload.swap.threads_backend import ThreadsBackend
 from offload.swap.transfer import all_of
@@ -95,6 +96,73 @@ def test_a_failed_write_leaves_the_old_block_valid_and_frees_the_new_extent(
     bench.store.read(old, received).wait(TIMEOUT_S)
     assert received == sent
     put(bench, noise(MIB), replaces=old)  # trying again is allowed
+
+
+def test_who_is_told_of_a_block_knows_it_before_the_write_is_over_and_has_the_lock(
+    make_bench: Any, tmp_path: Path, noise: Noise
+) -> None:
+    bench = make_bench(tmp_path)
+    told: list[tuple[StoredBlock, bool]] = []
+    write = bench.store.write(
+        noise(MIB), owner="layer.3", state_class=OPTIMIZER,
+        committed=lambda block: told.append((block, bench.lock._is_owned())),
+    )  # fmt: skip
+    ended: list[int] = []
+    write.then(lambda _: ended.append(len(told)))
+    assert [(write.wait(TIMEOUT_S), True)] == told
+    assert ended == [1]
+
+
+def test_a_block_whose_news_were_not_taken_stays_stored(
+    make_bench: Any, tmp_path: Path, noise: Noise
+) -> None:
+    bench = make_bench(tmp_path)
+
+    def refuse(block: StoredBlock) -> None:
+        raise StateError(f"not {block.owner}")
+
+    old = put(bench, noise(MIB))
+    write = bench.store.write(
+        noise(MIB), owner="layer.3", state_class=OPTIMIZER, replaces=old,
+        committed=refuse,
+    )  # fmt: skip
+    with pytest.raises(StateError, match=r"not layer\.3"):
+        write.wait(TIMEOUT_S)
+    assert bench.tier.account.used_nbytes == MIB  # the new one: the old one is gone
+    assert bench.store.statistics().live_blocks == 1
+
+
+def test_who_waits_for_room_goes_on_when_a_block_was_replaced(
+    make_bench: Any, tmp_path: Path, noise: Noise
+) -> None:
+    gate = threading.Event()
+
+    def held(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        gate.wait(TIMEOUT_S)
+        return os.pwritev(fd, buffers, offset)
+
+    bench = make_bench(tmp_path, backend=ThreadsBackend(pwritev=held))
+    first = bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER)
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(bench.store.await_room()))
+    gate.set()
+    old = first.wait(TIMEOUT_S)
+    gate.clear()
+    second = bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER, replaces=old)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(TIMEOUT_S)
+    assert found == [True]
+    second.wait(TIMEOUT_S)
+    assert not bench.store.await_room()  # nothing is on its way
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE_NBYTES, 512 << 10, (512 << 10) + 1, MIB])
+def test_a_checksum_is_the_same_with_and_without_the_gil(noise: Noise, nbytes: int) -> None:
+    buffer = noise(nbytes)
+    assert checksum_of(buffer) == xxhash.xxh3_64(buffer).intdigest()
 
 
 def test_a_corrupted_block_is_found_and_names_path_offset_bytes_and_owner(

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import ModifiedError, UnsupportedError
-from offload.zero.block_state import BlockState
+from offload.zero.block_state import BlockState, _parameters_of, modules_of
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
@@ -439,3 +439,20 @@ def test_large_buffers_that_stay_as_they_are_are_not_copied_until_backward(tmp_p
     (kept,) = [each for each in state._modules if each.module is block]
     assert kept.buffers["mask"] is block.mask
     assert kept.buffers["table"] is not block.table
+
+
+def test_modules_and_parameters_are_found_as_torch_names_them() -> None:
+    block: Any = nn.Module()
+    block.first = Plain()
+    block.nothing = None
+    block.register_module("none", None)
+    block.again = block.first  # shared, as is a module further down
+    block.list = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(block.first.out, nn.ReLU())])
+    block.weight = block.list[0].weight
+    found = modules_of(block)
+    assert [(path, id(module)) for path, module in found] == [
+        (path, id(module)) for path, module in block.named_modules()
+    ]
+    assert [(name, id(param)) for name, param in _parameters_of(found)] == [
+        (name, id(param)) for name, param in block.named_parameters()
+    ]
