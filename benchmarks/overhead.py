@@ -7,13 +7,17 @@ Blocks of a Llama so small that neither a GPU nor a disk has work worth the name
 is calls. Plain PyTorch and the placements live in one process and take their steps in turn. A
 block's milliseconds are those of the whole step, optimizer included, by the number of blocks; the
 overhead is what remains without plain PyTorch's in the same round. On a GPU a step ends when the
-device has done it.
+device has done it. Beside the wall's time there is the process's, of all its threads together: it
+says little of waiting, and is worth more where the machine has other work. On the null GPU
+(`tests/null_gpu`) the calls of CUDA per block are counted, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -42,6 +46,11 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         **_ALL_ON["nvme"], "activations": {"tier": "nvme", "checkpoint": True},
     },
 }  # fmt: skip
+_CALLS = (
+    "cuLaunchKernelEx", "cudaLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaEventRecord",
+    "cudaEventRecordWithFlags", "cudaEventQuery", "cudaEventSynchronize", "cudaStreamWaitEvent",
+    "cudaStreamSynchronize", "cudaDeviceSynchronize",
+)  # fmt: skip
 _BUDGET = {"device": "256MiB", "host": "512MiB", "nvme": "1GiB"}
 
 
@@ -64,8 +73,9 @@ class OnDevice(Plain):
         plain.Plain.__init__(self, config, torch.device(config.device))
 
 
-def steps_of(system: System, config: OffloadConfig, count: int) -> Callable[[], float]:
-    """Seconds per step of `count` steps, all of whose work is done."""
+def steps_of(system: System, config: OffloadConfig, count: int) -> Callable[[], dict[str, float]]:
+    """Seconds per step of `count` steps, all of whose work is done: the wall's and the process's,
+    and calls of CUDA, where they are counted."""
     device = torch.device(config.device)
     batch = batch_of(config, 0, device)
 
@@ -75,7 +85,24 @@ def steps_of(system: System, config: OffloadConfig, count: int) -> Callable[[], 
         system.settle()
         accelerator.synchronize(device)
 
-    return lambda: seconds_of(steps) / count
+    def measured() -> dict[str, float]:
+        calls, cpu = cuda_calls(), time.process_time()
+        found = {"seconds": seconds_of(steps), "cpu_s": time.process_time() - cpu}
+        if calls is not None:
+            found["cuda_calls"] = (cuda_calls() or 0) - calls
+        return {name: value / count for name, value in found.items()}
+
+    return measured
+
+
+def cuda_calls() -> int | None:
+    """How many calls of CUDA that give it work, wait for it or ask about it this process has made;
+    None where nobody counts."""
+    if not hasattr(ctypes.CDLL(None), "null_gpu_counts"):
+        return None
+    from tests.null_gpu.calls import counts
+
+    return sum(count for name, count in counts().items() if name in _CALLS)
 
 
 def timed(
@@ -93,8 +120,8 @@ def timed(
     return Timed(name, kind, partial(_per_block, run, options.blocks))
 
 
-def _per_block(run: Callable[[], float], blocks: int) -> dict[str, float]:
-    return {"seconds": run() / blocks}
+def _per_block(run: Callable[[], dict[str, float]], blocks: int) -> dict[str, float]:
+    return {name: value / blocks for name, value in run().items()}
 
 
 def run(options: argparse.Namespace) -> Record:
@@ -109,10 +136,9 @@ def run(options: argparse.Namespace) -> Record:
         measure(record, systems, options.rounds, lambda _: None)
     for row in record.rows[2:]:
         base = record.rows[1] if "recomputed" in row.name else record.rows[0]
-        row.measures["overhead_s"] = [
-            ours - plain
-            for ours, plain in zip(row.measures["seconds"], base.measures["seconds"], strict=True)
-        ]
+        for name, of in (("overhead_s", "seconds"), ("cpu_overhead_s", "cpu_s")):
+            pairs = zip(row.measures[of], base.measures[of], strict=True)
+            row.measures[name] = [ours - plain for ours, plain in pairs]
     return record
 
 
@@ -130,6 +156,9 @@ def main() -> None:
     columns = (
         Column("ms per block", number("seconds", 1e-3, 3)),
         Column("overhead, ms", number("overhead_s", 1e-3, 3)),
+        Column("CPU ms per block", number("cpu_s", 1e-3, 3)),
+        Column("overhead, CPU ms", number("cpu_overhead_s", 1e-3, 3)),
+        *([Column("CUDA calls per block", number("cuda_calls", 1, 1))] if cuda_calls() else []),
     )
     print_record(record, columns)
     if options.json is not None:

@@ -127,12 +127,8 @@ def _run(
             noise.weight_key if draw is Draw.WEIGHT else noise.key,
             noise.first & 0xFFFFFFFF,
         ),
-        ACTION=action,
-        FORMAT=int(kind),
-        SIGNED=signed,
-        UPPER=draw is not Draw.STATE_1,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        (action, int(kind), signed, draw is not Draw.STATE_1, _BLOCK),
+        _WARPS,
     )
 
 

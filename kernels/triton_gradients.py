@@ -11,12 +11,13 @@ holds the clip coefficient, too, and is known only when all partials are.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 
 from offload.kernels.gradient_loop import Action
 from offload.kernels.gradients import NORM_BLOCK, norm_blocks
-from offload.kernels.triton_launch import Kernel, check, float_of, launch, loaded, numel_of
+from offload.kernels.triton_launch import Kernel, check, fits, float_of, launch, loaded, numel_of
 
 __all__ = [
     "NORM_BLOCK",
@@ -35,7 +36,6 @@ def copy_gradient(dst: torch.Tensor, src: torch.Tensor, partials: torch.Tensor) 
 
     `dst` and `src` are (numel,) of float32, bfloat16 or float16, `partials` (blocks,) of float64.
     """
-    check("src", src, src.dtype, numel_of("dst", dst), dst)
     _run(Action.COPY, dst, src, src, partials)
 
 
@@ -48,16 +48,16 @@ def promote_add_gradient(
     dst: torch.Tensor, old: torch.Tensor, src: torch.Tensor, partials: torch.Tensor
 ) -> None:
     """dst = old + src in fp32: the second backward pass, when a 16-bit accumulator grows."""
-    numel = numel_of("dst", dst)
-    check("dst", dst, torch.float32, numel, dst)
-    check("old", old, old.dtype, numel, dst)
-    check("src", src, src.dtype, numel, dst)
     _run(Action.ADD, dst, old, src, partials)
 
 
 def sum_squares(src: torch.Tensor, partials: torch.Tensor) -> None:
     """Only the partials of `src`."""
     _run(Action.SUM, src, src, src, partials)
+
+
+# By action and dtypes, what the kernel is compiled for: all that was found to be right.
+_known: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
 
 def _run(
@@ -67,23 +67,42 @@ def _run(
     src: torch.Tensor,
     partials: torch.Tensor,
 ) -> None:
+    numel, where = dst.numel(), dst.device
+    blocks = norm_blocks(numel)
+    variant = (action, dst.dtype, old.dtype, src.dtype, partials.dtype)
+    constants = _known.get(variant)
+    if (
+        constants is None
+        or not fits(dst, numel, where)
+        or not fits(src, numel, where)
+        or not fits(partials, blocks, where)
+        or not (old is src or old is dst or fits(old, numel, where))
+    ):
+        constants = _known[variant] = _checked(action, dst, old, src, partials)
+    launch(_kernel(), blocks, (dst, old, src, partials), (numel,), constants, 1)
+
+
+def _checked(
+    action: Action,
+    dst: torch.Tensor,
+    old: torch.Tensor,
+    src: torch.Tensor,
+    partials: torch.Tensor,
+) -> tuple[int, ...]:
+    """What the kernel is compiled for. ValueError names the argument that does not fit."""
     name = "dst" if action is not Action.SUM else "src"
     numel = numel_of(name, dst)
-    check(name, dst, dst.dtype, numel, dst)
-    blocks = norm_blocks(numel)
-    check("partials", partials, torch.float64, blocks, dst)
+    check(name, dst, torch.float32 if action is Action.ADD else dst.dtype, numel, dst)
+    check("src", src, src.dtype, numel, dst)
+    check("old", old, old.dtype, numel, dst)
+    check("partials", partials, torch.float64, norm_blocks(numel), dst)
     src_float = float_of("src", src)
-    launch(
-        _kernel(),
-        blocks,
-        (dst, old, src, partials),
-        (numel,),
-        ACTION=int(action),
-        DST=int(float_of("dst", dst)),
-        OLD=int(float_of("old", old)),
-        SRC=int(src_float),
-        UNROLL=_UNROLL,
-        num_warps=1,
+    return (
+        int(action),
+        int(float_of("dst", dst)),
+        int(float_of("old", old)),
+        int(src_float),
+        _UNROLL,
     )
 
 

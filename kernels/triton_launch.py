@@ -62,7 +62,8 @@ def loaded(importer: Callable[[], Kernel]) -> Kernel:
 class _Compiled:
     """A kernel of Triton as it was compiled for one device."""
 
-    def __init__(self, found: Any) -> None:
+    def __init__(self, kernel: Kernel, found: Any) -> None:
+        self.kernel = kernel  # kept: it is found by its address
         self._run = found.run  # first: it loads the function
         self._function, self._metadata = found.function, found.packed_metadata
 
@@ -77,8 +78,8 @@ _compiled: dict[tuple[Any, ...], _Compiled] = {}
 
 
 def launch(
-    kernel: Kernel, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[Any], *,
-    num_warps: int, **constants: Any,
+    kernel: Kernel, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[Any],
+    constants: tuple[int, ...], num_warps: int,
 ) -> None:  # fmt: skip
     """Queue `programs` programs of `kernel` on the device that `tensors` are on.
 
@@ -88,40 +89,41 @@ def launch(
     if programs == 0:
         return
     device = tensors[0].device
-    options = (*constants.values(), num_warps)
-    if not accelerator.is_accelerator(device):
+    kind = accelerator.KINDS.get(device.type)
+    if kind is None:
         if not _is_interpreted(kernel):
             raise ValueError(
                 f"expected tensors on a CUDA device, got them on {device}; the kernels for host "
                 "memory are in kernels.optimizer"
             )
-        _launch_anew(kernel, programs, tensors, numbers, options)
+        _launch_anew(kernel, programs, tensors, numbers, constants, num_warps)
         return
-    kind = accelerator.of(device)
-    with kind.on(device):
-        # all that Triton compiles anew for
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        dtypes = [tensor.dtype for tensor in tensors]
-        aligned = [address % 16 == 0 for address in addresses]
-        variant = (kernel, device.index, *options, *dtypes, *aligned)
-        compiled = _compiled.get(variant)
-        if compiled is not None:
-            stream: Any = kind.current_stream(device)
-            compiled.start(programs, stream.cuda_stream, (*addresses, *numbers, *options[:-1]))
-            return
-        found = _launch_anew(kernel, programs, tensors, numbers, options)
-        # for AMD's GPUs it compiles anew for some more
-        if not _is_interpreted(kernel) and found.metadata.target.backend != "hip":
-            _compiled[variant] = _Compiled(found)
+    stream = kind.queue(device)
+    if stream is None:  # another device is this thread's current one
+        with kind.on(device):
+            launch(kernel, programs, tensors, numbers, constants, num_warps)
+        return
+    # all that Triton compiles anew for; hashing the kernel itself takes as long as a lookup
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    aligned = [address % 16 == 0 for address in addresses]
+    variant = (id(kernel), device.index, constants, num_warps, *dtypes, *aligned)
+    compiled = _compiled.get(variant)
+    if compiled is not None:
+        compiled.start(programs, stream, (*addresses, *numbers, *constants))
+        return
+    found = _launch_anew(kernel, programs, tensors, numbers, constants, num_warps)
+    # for AMD's GPUs it compiles anew for some more
+    if not _is_interpreted(kernel) and found.metadata.target.backend != "hip":
+        _compiled[variant] = _Compiled(kernel, found)
 
 
 def _launch_anew(
     kernel: Kernel, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[Any],
-    options: tuple[Any, ...],
+    constants: tuple[int, ...], num_warps: int,
 ) -> Kernel:  # fmt: skip
     """Triton looks for the compiled kernel, or makes it, and returns it."""
     pointers = [bits(tensor) for tensor in tensors]
-    *constants, num_warps = options
     # Fused operations are written out; the compiler must not make others of what is left.
     return kernel[(programs,)](
         *pointers, *numbers, *constants, num_warps=num_warps, enable_fp_fusion=False
@@ -156,6 +158,17 @@ def check(
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
     if tensor.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {tensor.device}")
+
+
+def fits(tensor: torch.Tensor, numel: int, where: torch.device) -> bool:
+    """Whether `check` has nothing to say of a tensor whose dtype is known, in a third of its
+    time."""
+    return (
+        tensor.dim() == 1
+        and tensor.numel() == numel
+        and tensor.device == where
+        and tensor.is_contiguous()
+    )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

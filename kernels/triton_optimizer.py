@@ -11,14 +11,15 @@ One pass reads and writes each array once. With states in fp32 or bf16 a program
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from offload.kernels.floats import Float
 from offload.kernels.int8 import BLOCK as CODE_BLOCK
 from offload.kernels.noise import Noise
-from offload.kernels.rules import Rule, Scalars, StateFormat, is_signed
-from offload.kernels.triton_launch import Kernel, check, float_of, launch, loaded, numel_of
+from offload.kernels.rules import Scalars, StateFormat, is_signed
+from offload.kernels.triton_launch import Kernel, check, fits, float_of, launch, loaded, numel_of
 from offload.kernels.variants import Master, master_of
 
 _BLOCK = 1024
@@ -33,23 +34,6 @@ _FORMATS = {
 }
 _CONSTANTS = 8  # of Adam; the other rules have fewer
 _NO_NOISE = Noise(0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """The options fixed at compile time, besides the state count and the gradient's format."""
-
-    rule: Rule
-    flag: bool  # of the scalars
-    weight: Float
-    master: Master
-    states: StateFormat
-
-    @property
-    def draws(self) -> bool:
-        """Whether something is rounded stochastically."""
-        rounded = self.master is Master.NONE and self.weight is Float.BF16
-        return rounded or self.states is not StateFormat.FP32
 
 
 def optimizer_step(
@@ -78,13 +62,20 @@ def optimizer_step(
     Returns once the work is queued on the current stream; `grad` is left as it was. ValueError,
     before anything is queued, names the argument that does not fit.
     """
-    numel = numel_of("weight", weight)
-    variant = _variant(weight, states, scalars, low, master)
-    grad_float = float_of("grad", grad)
-    check("grad", grad, grad.dtype, numel, weight)
-    check("weight", weight, weight.dtype, numel, weight)
-    extra = _check_master(weight, low, master, numel)
-    _check_states(weight, states, scales, scalars, variant.states, numel)
+    numel, where = weight.numel(), weight.device
+    extras = [each for each in (low, master) if each is not None]
+    blocks = -(-numel // CODE_BLOCK)
+    key = (
+        type(scalars), scalars.flag, weight.dtype, grad.dtype, low is None, master is None,
+        len(states), *[each.dtype for each in (*extras, *states, *scales)],
+    )  # fmt: skip
+    variant = _known.get(key)
+    if (
+        variant is None
+        or not all(fits(each, numel, where) for each in (grad, weight, *extras, *states))
+        or not all(fits(each, blocks, where) for each in scales)
+    ):
+        variant = _known[key] = _checked(grad, weight, states, scalars, scales, low, master)
     if noise is None and variant.draws:
         raise ValueError("noise: expected with stochastic rounding (16- or 8-bit), got None")
     noise = noise or _NO_NOISE
@@ -93,25 +84,64 @@ def optimizer_step(
     launch(
         _kernel(),
         -(-numel // _BLOCK),
-        (grad, weight, extra, *_padded(states, 3, unused), *_padded(scales, 2, unused)),
+        (
+            grad, weight, *(extras or (unused,)), *_padded(states, 3, unused),
+            *_padded(scales, 2, unused),
+        ),
         (
             numel,
             noise.key,
             noise.weight_key,
             noise.first & 0xFFFFFFFF,
             *constants,
-            *(0.0 for _ in range(_CONSTANTS - len(constants))),
+            *[0.0] * (_CONSTANTS - len(constants)),
         ),
-        RULE=int(variant.rule),
-        FLAG=variant.flag,
-        GRAD=int(grad_float),
-        WEIGHT=int(variant.weight),
-        MASTER=int(variant.master),
-        STATES=len(states),
-        SIGNED=bool(states) and is_signed(scalars.states[0]),
-        FORMAT=int(variant.states),
-        BLOCK=_BLOCK,
-        num_warps=_WARPS[variant.states],
+        variant.constants,
+        variant.num_warps,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The options fixed at compile time."""
+
+    constants: tuple[int, ...]
+    num_warps: int
+    draws: bool  # whether something is rounded stochastically
+
+
+# By the rule, the arrays that there are and their dtypes: all that was found to be right.
+_known: dict[tuple[Any, ...], _Variant] = {}
+
+
+def _checked(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scalars: Scalars,
+    scales: Sequence[torch.Tensor],
+    low: torch.Tensor | None,
+    master: torch.Tensor | None,
+) -> _Variant:
+    """What the kernel is compiled for. ValueError names the argument that does not fit."""
+    numel = numel_of("weight", weight)
+    weight_float, state_format = float_of("weight", weight), _format_of(states)
+    kind = master_of(weight_float, low=low is not None, master=master is not None)
+    grad_float = float_of("grad", grad)
+    check("grad", grad, grad.dtype, numel, weight)
+    check("weight", weight, weight.dtype, numel, weight)
+    if low is not None:
+        check("low", low, torch.int16, numel, weight)
+    if master is not None:
+        check("master", master, torch.float32, numel, weight)
+    _check_states(weight, states, scales, scalars, state_format, numel)
+    constants = (
+        int(scalars.rule), scalars.flag, int(grad_float), int(weight_float), int(kind),
+        len(states), bool(states) and is_signed(scalars.states[0]), int(state_format), _BLOCK,
+    )  # fmt: skip
+    rounded = kind is Master.NONE and weight_float is Float.BF16
+    return _Variant(
+        constants, _WARPS[state_format], rounded or state_format is not StateFormat.FP32
     )
 
 
@@ -125,37 +155,15 @@ def _kernel() -> Kernel:
     return loaded(step_kernel)
 
 
-def _variant(
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scalars: Scalars,
-    low: torch.Tensor | None,
-    master: torch.Tensor | None,
-) -> _Variant:
-    weight_float = float_of("weight", weight)
-    state_format = StateFormat.FP32
-    if states:
-        found = _FORMATS.get(states[0].dtype)
-        if found is None:
-            raise ValueError(
-                f"states: expected dtype float32, bfloat16 or uint8, got {states[0].dtype}"
-            )
-        state_format = found
-    kind = master_of(weight_float, low=low is not None, master=master is not None)
-    return _Variant(scalars.rule, scalars.flag, weight_float, kind, state_format)
-
-
-def _check_master(
-    weight: torch.Tensor, low: torch.Tensor | None, master: torch.Tensor | None, numel: int
-) -> torch.Tensor:
-    """The second array of the weight, or the weight for want of one."""
-    if low is not None:
-        check("low", low, torch.int16, numel, weight)
-        return low
-    if master is not None:
-        check("master", master, torch.float32, numel, weight)
-        return master
-    return weight
+def _format_of(states: Sequence[torch.Tensor]) -> StateFormat:
+    if not states:
+        return StateFormat.FP32
+    found = _FORMATS.get(states[0].dtype)
+    if found is None:
+        raise ValueError(
+            f"states: expected dtype float32, bfloat16 or uint8, got {states[0].dtype}"
+        )
+    return found
 
 
 def _check_states(

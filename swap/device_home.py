@@ -28,6 +28,7 @@ class DeviceHomeState(MemoryState):
     ) -> None:  # fmt: skip
         super().__init__(name, nbytes, piece_nbytes, lease, stride_nbytes)
         self._links = links
+        self._whole = lease.tensor[:nbytes]
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
         self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
 
@@ -42,7 +43,7 @@ class DeviceHomeState(MemoryState):
     # ---------------------------------------------------------------- compute side
     def tensor(self) -> torch.Tensor:
         self._before_here()
-        return super().tensor()
+        return self._whole
 
     # ---------------------------------------------------------------- host side
     def host_tensor(self) -> torch.Tensor:
@@ -109,6 +110,7 @@ class DeviceHomeState(MemoryState):
     def close(self) -> None:
         marks = (*self._busy, mark_here(self._links.device))
         self._links.fences.retire(self._lease.extent, marks)
+        self._whole = torch.empty(0, dtype=torch.uint8)
         super().close()
 
 

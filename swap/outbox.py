@@ -19,7 +19,6 @@ for; what was not filled is not copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -29,20 +28,16 @@ from offload.swap.transfer import Transfer
 from offload.tiers.accelerator import Stream
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """Neighbouring ranges of a destination, which fit a buffer together. In elements."""
 
-    first: int  # of the destination's ranges, by index
-    ranges: Sequence[range]  # in order
-
-    @property
-    def start(self) -> int:
-        return self.ranges[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.ranges[-1].stop
+    def __init__(self, first: int, ranges: Sequence[range]) -> None:
+        """`first`: the number of the first one among the destination's; they are in order."""
+        self.first = first
+        self.ranges = ranges
+        self.start, self.stop = ranges[0].start, ranges[-1].stop
+        # where each is put in a buffer
+        self.places = [slice(each.start - self.start, each.stop - self.start) for each in ranges]
 
 
 def runs_of(ranges: Sequence[range], most: int) -> list[Run | None]:
@@ -75,20 +70,18 @@ class Pack:
 
     def room(self, index: int) -> torch.Tensor:
         """Where a range is put; for the current stream, after `Outbox.pack`."""
-        each, start = self.run.ranges[index - self.run.first], self.run.start
-        return self.buffer[each.start - start : each.stop - start]
+        return self.buffer[self.run.places[index - self.run.first]]
 
     def spans(self) -> list[slice]:
         """What was filled, neighbours together: what lies between them belongs to nobody."""
         spans: list[slice] = []
         before = False
-        for index, each in enumerate(self.run.ranges, self.run.first):
+        for index, place in enumerate(self.run.places, self.run.first):
             filled = index in self.filled
-            start, stop = each.start - self.run.start, each.stop - self.run.start
             if filled and before:
-                spans[-1] = slice(spans[-1].start, stop)
+                spans[-1] = slice(spans[-1].start, place.stop)
             elif filled:
-                spans.append(slice(start, stop))
+                spans.append(place)
             before = filled
         return spans
 

@@ -20,9 +20,10 @@ from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostPiece:
-    """A piece in host memory. The view keeps it there; its bytes count after `wait()`."""
+    """A piece in host memory. The view keeps it there; its bytes count after `wait()`. Never
+    changed."""
 
     view: torch.Tensor  # 1D uint8
     transfers: tuple[Transfer[None], ...] = ()

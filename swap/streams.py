@@ -11,6 +11,7 @@ the bytes themselves. On a CPU a copy is a copy: the same calls, done when they 
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -227,7 +228,10 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._watched: deque[_Watched] = deque()
-        self._changed = threading.Condition()
+        # One entry for each that is watched, and one for the end. A condition would do, whose waits
+        # and wake-ups are Python's: they took longer than the copy's call.
+        self._told: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -239,12 +243,12 @@ class _Watcher:
         if mark.event is None:
             entry.end()
             return transfer
-        with self._changed:
+        with self._lock:
             inline = self._closing
             if not inline:
                 self._start_thread()
                 self._watched.append(entry)
-                self._changed.notify()
+                self._told.put(None)
         if inline:
             entry.end()
         return transfer
@@ -255,7 +259,7 @@ class _Watcher:
             self._thread.start()
 
     def await_oldest(self) -> bool:
-        with self._changed:
+        with self._lock:
             transfer = self._watched[0].transfer if self._watched else None
         if transfer is None or threading.current_thread() is self._thread:
             return False
@@ -264,21 +268,20 @@ class _Watcher:
 
     def _loop(self) -> None:
         while True:
-            with self._changed:
-                while not self._watched and not self._closing:
-                    self._changed.wait()
-                if not self._watched:
+            self._told.get()
+            with self._lock:
+                if not self._watched:  # the end
                     return
                 entry = self._watched[0]
             entry.end()
-            with self._changed:
+            with self._lock:
                 self._watched.popleft()
             del entry
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify()
+            self._told.put(None)
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()

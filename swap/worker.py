@@ -152,20 +152,21 @@ class Worker:
     ) -> None:
         self._work = work
         self._on_failure = on_failure
-        self._wanted = threading.Event()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # an event's are Python's, slow
         self._closing = False
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        self._wanted.set()
+        self._wakes.put(None)
 
     def _loop(self) -> None:
         try:
             while not self._closing:
-                self._wanted.wait()
-                self._wanted.clear()
+                self._wakes.get()
+                while not self._wakes.empty():  # one look is enough for all until here
+                    self._wakes.get()
                 while not self._closing and self._work():
                     pass
         except BaseException as error:  # noqa: BLE001 - kept, and raised where it is waited for

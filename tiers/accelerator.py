@@ -133,6 +133,14 @@ class Accelerator:
 
         return torch.accelerator.current_stream(device)
 
+    def queue(self, device: torch.device) -> int | None:
+        """The current stream's handle, which kernels of Triton are started with; None if another
+        device is this thread's current one."""
+        if self._module.current_device() != device.index:
+            return None
+        stream: Any = self.current_stream(device)
+        return int(stream.cuda_stream)
+
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
         """Inside, `stream` is this thread's current one, and its device the current device."""
         where: AbstractContextManager[Any] = stream
@@ -238,7 +246,10 @@ class Cuda(_OwnStreams):
         """PyTorch's calls for streams; None where it has others."""
         import torch
 
-        names = ("_cuda_getDevice", "_cuda_getCurrentStream", "_cuda_setStream")
+        names = (
+            "_cuda_getDevice", "_cuda_getCurrentStream", "_cuda_getCurrentRawStream",
+            "_cuda_setStream",
+        )  # fmt: skip
         return torch._C if all(hasattr(torch._C, name) for name in names) else None
 
     def stream(self, device: torch.device) -> Stream:
@@ -252,6 +263,15 @@ class Cuda(_OwnStreams):
                 return found
             return self._known(super().current_stream(device))
         return super().current_stream(device)
+
+    def queue(self, device: torch.device) -> int | None:
+        native = self._native
+        if native is None or device.index is None:
+            return super().queue(device)
+        if native._cuda_getDevice() != device.index:
+            return None
+        handle: int = native._cuda_getCurrentRawStream(device.index)
+        return handle
 
     def _known(self, stream: Any) -> Stream:
         """One object for each of PyTorch's own streams, which live as long as the process. Others

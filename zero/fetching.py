@@ -61,6 +61,7 @@ class Fetcher:
         self.updates: PendingUpdates = NoUpdates()
         self._depth = depth
         self._items: list[Fetchable] = []
+        self._any_moves = False  # else there is nothing to fetch
         self._needed: int | None = None  # the item used last
         self._announced: dict[int, Fetchable] = {}  # chosen and not used yet, the next one first
 
@@ -73,6 +74,7 @@ class Fetcher:
         """Let `item`, whose number is `next_number`, be used and expected from now on."""
         assert item.index == self.next_number, "numbered in order"
         self._items.append(item)
+        self._any_moves |= not item.state.in_place
 
     def next_use(self, index: int) -> float:
         """Uses until an item is needed; infinity if it is not expected."""
@@ -105,6 +107,8 @@ class Fetcher:
 
     def fetch_ahead(self) -> None:
         """Begin to bring the items that are used next."""
+        if not self._any_moves:
+            return
         for index, next_use in self.trace.ahead(self._depth):
             if not self._bring(self._items[index], next_use):
                 return

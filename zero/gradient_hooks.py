@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from offload.zero.released import is_released
 from offload.zero.store import WeightStore
 
 # Takes the gradient of a group's parameter (both by index) out of `param.grad`, if it is new.
-Take = Callable[[int, int, nn.Parameter], None]
+Take = Callable[[int, int, torch.Tensor], None]
 
 
 class GradientHooks:
@@ -35,7 +36,6 @@ class GradientHooks:
     @uninterrupted
     def _came(self, param: torch.Tensor) -> None:
         with self._store.one_thread:
-            assert isinstance(param, nn.Parameter), "hooked as one"
             found = self._store.group_of(param)
             assert found is not None, "hooked as one of a group"
             self._take(found[0].index, found[1], param)
@@ -46,15 +46,13 @@ class GradientHooks:
             hook.remove()
 
 
-def check_no_graph(name: str, gradient: torch.Tensor) -> None:
-    """UnsupportedError for a gradient that has a graph of its own."""
-    if gradient.requires_grad:
-        raise UnsupportedError(
-            f"backward(create_graph=True): the gradient of {name} would have to keep its graph, "
-            "and gradients leave for their tier as they come; use torch.autograd.grad(loss, "
-            "tensors, create_graph=True) for what is differentiated twice, and an ordinary "
-            "backward for the rest"
-        )
+def refuse_graph(name: str) -> NoReturn:
+    """UnsupportedError: a gradient has a graph of its own."""
+    raise UnsupportedError(
+        f"backward(create_graph=True): the gradient of {name} would have to keep its graph, and "
+        "gradients leave for their tier as they come; use torch.autograd.grad(loss, tensors, "
+        "create_graph=True) for what is differentiated twice, and an ordinary backward for the rest"
+    )
 
 
 def is_trained_here(param: nn.Parameter) -> bool:

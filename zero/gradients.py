@@ -92,16 +92,18 @@ class GradientAccumulator:
         """Take in the gradient of parameter `index`; the pass ends with that of the last one. True
         if it is in the accumulator on return."""
         source = flat_gradient(gradient)
-        before = int(self.passes[index])
+        before = self.passes.item(index)
         if before and self.format is not Float.FP32:
             self._promote()
-        if self._factors[index] != 1.0:
+        if self._factors.item(index) != 1.0:
             self._apply_factor(index)
         if before:
             self._path.add(index, self._opened(), source)
         else:
             self._path.copy(index, self._opened(), source)
-        self._passed(index, before + 1)
+        self._having[before] -= 1
+        self._having[before + 1] += 1
+        self.passes[index] = before + 1
         if self._having[before + 1] == len(self._specs):
             self.close()
         return True
@@ -143,7 +145,7 @@ class GradientAccumulator:
 
     def factor(self, index: int) -> float:
         """The factor that the accumulator's values have to be multiplied by."""
-        return float(self._factors[index])
+        return self._factors.item(index)
 
     def drop(self, indices: Sequence[int]) -> None:
         """Forget what was accumulated for some parameters."""
@@ -228,9 +230,7 @@ class GradientAccumulator:
 
 def total_square(parts: Sequence[float]) -> float:
     """The sum of sums of squares; infinite or NaN if any of them is."""
-    if not all(map(math.isfinite, parts)):
-        return math.nan if any(map(math.isnan, parts)) else math.inf
-    return math.fsum(parts)
+    return math.fsum(parts)  # of what is not negative: no infinities of both signs
 
 
 def flat_gradient(gradient: torch.Tensor) -> torch.Tensor:

@@ -152,6 +152,10 @@ class ParamGroup:
         nan = float("nan") if dtype.is_floating_point else 0
         element = torch.full((), nan, dtype=dtype, device=device)
         self._placeholders = [element.expand(spec.shape) for spec in layout.params]
+        # of a home on the device, which never moves: its bytes, and views of them
+        self._home: torch.Tensor | None = None
+        self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
         """The parameters with their original classes."""
@@ -171,7 +175,26 @@ class ParamGroup:
     def flat(self) -> torch.Tensor:
         """The whole buffer, 1D, valid: waits for a pending update and for its arrival."""
         self.wait_for_update()
-        return self.state.tensor().view(self.dtype)
+        found = self.state.tensor()
+        if self._flat is not None and found is self._home:
+            return self._flat
+        flat = found.view(self.dtype)
+        if self.state.at_home_on_device and not self._any_dtensor:
+            self._home, self._flat, self._views = found, flat, []
+        return flat
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """One for each parameter."""
+        if flat is self._flat and self._views:
+            return self._views
+        start = flat.storage_offset()
+        views = [
+            flat.as_strided(place.shape, place.stride, start + place.offset)
+            for place in self._places
+        ]
+        if flat is self._flat:
+            self._views = views
+        return views
 
     def gather(self) -> None:
         """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
@@ -184,10 +207,10 @@ class ParamGroup:
     @_outside_inference
     def _gather(self) -> None:
         flat, stays, held = self.flat(), self._stays, self._hold
-        start = flat.storage_offset()
         with torch._C.DisableTorchFunctionSubclass():
-            for param, place, classes in zip(self.params, self._places, self._classes, strict=True):
-                held(param, flat.as_strided(place.shape, place.stride, start + place.offset))
+            views = self._views_of(flat)
+            for param, view, classes in zip(self.params, views, self._classes, strict=True):
+                held(param, view)
                 param.__class__ = classes.own if stays else classes.gathered
             self._addresses = self._find_addresses()
             self._uses = _uses(flat)
@@ -260,8 +283,14 @@ class ParamGroup:
             self.withhold()
 
     def withhold(self) -> None:
-        """Let no parameter refer to the buffer, until gathered again or (at the end) for good."""
+        """Let no parameter refer to the buffer until gathered again."""
         self._put_placeholders()
+
+    def close(self) -> None:
+        """Let nothing of ours refer to the buffer any more."""
+        self._put_placeholders()
+        self._home = self._flat = None
+        self._views = []
 
     def invalidate(self) -> None:
         """An update was submitted: values read before it are old."""

@@ -159,12 +159,17 @@ class HandleTable:
         if outer is not None and outer[0].__module__ == torch.utils.checkpoint.__name__:
             return nullcontext()
 
+        group_of, keeper = self.group_of, self._keeper
+        stays = outer is None and keeper is None
+
         @uncompiled
         def pack(tensor: torch.Tensor) -> Any:
-            group = self.group_of(tensor)
+            group = group_of(tensor)
             if group is not None:
                 return _handle(group, tensor)
-            return _pass_on(tensor, outer, self._keeper)
+            if stays:
+                return tensor.detach(), tensor._version
+            return _pass_on(tensor, outer, keeper)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
@@ -188,19 +193,19 @@ class HandleTable:
     @uncompiled
     def _unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
+        if kind is tuple:
+            kept: _Kept = packed
+            tensor, version = kept
+            if tensor._version != version:
+                _refuse(tensor, version, _described(tensor.shape))
+            return tensor
         if kind is Handle:
             return self._view(packed)
         if kind is _Outer:
             outer: torch.Tensor = packed.unpack(packed.packed)
             return outer
-        if kind is SavedTensor:
-            parked: torch.Tensor = packed.tensor()
-            return parked
-        kept: _Kept = packed
-        tensor, version = kept
-        if tensor._version != version:
-            _refuse(tensor, version, _described(tensor.shape))
-        return tensor
+        parked: torch.Tensor = packed.tensor()
+        return parked
 
     @interrupted_in_waits
     def _view(self, handle: Handle) -> torch.Tensor:

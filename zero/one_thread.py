@@ -34,10 +34,12 @@ class OneThread:
         self._process = _process
 
     def __enter__(self) -> None:
+        this = get_ident()
         with self._lock:
-            self.check()
+            if self._process != _process or (self._depth and self._inside != this):
+                self.check()
             if not self._depth:
-                self._inside = get_ident()
+                self._inside = this
             self._depth += 1
 
     def check(self) -> None:

@@ -64,7 +64,7 @@ class Field:
 A = TypeVar("A", Array, "torch.Tensor")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operands(Generic[A]):
     """The arrays that a kernel steps beside weights and gradients; empty or None where there are
     none."""

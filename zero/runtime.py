@@ -26,7 +26,7 @@ from offload.zero.collectives import Wire
 from offload.zero.device_work import DeviceWork
 from offload.zero.discovery import Discovery, Unit
 from offload.zero.gradient_handles import GradientHandles
-from offload.zero.gradient_hooks import GradientHooks, check_no_graph
+from offload.zero.gradient_hooks import GradientHooks, refuse_graph
 from offload.zero.gradient_paths import DevicePartials
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
@@ -252,16 +252,16 @@ class Runtime:
     def _take(self, group: int, index: int, param: torch.Tensor) -> None:
         """Autograd has given a gradient, or has added one to the handle that was there."""
         state, key = self.optimizer_states[group], (group, index)
+        self.gradients.came(key)
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
             gradient = param.grad
-        self.gradients.came(key)
-        if gradient is None or self.gradients.is_current(key, gradient):
-            return
-        if self.gradients.is_set(key, gradient):
-            return
-        with torch._C.DisableTorchFunctionSubclass():
+            if gradient is None or self.gradients.is_current(key, gradient):
+                return
+            if self.gradients.is_set(key, gradient):
+                return
             param.grad = None
-        check_no_graph(state.group.layout.params[index].name, gradient)
+        if gradient.requires_grad:
+            refuse_graph(state.group.layout.params[index].name)
         self.gradients.take(state, index, gradient)
 
     def _arrive(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
@@ -285,7 +285,8 @@ class Runtime:
     ) -> None:
         state = self.optimizer_states[group.index]
         self.stepper.check_arrival(state)
-        group.wait_for_update()  # of a graph older than the last step: that step still reads
+        if group.pending is not None:
+            group.wait_for_update()  # of a graph older than the last step: that step still reads
         self._backward_thread = threading.get_ident()
         there = state.gradients.add(index, gradient)
         if not more:

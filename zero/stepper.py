@@ -125,7 +125,8 @@ class Stepper:
 
     def check_arrival(self, state: OptimizerState) -> None:
         """StateError if the group's update has begun and would miss another gradient."""
-        self._follow_loss_scale()
+        if self._loss_scale is not None:
+            self._follow_loss_scale()
         if state.group.index in self._ahead:
             raise StateError(
                 f"{state.gradients.name} got another gradient after the update that used its last "
@@ -153,7 +154,8 @@ class Stepper:
 
     def _follow_loss_scale(self) -> None:
         """Gradients that are still there were multiplied with the scale of their pass."""
-        scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
+        assert self._loss_scale is not None, "asked by the caller"
+        scale = self._loss_scale.scale
         before, self._loss_scale_of_gradients = self._loss_scale_of_gradients, scale
         if scale == before:
             return

@@ -226,4 +226,4 @@ class WeightStore:
         Refusal(self.units, own, self.on_reuse)
         self._released.close()
         for group in self.groups:
-            group.withhold()
+            group.close()

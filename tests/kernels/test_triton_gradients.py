@@ -146,6 +146,11 @@ def test_what_lies_beyond_is_left_alone() -> None:
 
 def test_a_bad_argument_is_named() -> None:
     dst, partials = zeros(10, Float.FP32), partials_for(10)
+    copy_gradient(dst, zeros(10, Float.BF16), partials)  # right once, which is remembered
+    with pytest.raises(ValueError, match=r"src: expected shape \(10,\), got \(9,\)"):
+        copy_gradient(dst, zeros(9, Float.BF16), partials)
+    with pytest.raises(ValueError, match=r"partials: expected shape \(1,\), got \(2,\)"):
+        copy_gradient(dst, zeros(10, Float.BF16), partials.repeat(2))
     with pytest.raises(ValueError, match=r"src: expected shape \(10,\), got \(9,\)"):
         add_gradient(dst, zeros(9, Float.BF16), partials)
     with pytest.raises(ValueError, match=r"partials: expected shape \(1,\), got \(2,\)"):

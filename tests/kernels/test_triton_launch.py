@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,15 +147,28 @@ class _Pointer:
         return self.address
 
 
+class _Current:
+    """The device that is current."""
+
+    index = 0
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        before, self.index = self.index, device.index
+        yield
+        self.index = before
+
+
 def launched(kernel: Any, *tensors: Any, number: int = 5, num_warps: int = 1, **more: Any) -> None:
-    triton_launch.launch(kernel, 3, tensors, (number,), **more, num_warps=num_warps)
+    triton_launch.launch(kernel, 3, tensors, (number,), tuple(more.values()), num_warps)
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = _Current()
     kind = SimpleNamespace(
-        on=lambda device: nullcontext(),
-        current_stream=lambda device: SimpleNamespace(cuda_stream=99),
+        on=current.entered,
+        queue=lambda device: 99 if device.index == current.index else None,
     )
     monkeypatch.setitem(accelerator.KINDS, "cuda", kind)
     monkeypatch.setattr(triton_launch, "_compiled", {})
