@@ -1,0 +1,1 @@
+"""DeepSpeed's interface over an offload engine: `import offload.deepspeed as deepspeed`."""
