@@ -25,7 +25,7 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
         prefix = "" if str(error).startswith(str(file)) else f"{file}: "
         raise ConfigError(f"{prefix}{error}") from None
     text = made.to_yaml(file.name)
-    for warning in made.warnings:
+    for warning in [*made.warnings, *made.for_loops]:
         print(f"warning: {warning}", file=sys.stderr)
     if out is None:
         typer.echo(text, nl=False)

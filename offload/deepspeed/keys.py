@@ -83,6 +83,7 @@ class Key:
     read: Read = anything
     harmless: tuple[Any, ...] = ()
     also: tuple[str, ...] = ()  # other names of the same key
+    followed: bool = False  # by offload.deepspeed: a loop of one's own has to do it
     filled: str = ""  # the argument from which transformers' Trainer fills `auto`
 
 
@@ -141,12 +142,12 @@ TOP = (
     _warned(
         "managed_gradient_accumulation",
         "false is how a loop of your own works here: each step() is a step. offload.deepspeed "
-        "follows it", True,
+        "follows it", True, followed=True,
     ),
     _warned(
         "gradient_allreduce_op",
         "ranks average gradients here; in a loop of your own multiply the loss by the number of "
-        "ranks for their sum. offload.deepspeed does that", "mean",
+        "ranks for their sum. offload.deepspeed does that", "mean", followed=True,
     ),
     _unneeded("prescale_gradients", "gradients are summed in fp32, which needs no scaling before"),
     _unneeded(
@@ -249,7 +250,10 @@ ZERO = (
     _unneeded("log_trace_cache_warnings", "engine.report() counts hits and misses"),
     _unneeded("enable_sanity_checks", "engine.check_integrity() checks the books"),
     _unneeded("save_muon_momentum_buffer_in_memory", "of Muon, which is refused"),
-    _unneeded("leaf_module", "groups are whole blocks; groups.blocks names them"),
+    _warned(
+        "leaf_module", "groups are whole blocks; name others in groups.blocks, as modules whose "
+        "branches the ranks choose differently", {},
+    ),
     _unneeded("mics_hierarchical_params_gather", "a group is gathered in one call"),
     _warned(
         "ignore_unused_parameters", "an unused parameter is left as it is, without an error", True
@@ -325,7 +329,8 @@ FP16 = (
     ),
     _unneeded("consecutive_hysteresis", "there is no hysteresis"),
     _warned(
-        "auto_cast", "cast the inputs in your loop (x.half()); offload.deepspeed does that", False
+        "auto_cast", "cast the inputs in your loop (x.half()); offload.deepspeed does that", False,
+        followed=True,
     ),
     _refused(
         "fp16_master_weights_and_grads", "masters of fp16 weights are fp32; remove it", False
@@ -433,7 +438,7 @@ CHECKPOINT = (
 TORCH_AUTOCAST = (
     _warned(
         "enabled", "put torch.autocast around the forward; offload.deepspeed does that", False,
-        read=boolean,
+        read=boolean, followed=True,
     ),
     _unneeded("dtype", "torch.autocast's"),
     _unneeded("lower_precision_safe_modules", "torch.autocast's own list of operations counts"),
@@ -459,6 +464,10 @@ OLD_SECTIONS = {"bfloat16": "bf16"}  # old names
 
 # Sections that are looked into no further.
 OTHERS = (
+    _mapped(
+        "offload", "", anything, "not DeepSpeed's, which ignores it: keys of ours, as budget, laid "
+        "over what the others become",
+    ),
     _warned("flops_profiler", "`memest` and run folders say what a step costs", _OFF),
     _warned("autotuning", "`memest --write FILE` chooses the settings", _OFF),
     _warned("tensorboard", "log engine.report() with a writer of your own", _OFF),

@@ -42,6 +42,7 @@ class Migration:
 
     values: dict[str, Any] = field(default_factory=dict)  # our configuration
     warnings: list[str] = field(default_factory=list)
+    for_loops: list[str] = field(default_factory=list)  # what a loop of one's own has to do
     autos: dict[str, Key] = field(default_factory=dict)  # what the Trainer would have to fill in
     schedule: Schedule | None = None
     has_optimizer: bool = False
@@ -183,8 +184,21 @@ def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
             f"scheduler.params.{name}: auto: transformers' Trainer fills it; put the number into "
             "the code, where it says ..."
         )
+    own = made.get("offload", {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"offload: expected keys and values, found {own!r}")
+    _lay_over(made.values, own)
     made.config  # noqa: B018 - raises ConfigError for numbers that cannot work
     return made
+
+
+def _lay_over(values: dict[str, Any], own: Mapping[str, Any]) -> None:
+    for name, value in own.items():
+        inner = values.get(name)
+        if isinstance(value, Mapping) and isinstance(inner, dict) and not _is_split(value):
+            _lay_over(inner, value)
+        else:
+            values[name] = value
 
 
 def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems: list[str]) -> None:
@@ -248,7 +262,7 @@ def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str
     if key.fate is Fate.REFUSED and asks:
         return f"{path}: {_shown(value)} is not supported: {key.note}"
     if key.fate is Fate.WARNED and asks:
-        made.warnings.append(f"{said}: {key.note}")
+        (made.for_loops if key.followed else made.warnings).append(f"{said}: {key.note}")
     made.rest.append(said + note)
     return None
 
@@ -482,7 +496,7 @@ def _schedule(made: Migration) -> None:
     made.schedule = Schedule.of(kind, params)
     for name in params:
         made.rest.append(f"scheduler.params.{name}: {_shown(params[name])} -- in the code below")
-    made.warnings.append(
+    made.for_loops.append(
         f"scheduler.type: {kind}: no key of ours; the code below makes it in your loop, where it "
         "is stepped after optimizer.step()"
     )
@@ -519,7 +533,7 @@ def _batches(made: Migration, ranks: int | None) -> None:
     made.batches = Batches.of(train, micro, steps, ranks)
     made.set("gradient_accumulation_steps", made.batches.steps)
     if made.batches.steps > 1:
-        made.warnings.append(
+        made.for_loops.append(
             f"{STEPS}: {made.batches.steps}: in a loop of your own divide the loss by it, and step "
             "after as many passes; offload.deepspeed does both"
         )

@@ -90,7 +90,7 @@ def one_cycle_beta(count, low, high, shape, decay_steps, decay_rate):  # type: i
     return high * (1 + decay_rate * ((count - total) / decay_steps))
 
 
-_USES = {
+_USES: dict[Callable[..., Any], list[Callable[..., Any]]] = {
     warmup_decay: [warmup], warmup_cosine: [warmup], one_cycle: [cycle], one_cycle_beta: [cycle]
 }  # fmt: skip
 
