@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -53,6 +54,7 @@ class EngineModule(nn.Module):
         self.device = engine.device
         self.world_size = self.dp_world_size = ranks
         self.global_rank = _rank()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self._settings = settings
         self._batches = settings.batches

@@ -500,7 +500,7 @@ def test_values_written_under_zero_init_are_not_lost_in_silence() -> None:
     with deepspeed.zero.Init():
         net = model()
         with (
-            pytest.raises(UnsupportedError, match="before deepspeed.initialize"),
+            pytest.raises(UnsupportedError, match=r"before deepspeed\.initialize"),
             deepspeed.zero.GatheredParameters(net[0].weight, modifier_rank=0),
         ):
             net[0].weight.data.zero_()
@@ -554,9 +554,11 @@ def test_weights_alone(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(kept, weights(engine.module), strict=True))
         moment = deepspeed.utils.safe_get_full_optimizer_state(engine.module[0].weight, "exp_avg")
         assert moment.eq(0).all()
-    with initialized(nn.Sequential(nn.Linear(IN, OUT))) as engine:
-        with pytest.raises(CheckpointError, match=r"unexpected \['2"):
-            engine.load_checkpoint(tmp_path, "x", load_module_only=True)
+    with (
+        initialized(nn.Sequential(nn.Linear(IN, OUT))) as engine,
+        pytest.raises(CheckpointError, match=r"unexpected \['2"),
+    ):
+        engine.load_checkpoint(tmp_path, "x", load_module_only=True)
 
 
 def test_the_weights_as_a_safetensors_file(tmp_path: Path) -> None:
