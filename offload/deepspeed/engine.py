@@ -101,11 +101,25 @@ class EngineModule(nn.Module):
 
     def gradient_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """What a gradient of an output is for the model: as it is where an engine's `backward` has
-        divided the loss."""
+        divided the loss, and in torch.autograd.grad, which gives no parameter a gradient."""
+        if not self._reaches_parameters():
+            return gradient
         self._passes_seen += 1
         if any(engine._in_backward for engine in ENGINES):
             return gradient
         return self._averaged(gradient)
+
+    def _reaches_parameters(self) -> bool:
+        """Whether the backward that runs accumulates gradients of this model."""
+        will = torch._C._will_engine_execute_node
+        trained = (param for param in self.module.parameters() if param.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                return any(
+                    will(torch.autograd.graph.get_gradient_edge(param).node) for param in trained
+                )
+            except RuntimeError:  # torch.autograd.grad is asked for that parameter's gradient
+                return False
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

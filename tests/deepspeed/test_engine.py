@@ -159,6 +159,23 @@ def test_each_way_to_the_model_is_divided_once(kind: str, use: str) -> None:
     assert torch.allclose(found * 3, whole)
 
 
+def test_gradients_that_are_asked_for_are_not_divided() -> None:
+    def gradients(steps: int) -> list[torch.Tensor]:
+        with initialized(model(), {**BASE, "gradient_accumulation_steps": steps}) as engine:
+            x = batch(0)[0].requires_grad_()
+            out = engine(x)
+            (of_input,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (of_weight,) = torch.autograd.grad(
+                out.sum(), engine.module[0].weight, retain_graph=True
+            )
+            engine.backward(of_input.pow(2).sum())
+            penalty = deepspeed.utils.safe_get_full_grad(engine.module[0].weight)
+            assert penalty is not None
+            return [of_input.detach(), of_weight, penalty * steps]
+
+    assert all(map(torch.allclose, gradients(3), gradients(1)))
+
+
 def test_an_output_may_be_changed_in_place() -> None:
     def gradient(steps: int) -> torch.Tensor:
         with initialized(model(), {**BASE, "gradient_accumulation_steps": steps}) as engine:
@@ -737,3 +754,15 @@ def test_the_accelerator() -> None:
     found.synchronize()
     with pytest.raises(AttributeError, match="has no 'nonsense'"):
         _ = found.nonsense
+
+
+def test_a_backward_of_some_parameters_is_divided() -> None:
+    def gradient(steps: int) -> torch.Tensor:
+        with initialized(model(), {**BASE, "gradient_accumulation_steps": steps}) as engine:
+            weight = engine.module[2].weight
+            mse(engine(batch(0)[0]), batch(0)[1]).backward(inputs=[weight])
+            found = deepspeed.utils.safe_get_full_grad(weight)
+            assert found is not None
+            return found
+
+    assert torch.allclose(gradient(3) * 3, gradient(1))
