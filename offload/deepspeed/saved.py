@@ -12,6 +12,8 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,21 @@ def save_all(
 ) -> None:
     """See `EngineModule.save_checkpoint`."""
     path, beside = _paths(folder, tag)
+    text = ""
+    with _agreed(engine, f"{path} was not saved"):
+        if engine.global_rank == 0:
+            text = _text_of(engine, client)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.unlink(missing_ok=True)  # of an older checkpoint with this tag
+    engine.offload.save_checkpoint(path)
+    with _agreed(engine, f"{path} was not saved"):
+        if engine.global_rank == 0:
+            _write(beside, text)
+            if save_latest:
+                _write(folder / LATEST, tag)
+
+
+def _text_of(engine: EngineModule, client: dict[str, Any]) -> str:
     scheduler: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
     state = {
         "format": _FORMAT,
@@ -45,19 +62,7 @@ def save_all(
         "lr_scheduler": packed(scheduler, "lr_scheduler.state_dict()"),
         "client_state": packed(client, "client_state"),
     }
-    text = json.dumps(state, indent=1)
-    if engine.global_rank == 0:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside.unlink(missing_ok=True)  # of an older checkpoint with this tag
-        except OSError as error:
-            raise PathError(f"{path}: cannot be written: {error.strerror}") from None
-    engine.offload.save_checkpoint(path)
-    if engine.global_rank == 0:
-        _write(beside, text)
-        if save_latest:
-            _write(folder / LATEST, tag)
-    _meet(engine)
+    return json.dumps(state, indent=1)
 
 
 def load_saved(
@@ -72,8 +77,10 @@ def load_saved(
             return None, None
         tag = latest.read_text().strip()
     path, beside = _paths(folder, tag)
-    _refuse_theirs(path)
-    state = _read(beside)
+    state: dict[str, Any] = {}
+    with _agreed(engine, f"{path} was not loaded"):
+        _refuse_theirs(path)
+        state = _read(beside)
     if optimizer:
         engine.offload.load_checkpoint(path)
     else:
@@ -96,15 +103,17 @@ def save_weights(engine: EngineModule, folder: Path, name: str) -> None:
         _log.warning(
             "save_16bit_model: %s holds the weights; nothing is pickled into %s", out, name
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    with _agreed(engine, f"{out} was not saved"):
+        if engine.global_rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
     pending = folder / f".weights-{engine.global_steps}"
     engine.offload.save_checkpoint(pending)
-    if engine.global_rank == 0:
-        made = out.with_name(f".{out.stem}-{secrets.token_hex(4)}.safetensors")
-        export(pending, made)
-        os.replace(made, out)
-        shutil.rmtree(pending)
-    _meet(engine)
+    with _agreed(engine, f"{out} was not saved"):
+        if engine.global_rank == 0:
+            made = out.with_name(f".{out.stem}-{secrets.token_hex(4)}.safetensors")
+            export(pending, made)
+            os.replace(made, out)
+            shutil.rmtree(pending)
 
 
 def _paths(folder: Path, tag: str) -> tuple[Path, Path]:
@@ -193,7 +202,19 @@ def _read_tensor(reader: CheckpointReader, stored: Any, value: torch.Tensor) -> 
         reader.read_into(stored, 0, value.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _meet(engine: EngineModule) -> None:
-    """No rank reads before the first one has written."""
-    if engine.world_size > 1:
-        torch.distributed.barrier()
+@contextmanager
+def _agreed(engine: EngineModule, what: str) -> Iterator[None]:
+    """An error inside on any rank is raised on every rank; no rank goes on before all have left."""
+    ranks = engine.offload.runtime.ranks
+    error: Exception | None = None
+    try:
+        yield
+    except OSError as failure:
+        error = PathError(f"{what}: {failure.strerror or failure}")
+    except Exception as failure:  # noqa: BLE001 - raised below
+        error = failure
+    told = None if ranks is None else ranks.all_succeeded(error)
+    if error is not None:
+        raise error
+    if told is not None:
+        raise CheckpointError(f"{what}; {told}")

@@ -17,6 +17,8 @@ from offload.deepspeed.migration import Migration, migrate, read_ds_config
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
+# Keys of our optimizer section that say how states are kept, and no client's optimizer has.
+_OF_STATES = ("master", "states", "chunk", "in_backward")
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,14 @@ class Settings:
         if client is not None:
             kept = {
                 key: value for key, value in made.values.get("optimizer", {}).items()
-                if key in ("master", "states", "chunk", "in_backward")
+                if key in _OF_STATES
             }  # fmt: skip
+            for key in made.get("offload", {}).get("optimizer", {}):
+                if key not in _OF_STATES:
+                    raise ConfigError(
+                        f"offload.optimizer.{key}: the program has an optimizer of its own, which "
+                        "says that; remove one of them"
+                    )
             made.values["optimizer"] = {**client.section, **kept}
         config = made.config
         if config.optimizer.in_backward is True:

@@ -53,7 +53,10 @@ def initialize(
         )
     if "WORLD_SIZE" in os.environ:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+    else:  # with dist_init_required=False the engine makes the group
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
     given = _parameters(model_parameters)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()) if given is None else given)
@@ -91,15 +94,25 @@ def _parameters(given: Iterable[Any] | nn.Module | None) -> list[Any] | None:
     if given is None:
         return None
     listed = list(given.parameters() if isinstance(given, nn.Module) else given)
-    return [
-        {**each, "params": list(each["params"])} if isinstance(each, Mapping) else each
-        for each in listed
-        if not isinstance(each, Mapping) or each["params"]
+    groups = [
+        {**each, "params": _plain_list(each["params"])} if isinstance(each, Mapping) else each
+        for each in _plain_list(listed)
     ]
+    return [each for each in groups if not isinstance(each, Mapping) or each["params"]]
+
+
+def _plain_list(given: Any) -> list[Any]:
+    """As torch.optim takes parameters: one, several, or with names."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [each[1] if isinstance(each, tuple) else each for each in given]
 
 
 def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> Engine:
-    frozen = _left_out(model, groups)
+    if settings.has_optimizer:
+        frozen = _left_out(model, groups)
+    else:  # nothing trains: no gradients or states are kept
+        frozen, groups = [p for p in model.parameters() if p.requires_grad], None
     for param in frozen:
         param.requires_grad_(False)
     try:
@@ -108,7 +121,7 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
         for param in frozen:
             param.requires_grad_(True)
         raise
-    if frozen:
+    if frozen and settings.has_optimizer:
         _log.warning(
             "%d trainable parameters are in no param group, so no step changes them: they are "
             "frozen", len(frozen),

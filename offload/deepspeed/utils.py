@@ -57,11 +57,12 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the master, fp32, on the CPU; None for a frozen parameter or one of no engine."""
+    """A copy of the master, fp32, where the engine computes; None for a frozen parameter or one of
+    no engine."""
     engine = engine_of(param)
     if engine is None or not param.requires_grad:
         return None
-    return engine.offload.values.read(param, "master")
+    return engine.offload.values.read(param, "master").to(engine.device)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -70,13 +71,14 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A copy of one of the optimizer's states, fp32, on the CPU (zeros before the first step); None
-    for a frozen parameter or one of no engine. StateError for a state that the rule has not."""
+    """A copy of one of the optimizer's states, fp32, where the engine computes (zeros before the
+    first step); None for a frozen parameter or one of no engine. StateError for a state that the
+    rule has not."""
     engine = engine_of(param)
     if engine is None or not param.requires_grad:
         return None
     _check_state(engine, optim_state_key)
-    return engine.offload.values.read(param, optim_state_key)
+    return engine.offload.values.read(param, optim_state_key).to(engine.device)
 
 
 def safe_set_full_optimizer_state(

@@ -408,6 +408,7 @@ def test_without_an_optimizer_the_model_computes_and_does_not_train() -> None:
         engine.backward(out.sum())
     with pytest.raises(StateError, match="no optimizer"):
         engine.step()
+    assert not engine.module[0].weight.requires_grad  # no states are kept for it
     engine.destroy()
 
 
@@ -640,6 +641,7 @@ def test_the_configuration_comes_from_a_file_or_arguments(tmp_path: Path) -> Non
         ({"zero_optimisation": {}}, "did you mean"),
         ({"optimizer": {"type": "Lamb"}}, "no rule here"),
         ({"offload": {"budgets": {}}}, "budgets: unknown key"),
+        ({"offload": 3}, "expected keys and values"),
         ({"offload": {"optimizer": {"in_backward": True}}}, "in_backward"),
         ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "stage 3"),
     ],
@@ -766,3 +768,42 @@ def test_a_backward_of_some_parameters_is_divided() -> None:
             return found
 
     assert torch.allclose(gradient(3) * 3, gradient(1))
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path, monkeypatch: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
+    program = text.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert names["engine"].global_steps == 8
+    assert (tmp_path / "checkpoints/latest").read_text() == "global_step8"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda net: net,
+        lambda net: list(net.named_parameters()),
+        lambda net: [
+            {"params": net[0].weight},
+            {"params": [net[0].bias]},
+            {"params": []},
+            {"params": iter(net[2].parameters()), "lr": 0.5},
+        ],
+    ],
+)
+def test_parameters_come_in_every_form_that_torch_takes(form: Any) -> None:
+    net = model()
+    with initialized(net, model_parameters=form(net)) as engine:
+        assert sum(len(group["params"]) for group in engine.optimizer.param_groups) == 4
+        assert all(param.requires_grad for param in net.parameters())
+
+
+def test_our_keys_do_not_contradict_a_clients_optimizer() -> None:
+    net = model()
+    own = {"offload": {"optimizer": {"lr": 0.1}}}
+    with pytest.raises(ConfigError, match=r"offload\.optimizer\.lr"):
+        deepspeed.initialize(
+            model=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), config={**BASE, **own}
+        )
