@@ -52,6 +52,12 @@ def save_all(
                 _write(folder / LATEST, tag)
 
 
+def write_imported(folder: Path, tag: str, state: dict[str, Any]) -> None:
+    """The loop's file, and `latest`, of a checkpoint that is there; values are `packed`."""
+    _write(_paths(folder, tag)[1], json.dumps({"format": _FORMAT, **state}, indent=1))
+    _write(folder / LATEST, tag)
+
+
 def _text_of(engine: EngineModule, client: dict[str, Any]) -> str:
     scheduler: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
     state = {
@@ -154,8 +160,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _refuse_theirs(path: Path) -> None:
     if path.is_dir() and any(path.glob("*model_states.pt")):
         raise CheckpointError(
-            f"{path} was written by DeepSpeed, in pickles; make weights of it with its own "
-            "zero_to_fp32.py --safe_serialization, and load them into the model"
+            f"{path} was written by DeepSpeed, in pickles; `offload checkpoint import-deepspeed "
+            f"{path} OUT --trust` makes one of ours of it"
         )
 
 
