@@ -294,6 +294,16 @@ class Engine:
         with self._open().scaled_backward() as scale:
             (loss if scale == 1.0 else loss * scale).backward()
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` as `backward` scales it, for a `backward()` of your own on the result, or on a sum
+        with it; the same object where the precision needs no scaling."""
+        runtime = self._open()
+        if runtime.loss_scale is None:
+            return loss
+        scaled = loss * runtime.loss_scale.scale
+        scaled.register_hook(lambda _: runtime.announce_scaled())
+        return scaled
+
     def idle(self) -> None:
         """Take part in one forward and backward pass of the other ranks, without data on this one:
         its gradients count as zeros in the average. Of no effect on one rank.
@@ -393,6 +403,10 @@ class Engine:
             raise StateError("the engine is closed; make a new one with offload.initialize")
         self._runtime.store.one_thread.check_process()
         return self._runtime
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def before_close(self, call: Callable[[], None]) -> None:
         """`call()` when the engine is about to be closed, while it can still be looked at."""

@@ -28,6 +28,7 @@ FLOORS: list[set[str]] = [
     },
     {"runs"},
     {"engine"},
+    {"deepspeed"},
     {"doctor", "train"},
     {"bench"},
     {"cli"},

@@ -43,6 +43,7 @@ from offload.zero.rank_work import AnyRankWork, OneRank, RankWork
 from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
 from offload.zero.released import Values
+from offload.zero.session import in_backward
 from offload.zero.sharding import Part
 from offload.zero.stepper import StepOutcome, Stepper, StepRules
 from offload.zero.store import NextUse, WeightHomes, WeightStore
@@ -232,6 +233,8 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
+        if not in_backward():  # where a backward that was announced has failed
+            self._scaled_backward = False
         if not self._called:
             self._called = True
             check_schedule(self.options.step_rules)
@@ -268,8 +271,9 @@ class Runtime:
         """A gradient of one parameter, of the whole pass or of a part of it."""
         if self.loss_scale is not None and not self._scaled_backward:
             raise StateError(
-                "precision fp16 scales the loss: call engine.backward(loss) instead of "
-                "loss.backward(); a GradScaler is not needed"
+                "precision fp16 scales the loss: call engine.backward(loss), or "
+                "engine.scale(loss).backward(), instead of loss.backward(); a GradScaler is not "
+                "needed"
             )
         self.rank_work.note_gradient()
         group = state.group
@@ -346,6 +350,15 @@ class Runtime:
             yield self.loss_scale.scale if self.loss_scale is not None else 1.0
         finally:
             self._scaled_backward = False
+
+    def announce_scaled(self) -> None:
+        """Within a backward, before any gradient comes: its loss was multiplied with the scale."""
+        if not self._scaled_backward:
+            self._scaled_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_announced)
+
+    def _end_announced(self) -> None:
+        self._scaled_backward = False
 
     # ---------------------------------------------------------------- step
     @uninterrupted

@@ -100,6 +100,7 @@ class Stepper:
         self.on_used_up: Callable[[Sequence[int], str], None] = _no_handles
         self._loss_scale_of_gradients = 1.0  # they were multiplied with it
         self._idle_passes = 0  # since the last step
+        self.checks_passes = True  # False: whoever steps has counted them
         self._short_step: int | None = None  # passes of the last step, if it had less than it says
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()
@@ -113,6 +114,11 @@ class Stepper:
     def has_unstepped_gradients(self) -> bool:
         """Gradients that arrived since the last step, and were not dropped."""
         return self._unstepped and any(state.gradients.has_any for state in self._states)
+
+    @property
+    def passes_since_step(self) -> int:
+        """Backward passes whose gradients wait for a step: the most that any parameter has."""
+        return max((int(each.max()) for each in self._passes if each.size), default=0)
 
     @property
     def updates_in_backward(self) -> bool:
@@ -317,8 +323,9 @@ class Stepper:
     def _check_passes(self) -> None:
         """`gradient_accumulation_steps` says how many passes come before a step. It gates nothing,
         so a loop that counts on that (as with DeepSpeed) would step too often."""
-        passes = max((int(each.max()) for each in self._passes if each.size), default=0)
-        passes += self._idle_passes
+        if not self.checks_passes:
+            return
+        passes = self.passes_since_step + self._idle_passes
         is_short = 0 < passes < self._rules.passes
         short_before = self._short_step is not None or self.taken + self.skipped == 0
         if is_short and short_before:

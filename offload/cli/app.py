@@ -115,6 +115,29 @@ def doctor(
     print_checks(paths or [], as_json)
 
 
+@app.command()
+def migrate(
+    file: Annotated[
+        Path, typer.Argument(metavar="DS_CONFIG", help="A configuration of DeepSpeed, JSON.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", metavar="FILE", help="The YAML to write. Default: standard output."
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Processes that train together: divides train_batch_size."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
+) -> None:
+    """Write a configuration of DeepSpeed as one of offload, with a comment for every key."""
+    from offload.cli.migrate import migrate_file
+
+    migrate_file(file, out, ranks, replace=force)
+
+
 @config_app.command()
 def schema() -> None:
     """Print the JSON Schema of the configuration, with every key described."""

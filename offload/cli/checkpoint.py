@@ -84,6 +84,46 @@ def export(
     typer.echo(f"wrote {out} ({format_bytes(nbytes)})")
 
 
+@checkpoint_app.command("import-deepspeed")
+def import_deepspeed(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", exists=True, help="A folder that DeepSpeed saved, or one of its tags."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder for TAG, TAG.json and latest.")
+    ],
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="PATH's files are pickles: say that you trust their source."),
+    ] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Of ours, where DeepSpeed's configuration has none."),
+    ] = None,
+    tied: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ALIAS=NAME", help="A tied parameter that PATH does not note."),
+    ] = None,
+) -> None:
+    """Write a ZeRO checkpoint of DeepSpeed (stages 1 to 3) as one of ours, to go on training."""
+    from offload.deepspeed.importing import import_checkpoint
+    from offload.tiers.errors import ConfigError
+
+    if not trust:
+        raise ConfigError(
+            f"{path}: the files of DeepSpeed's checkpoints are pickles, which can be made to run "
+            "code; add --trust if you know where they come from"
+        )
+    pairs = [each.partition("=")[::2] for each in tied or []]
+    if not all(alias and name for alias, name in pairs):
+        raise ConfigError("--tied: write ALIAS=NAME, for example lm_head.weight=embed.weight")
+    target = import_checkpoint(path, out, kind=optimizer, tied=dict(pairs))
+    typer.echo(f"wrote {target}")
+
+
 def _summary(manifest: Manifest) -> list[str]:
     """A few lines about the whole."""
     from offload.tiers.units import format_bytes

@@ -1,0 +1,40 @@
+"""`offload migrate`: a configuration of DeepSpeed as one of ours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from offload.deepspeed.migration import migrate, read_ds_config
+from offload.tiers.errors import ConfigError, PathError
+
+
+def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bool) -> None:
+    """Write it to `out`, or to standard output; warnings go to stderr, a scheduler's code to
+    standard output. ConfigError names every key that is unknown or refused, and nothing is
+    written."""
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: write 1 or more")
+    if out is not None and out.exists() and not replace:
+        raise PathError(f"-o {out}: there is such a file; add --force to replace it")
+    try:
+        made = migrate(read_ds_config(file), ranks)
+    except ConfigError as error:
+        prefix = "" if str(error).startswith(str(file)) else f"{file}: "
+        raise ConfigError(f"{prefix}{error}") from None
+    text = made.to_yaml(file.name)
+    for warning in [*made.warnings, *made.for_loops]:
+        print(f"warning: {warning}", file=sys.stderr)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PathError(f"-o {out}: cannot be written: {error.strerror}") from None
+    typer.echo(f"wrote {out}")
+    if made.schedule is not None:
+        typer.echo("\n# the scheduler, for your loop (optimizer = engine.optimizer):")
+        typer.echo(made.schedule.code(), nl=False)

@@ -1,0 +1,51 @@
+"""DeepSpeed's interface over an offload engine: `import offload.deepspeed as deepspeed`.
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config="ds_config.json"
+    )
+    for batch in loader:
+        engine.backward(engine(batch))
+        engine.step()
+
+`deepspeed.zero`, `.utils`, `.comm`, `.checkpointing`, `.accelerator` and `.ops` have what such
+loops use. docs/deepspeed.md says what every key of a configuration becomes, and what is not there.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from offload.deepspeed.hints import missing_name
+
+if TYPE_CHECKING:
+    from offload.deepspeed.arguments import add_config_arguments
+    from offload.deepspeed.comm import init_distributed
+    from offload.deepspeed.engine import EngineModule as DeepSpeedEngine
+    from offload.deepspeed.start import initialize
+    from offload.deepspeed.utils import log_dist, logger
+
+_MODULES = {"zero", "utils", "comm", "checkpointing", "accelerator", "ops"}
+_HOME = {
+    "initialize": ("start", "initialize"),
+    "DeepSpeedEngine": ("engine", "EngineModule"),
+    "init_distributed": ("comm", "init_distributed"),
+    "add_config_arguments": ("arguments", "add_config_arguments"),
+    "get_accelerator": ("accelerator", "get_accelerator"),
+    "log_dist": ("utils", "log_dist"),
+    "logger": ("utils", "logger"),
+}
+
+__all__ = [
+    "DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "log_dist",
+    "logger",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"offload.deepspeed.{name}")
+    if name not in _HOME:
+        raise AttributeError(missing_name("offload.deepspeed", name))
+    module, attribute = _HOME[name]
+    return getattr(import_module(f"offload.deepspeed.{module}"), attribute)

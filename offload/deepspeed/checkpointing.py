@@ -1,0 +1,45 @@
+"""`deepspeed.checkpointing`: activations that are computed again in backward, by torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+
+from offload.deepspeed.hints import missing_name
+
+_configured = False
+
+
+def configure(
+    mpu_: Any, deepspeed_config: Any = None, partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:  # fmt: skip
+    """Nothing has to be set: where saved activations live is the engine's configuration
+    (activation_checkpointing.cpu_checkpointing), and the rest has no effect on the result."""
+    global _configured
+    _configured = True
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _configured
+
+
+def reset() -> None:
+    """Nothing is kept between steps."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, computed again in backward, with the random numbers it had."""
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(missing_name("offload.deepspeed.checkpointing", name))

@@ -1,0 +1,539 @@
+"""A DeepSpeed configuration as ours: `offload migrate`, and what `offload.deepspeed` begins with.
+
+file or dict -> every key looked up in `keys` -> a configuration of ours, with a comment per key,
+                                                 warnings, a schedule, the sizes of batches
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.config import OffloadConfig
+from offload.config.errors import suggestion
+from offload.config.file import dump_yaml
+from offload.deepspeed.batches import MICRO, STEPS, TRAIN, Batches
+from offload.deepspeed.keys import OLD_SECTIONS, OTHERS, SECTIONS, Fate, Key
+from offload.deepspeed.schedules import Schedule
+from offload.tiers.errors import ConfigError, PathError
+
+AUTO = "auto"
+_DEFAULT_SUB_GROUP = 10**9
+_MOST_FILE_NBYTES = 1 << 20
+_TIER_OF = {"cpu": "host", "nvme": "nvme"}
+_TYPES = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
+# What DeepSpeed's classes have where the file says nothing; ours may differ.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-3, "weight_decay": 0.0},
+    "adam": {"lr": 1e-3, "weight_decay": 0.0},
+    "lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
+    "adagrad": {"lr": 1e-2, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
+}
+
+
+@dataclass
+class Migration:
+    """What became of a file."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # our configuration
+    warnings: list[str] = field(default_factory=list)
+    for_loops: list[str] = field(default_factory=list)  # what a loop of one's own has to do
+    autos: dict[str, Key] = field(default_factory=dict)  # what the Trainer would have to fill in
+    schedule: Schedule | None = None
+    has_optimizer: bool = False
+    batches: Batches | None = None  # where the file has them
+    said: dict[str, Any] = field(default_factory=dict)  # every key that the file gave: its value
+    comments: dict[str, list[str]] = field(default_factory=dict)  # of our keys
+    rest: list[str] = field(default_factory=list)  # comments of keys that became none of ours
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What the file says, if it says more than auto."""
+        value = self.said.get(key)
+        return default if value is None or value == AUTO else value
+
+    def is_on(self, section: str) -> bool:
+        """Whether fp16 or bf16 is on, or may be."""
+        on = {name: self.said.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
+        return bool(on[section]) and not (on[section] == AUTO and True in on.values())
+
+    def set(self, path: str, value: Any, comment: str | None = None) -> None:
+        """Give one key of ours, `section.key`, a value."""
+        *sections, name = path.split(".")
+        inner = self.values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+        if comment is not None:
+            self.comment(path, comment)
+
+    def comment(self, path: str, text: str) -> None:
+        self.comments.setdefault(path, []).append(text)
+
+    @property
+    def config(self) -> OffloadConfig:
+        return OffloadConfig.load(self.values)
+
+    def to_yaml(self, source: str) -> str:
+        """The configuration with a comment for each key of the file."""
+        lines = [f"# From {source}, by `offload migrate`."]
+        shown: set[str] = set()
+        lines += _yaml_lines(self.values, "", self.comments, shown)
+        rest = [text for path in self.comments if path not in shown for text in self.comments[path]]
+        for text in [*rest, *self.rest]:
+            lines += ["", "# No key of ours:"] if text is [*rest, *self.rest][0] else []
+            lines.append(f"# {text}")
+        if self.schedule is not None:
+            lines += ["", "# The scheduler, for your loop:"]
+            lines += [f"#   {line}".rstrip() for line in self.schedule.code().splitlines()]
+        return "\n".join(lines) + "\n"
+
+
+def _yaml_lines(
+    values: Mapping[str, Any], prefix: str, comments: Mapping[str, list[str]], shown: set[str]
+) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        shown.add(path)
+        for text in comments.get(path, []):
+            yield f"{indent}# {text}"
+        if isinstance(value, Mapping) and not _is_split(value):
+            yield f"{indent}{name}:"
+            yield from _yaml_lines(value, f"{path}.", comments, shown)
+        else:
+            yield f"{indent}{name}: {dump_yaml(value, inline=True)}"
+
+
+def _is_split(value: Mapping[str, Any]) -> bool:
+    return set(value) <= {"device", "host", "nvme"} and all(
+        isinstance(share, str) and share.endswith("%") for share in value.values()
+    )
+
+
+# ---------------------------------------------------------------- reading
+def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """A file of JSON, or a dict. PathError, ConfigError."""
+    if isinstance(source, Mapping):
+        return {str(key): value for key, value in source.items()}
+    path = Path(source)
+    try:
+        if path.stat().st_size > _MOST_FILE_NBYTES:
+            raise ConfigError(f"{path}: too large for a configuration of DeepSpeed")
+        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_doubles)
+    except OSError as error:
+        raise PathError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}:{error.lineno}: not valid JSON: {error.msg}; comments and trailing commas are "
+            "no JSON"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected keys and values, found {type(found).__name__}")
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{doubled}: given twice; remove one")
+    return found
+
+
+def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
+    """What becomes of a DeepSpeed configuration on so many `ranks` (unknown: None).
+
+    ConfigError that names every key that is unknown, refused or of a wrong type.
+    """
+    made = Migration()
+    problems: list[str] = []
+    made.said |= {
+        name: source[name] for name in ("fp16", "bf16") if isinstance(source.get(name), Mapping)
+    }
+    _look_up("", source, made, problems)
+    for step in (_precision, _zero, _placement, _activations, _optimizer, _schedule, _clipping):
+        try:
+            step(made)
+        except ConfigError as error:
+            problems.append(str(error))
+    try:
+        _batches(made, ranks)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for name, key in made.autos.items():
+        made.warnings.append(
+            f"{name}: auto: transformers' Trainer fills it from {key.filled}; set {key.becomes} to "
+            "the same"
+        )
+    for name in [] if made.schedule is None else made.schedule.unfilled:
+        made.warnings.append(
+            f"scheduler.params.{name}: auto: transformers' Trainer fills it; put the number into "
+            "the code, where it says ..."
+        )
+    own = made.get("offload", {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"offload: expected keys and values, found {own!r}")
+    _lay_over(made.values, own)
+    made.config  # noqa: B018 - raises ConfigError for numbers that cannot work
+    return made
+
+
+def _lay_over(values: dict[str, Any], own: Mapping[str, Any]) -> None:
+    for name, value in own.items():
+        inner = values.get(name)
+        if isinstance(value, Mapping) and isinstance(inner, dict) and not _is_split(value):
+            _lay_over(inner, value)
+        else:
+            values[name] = value
+
+
+def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems: list[str]) -> None:
+    table = {name: key for key in SECTIONS[section] for name in (key.name, *key.also)}
+    if not section:
+        table |= {key.name: key for key in OTHERS}
+    inner = {name.removeprefix(f"{section}.".lstrip(".")): name for name in SECTIONS if name
+             and name.rpartition(".")[0] == section}  # fmt: skip
+    if not section:
+        inner |= {old: new for old, new in OLD_SECTIONS.items() if new not in values}
+    for name, value in values.items():
+        path = f"{section}.{name}".lstrip(".")
+        if name in inner and (isinstance(value, Mapping) or name not in table):
+            if not isinstance(value, Mapping):
+                if value is not None:
+                    problems.append(f"{path}: expected keys and values, found {value!r}")
+                continue
+            made.said[inner[name]] = value
+            _look_up(inner[name], value, made, problems)
+        elif path == "scheduler.params" or name not in table:
+            if path != "scheduler.params":
+                hint = suggestion(name, [*table, *inner]).partition(" allowed:")[0].rstrip(";")
+                problems.append(f"{path}: unknown key{hint}")
+            elif value not in (None, AUTO) and not isinstance(value, Mapping):
+                problems.append(f"{path}: expected keys and values, found {value!r}")
+            else:
+                made.said[path] = value
+        else:
+            problem = _take(section, path, table[name], value, made)
+            if problem is not None:
+                problems.append(problem)
+
+
+def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str | None:
+    """One key; returns what is wrong with it."""
+    off = [name for name in ("fp16", "bf16") if not made.is_on(name)]
+    canonical = f"{section}.{key.name}".lstrip(".")
+    if canonical in made.said and made.said[canonical] != value:
+        return f"{path}: given twice, by another name as well; remove one"
+    said = f"{path}: {_shown(value)}"
+    note = f" -- {key.note}" if key.note else ""
+    if value is None or (value == AUTO and key.fate is not Fate.MAPPED):
+        made.rest.append(said + note)
+        return None
+    if value == AUTO:
+        made.said[canonical] = AUTO
+        fills = f"transformers' Trainer fills it from {key.filled}" if key.filled else "its default"
+        made.comment(key.becomes, f"{said} -- {fills}")
+        if key.filled and key.becomes != "prefetch":
+            made.autos[canonical] = key
+        return None
+    try:
+        read = key.read(value)
+    except ValueError as error:
+        return f"{path}: {error}, found {value!r}"
+    made.said[canonical] = read
+    if key.fate is Fate.MAPPED:
+        made.comment(key.becomes, said + note)
+        return None
+    asks = not _is_harmless(key, read) and section not in off
+    if key.fate is Fate.REFUSED and asks:
+        return f"{path}: {_shown(value)} is not supported: {key.note}"
+    if key.fate is Fate.WARNED and asks:
+        (made.for_loops if key.followed else made.warnings).append(f"{said}: {key.note}")
+    made.rest.append(said + note)
+    return None
+
+
+def _is_harmless(key: Key, value: Any) -> bool:
+    if any(value == each and type(value) is type(each) for each in key.harmless):
+        return True
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return any(value == each for each in key.harmless if not isinstance(each, bool))
+    off = {"enabled": False} in key.harmless
+    return off and isinstance(value, Mapping) and not value.get("enabled", False)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and value < 1e16:
+        return str(int(value))
+    try:
+        found = json.dumps(value)
+    except (TypeError, ValueError):
+        found = str(value)
+    found = " ".join(found.split())
+    return found if len(found) <= 60 else f"{found[:57]}..."
+
+
+# ---------------------------------------------------------------- several keys together
+def _precision(made: Migration) -> None:
+    fp16, bf16 = made.get("fp16.enabled", False), made.get("bf16.enabled", False)
+    if fp16 and bf16:
+        raise ConfigError("fp16.enabled and bf16.enabled are both true; set one of them to false")
+    if AUTO in (made.said.get("fp16.enabled"), made.said.get("bf16.enabled")) and not (
+        fp16 or bf16
+    ):
+        return
+    for name in ("fp16.enabled", "bf16.enabled"):
+        made.autos.pop(name, None)  # the other one is true
+    made.set("precision", "fp16" if fp16 else "bf16" if bf16 else "fp32")
+    if fp16:
+        _loss_scale(made)
+    if bf16:
+        check = made.get("bf16.check_grad_overflow")
+        said = None if check is not None else "DeepSpeed's default of bf16.check_grad_overflow"
+        made.set("skip_nonfinite", True if check is None else check, said)
+        if made.get("bf16.bf16_master_weights_and_grads"):
+            made.set("optimizer.master", "none")
+        if made.get("bf16.bf16_optimizer_states"):
+            made.set("optimizer.states", "bf16")
+
+
+def _loss_scale(made: Migration) -> None:
+    fixed = made.get("fp16.loss_scale", 0)
+    if fixed < 0:
+        raise ConfigError(f"fp16.loss_scale: {fixed} is below 0")
+    if fixed:
+        made.set("loss_scale.initial", float(fixed))
+        made.set("loss_scale.min", float(fixed))
+        made.set("loss_scale.growth_interval", 10**9, "a fixed scale does not grow")
+        made.warnings.append(
+            f"fp16.loss_scale: {fixed:g}: a gradient that overflows a fixed scale is an error "
+            "here; DeepSpeed skips the step"
+        )
+        return
+    made.set("loss_scale.initial", float(2 ** made.get("fp16.initial_scale_power", 16)))
+    made.set("loss_scale.growth_interval", made.get("fp16.loss_scale_window", 1000))
+    made.set("loss_scale.min", float(made.get("fp16.min_loss_scale", 1)))
+    if "fp16.hysteresis" not in made.said:
+        made.warnings.append(
+            "fp16.hysteresis: absent is 2 in DeepSpeed; the scale is halved at the first overflow "
+            "here, so fewer steps are skipped at the start"
+        )
+
+
+def _zero(made: Migration) -> None:
+    old = made.get("zero_optimization")
+    if isinstance(old, bool):
+        made.said["zero_optimization.stage"] = int(old)
+    elif old is not None and not isinstance(old, Mapping):
+        raise ConfigError(f"zero_optimization: expected keys and values, found {old!r}")
+    stage = made.get("zero_optimization.stage", 0)
+    made.set("zero.stage", stage, None if old else "DeepSpeed's default")
+    form = made.get("communication_data_type")
+    if form is not None:
+        made.set("zero.reduce_dtype", form.lower())
+    for name, least in (("quantized_weights", 3), ("quantized_gradients", 1)):
+        if made.get(f"zero_optimization.zero_{name}") and stage >= least:
+            made.set(f"zero.{name}", True)
+    group = made.get("zero_optimization.zero_hpz_partition_size", 1)
+    if group > 1 and stage > 0:
+        made.set("zero.shard_group", group)
+        made.warnings.append(
+            f"zero_optimization.zero_hpz_partition_size: {group}: zero.shard_group shards all "
+            f"states among {group} ranks, so each rank holds more of them than with hpZ"
+        )
+    group = made.get("zero_optimization.mics_shard_size", -1)
+    if group > 0 and stage > 0:
+        made.set("zero.shard_group", int(group))
+    if made.get("gradient_allreduce_op") == "sum" and stage == 3:
+        raise ConfigError('gradient_allreduce_op: "sum" contradicts stage 3, as in DeepSpeed')
+
+
+def _placement(made: Migration) -> None:
+    zero = "zero_optimization"
+    stage = made.get(f"{zero}.stage", 0)
+    param = made.get(f"{zero}.offload_param.device", "none").lower()
+    optimizer = made.get(f"{zero}.offload_optimizer.device", "none").lower()
+    for device, where in ((param, "offload_param"), (optimizer, "offload_optimizer")):
+        if device not in ("none", "cpu", "nvme"):
+            raise ConfigError(f"{zero}.{where}.device: {device!r} is none of none, cpu, nvme")
+    param = "cpu" if made.get(f"{zero}.cpu_offload_param") and param == "none" else param
+    optimizer = "cpu" if made.get(f"{zero}.cpu_offload") and optimizer == "none" else optimizer
+    if param != "none" and stage < 3:
+        made.warnings.append(
+            f"{zero}.offload_param: DeepSpeed ignores it below stage 3; here all stages follow it"
+        )
+    if optimizer != "none" and stage == 0:
+        made.warnings.append(
+            f"{zero}.offload_optimizer: DeepSpeed ignores it at stage 0; here all stages follow it"
+        )
+    if param != "none":
+        made.set("placement.parameters", _TIER_OF[param])
+    if optimizer == "cpu":
+        made.set("placement.gradients", "host", "DeepSpeed keeps them beside the optimizer")
+    if optimizer != "none":
+        made.set("placement.optimizer", _split(made, _TIER_OF[optimizer]))
+    _nvme(made, param, optimizer)
+    _tuning(made, stage)
+
+
+def _split(made: Migration, tier: str) -> str | dict[str, str]:
+    ratio = made.get("zero_optimization.offload_optimizer.ratio", 1.0)
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"zero_optimization.offload_optimizer.ratio: {ratio} is not in 0..1")
+    if ratio in (0, 1):
+        return tier if ratio else "device"
+    share = round(ratio * 100, 10)
+    return {"device": f"{round(100 - share, 10):g}%", tier: f"{share:g}%"}
+
+
+def _nvme(made: Migration, param: str, optimizer: str) -> None:
+    zero = "zero_optimization"
+    paths = []
+    for device, where in ((param, "offload_param"), (optimizer, "offload_optimizer")):
+        path = made.get(f"{zero}.{where}.nvme_path")
+        if device == "nvme":
+            if path is None:
+                raise ConfigError(f"{zero}.{where}.nvme_path: missing; device: nvme needs it")
+            paths.append(str(path))
+    if paths:
+        made.set("nvme.paths", list(dict.fromkeys(paths)))
+    names = ("max_in_cpu", "buffer_count", "buffer_size")
+    given = [name for name in names if made.get(f"{zero}.offload_param.{name}") is not None]
+    if param == "nvme" == optimizer and given:
+        kept = made.get(f"{zero}.offload_param.max_in_cpu", 10**9)
+        buffers = made.get(f"{zero}.offload_param.buffer_count", 5)
+        size = made.get(f"{zero}.offload_param.buffer_size", 10**8)
+        itemsize = 4 if made.values.get("precision") == "fp32" else 2
+        nbytes = (kept + buffers * size) * itemsize
+        made.set(
+            "budget.host", nbytes,
+            f"(max_in_cpu + buffer_count x buffer_size) x {itemsize} bytes; it is for all that is "
+            "in host memory, `offload plan` shows what that is",
+        )  # fmt: skip
+
+
+def _tuning(made: Migration, stage: int) -> None:
+    chunk = made.get("zero_optimization.sub_group_size", _DEFAULT_SUB_GROUP)
+    if chunk and chunk < _DEFAULT_SUB_GROUP:
+        made.set("optimizer.chunk", max(1, round(chunk / 1024)) * 1024)
+        if chunk > 1 << 24:
+            made.warnings.append(
+                f"zero_optimization.sub_group_size: {chunk}: pieces of so many elements take some "
+                f"{chunk * 12 / 1e9:.1f} GB of host memory each; optimizer.chunk: auto needs less"
+            )
+    if made.get("zero_optimization.prefetch_bucket_size") == 0:
+        made.set("prefetch", 0)
+
+
+def _activations(made: Migration) -> None:
+    if made.get("activation_checkpointing.cpu_checkpointing"):
+        made.set("placement.activations.tier", "host")
+
+
+def _optimizer(made: Migration) -> None:
+    section = made.said.get("optimizer")
+    if section is None:
+        made.rest.append(
+            "no optimizer section: DeepSpeed takes the one that your program makes, and so does "
+            "offload.deepspeed; in a loop of your own write it under optimizer:"
+        )
+        return
+    made.has_optimizer = True
+    given = made.get("optimizer.type")
+    if given is None:
+        raise ConfigError("optimizer.type: missing")
+    kind = _TYPES.get(given.lower())
+    if kind is None:
+        names = ("Adam", "AdamW", "Lion", "Adagrad", "SGD")
+        raise ConfigError(
+            f"optimizer.type: {given} has no rule here; use one of {', '.join(names)}"
+        )
+    params = {
+        key.name: made.get(f"optimizer.params.{key.name}") for key in SECTIONS["optimizer.params"]
+    }
+    torchs = bool(params["torch_adam"])
+    if given.lower() == "adam" and params["adam_w_mode"] is False:
+        kind = "adam"
+    made.set("optimizer.type", kind)
+    numbers = dict(_DEFAULTS[kind])
+    if torchs and kind == "adamw":
+        numbers["weight_decay"] = 0.01
+    for key in SECTIONS["optimizer.params"]:
+        ours = key.becomes.removeprefix("optimizer.")
+        if key.name == ours and params[key.name] is not None:
+            numbers[ours] = params[key.name]
+        elif key.name == ours and made.said.get(f"optimizer.params.{key.name}") == AUTO:
+            numbers.pop(ours, None)
+    for name, value in numbers.items():
+        absent = f"optimizer.params.{name}" not in made.said
+        made.set(f"optimizer.{name}", value, "DeepSpeed's default" if absent else None)
+
+
+def _schedule(made: Migration) -> None:
+    section = made.said.get("scheduler")
+    if section is None:
+        return
+    kind = made.get("scheduler.type")
+    if kind is None:
+        raise ConfigError("scheduler.type: missing")
+    params = made.said.get("scheduler.params")
+    if params == AUTO or params is None:
+        params = {}
+    made.schedule = Schedule.of(kind, params)
+    for name in params:
+        made.rest.append(f"scheduler.params.{name}: {_shown(params[name])} -- in the code below")
+    made.for_loops.append(
+        f"scheduler.type: {kind}: no key of ours; the code below makes it in your loop, where it "
+        "is stepped after optimizer.step()"
+    )
+
+
+def _clipping(made: Migration) -> None:
+    if made.said.get("gradient_clipping") == AUTO:
+        return
+    limit = made.get("gradient_clipping")
+    if limit is None:
+        made.set("clip_grad_norm", 1.0, "DeepSpeed's default since 0.19; 0 before")
+    elif limit < 0:
+        raise ConfigError(f"gradient_clipping: {limit} is below 0")
+    elif limit:
+        made.set("clip_grad_norm", float(limit))
+
+
+def _batches(made: Migration, ranks: int | None) -> None:
+    train, micro, steps = (made.get(name) for name in (TRAIN, MICRO, STEPS))
+    autos = [name for name in (TRAIN, MICRO, STEPS) if made.said.get(name) == AUTO]
+    if autos or (train is None and micro is None):
+        if steps is not None:
+            made.set("gradient_accumulation_steps", max(1, steps))
+        return
+    if ranks is None:
+        if train and micro and steps:
+            ranks = max(1, train // (micro * steps))
+        else:
+            ranks = 1
+            if train is not None and (micro or steps):
+                made.warnings.append(
+                    f"{TRAIN}: {train}: taken for one rank; say how many there are with --ranks"
+                )
+    made.batches = Batches.of(train, micro, steps, ranks)
+    made.set("gradient_accumulation_steps", made.batches.steps)
+    if made.batches.steps > 1:
+        made.for_loops.append(
+            f"{STEPS}: {made.batches.steps}: in a loop of your own divide the loss by it, and step "
+            "after as many passes; offload.deepspeed does both"
+        )

@@ -1,0 +1,103 @@
+"""What `initialize` makes of a DeepSpeed configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.deepspeed.batches import Batches
+from offload.deepspeed.client_optimizers import ClientOptimizer
+from offload.deepspeed.migration import Migration, migrate, read_ds_config
+from offload.tiers.errors import ConfigError, UnsupportedError
+
+_log = logging.getLogger("offload")
+# Keys of our optimizer section that say how states are kept, and no client's optimizer has.
+_OF_STATES = ("master", "states", "chunk", "in_backward")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One engine's."""
+
+    given: dict[str, Any]  # the configuration as it came
+    made: Migration
+    batches: Batches
+    client: ClientOptimizer | None
+    config: OffloadConfig
+
+    @classmethod
+    def of(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any], ranks: int,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> Settings:  # fmt: skip
+        """ConfigError for what is unknown, refused or left to the Trainer; what is dropped is
+        logged."""
+        given = read_ds_config(source)
+        made = migrate(given, ranks)
+        unfilled = [*made.autos, *([] if made.schedule is None else made.schedule.unfilled)]
+        if unfilled:
+            raise ConfigError(
+                f"{', '.join(unfilled)}: auto is filled in by transformers' Trainer only; "
+                "write the number"
+            )
+        if made.batches is None:
+            raise ConfigError("train_batch_size: missing; set it or train_micro_batch_size_per_gpu")
+        for warning in made.warnings:
+            _log.warning("%s", warning)
+        client = None if optimizer is None else ClientOptimizer.of(optimizer)
+        if client is not None:
+            kept = {
+                key: value for key, value in made.values.get("optimizer", {}).items()
+                if key in _OF_STATES
+            }  # fmt: skip
+            for key in made.get("offload", {}).get("optimizer", {}):
+                if key not in _OF_STATES:
+                    raise ConfigError(
+                        f"offload.optimizer.{key}: the program has an optimizer of its own, which "
+                        "says that; remove one of them"
+                    )
+            made.values["optimizer"] = {**client.section, **kept}
+        config = made.config
+        if config.optimizer.in_backward is True:
+            raise UnsupportedError(
+                "optimizer.in_backward: updates begin in the first backward, and step() decides "
+                "here when a step is due; use offload.initialize for it"
+            )
+        return cls(given, made, made.batches, client, config)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.client is not None or self.made.has_optimizer
+
+    @property
+    def casts_inputs(self) -> bool:
+        return bool(self.made.get("fp16.auto_cast")) and self.config.precision == "fp16"
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Of torch.autocast around the forward; None: there is none."""
+        if not self.made.get("torch_autocast.enabled"):
+            return None
+        name = str(self.made.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
+        found = {
+            "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16,
+            "fp16": torch.float16, "half": torch.float16,
+        }.get(name)  # fmt: skip
+        if found is None:
+            raise ConfigError(f"torch_autocast.dtype: {name} is neither bfloat16 nor float16")
+        return found
+
+    @property
+    def counts_passes(self) -> bool:
+        """Whether step() steps after so many passes only."""
+        return bool(self.made.get("managed_gradient_accumulation", True))
+
+    @property
+    def sums_over_ranks(self) -> bool:
+        return str(self.made.get("gradient_allreduce_op", "mean")).lower() == "sum"

@@ -1,0 +1,162 @@
+"""`deepspeed.initialize`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from offload.deepspeed.comm import init_distributed
+from offload.deepspeed.engine import EngineModule
+from offload.deepspeed.settings import Settings
+from offload.engine import Engine
+from offload.tiers.errors import ConfigError, UnsupportedError
+
+_log = logging.getLogger("offload")
+Config = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def initialize(
+    args: Any = None, model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | nn.Module | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Any], Any] | None = None,
+    distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None, config: Config | None = None,
+    mesh_param: Any = None, config_params: Config | None = None,
+) -> tuple[EngineModule, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:  # fmt: skip
+    """An engine with DeepSpeed's methods, its optimizer, a loader of `training_data` and a
+    scheduler; None for what was not asked for.
+
+    `config`: a dict or file of DeepSpeed's, with one section more: {"offload": {...}} has keys of
+    ours, as budgets, which are laid over what the other keys become. `optimizer`: one of torch's
+    classes with a rule here, a function of the parameters that makes one, or none: that of the
+    configuration. `model_parameters`: parameters or param groups; trainable parameters that are in
+    none are frozen, since no step changes them.
+
+    Raises ConfigError naming every key that is unknown or refused, UnsupportedError for an
+    optimizer without a rule, and what `offload.initialize` raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"initialize(model=...): expected a module, found {model!r}")
+    if mpu is not None or mesh_param is not None:
+        raise UnsupportedError(
+            "mpu and mesh_param: use offload.initialize(model, config, mesh=...) with "
+            "parallelize_module or torch.distributed.pipelining (docs/ranks.md)"
+        )
+    if "WORLD_SIZE" in os.environ:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+    else:  # with dist_init_required=False the engine makes the group
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    given = _parameters(model_parameters)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(model.parameters()) if given is None else given)
+    settings = Settings.of(_config(args, config, config_params), ranks, optimizer)
+    groups = given if settings.client is None else settings.client.groups
+    engine = _engine(model, settings, groups)
+    try:
+        ours = engine.optimizer if settings.has_optimizer else None
+        made = EngineModule(model, settings, engine, ranks, ours)
+        if settings.client is not None:
+            settings.client.take_over(engine.optimizer)
+        if ours is not None:
+            made.lr_scheduler = _scheduler(settings, ours, lr_scheduler)
+        if training_data is not None:
+            made.training_dataloader = _loader(made, settings, training_data, collate_fn)
+    except BaseException:
+        engine.close()
+        raise
+    return made, ours, made.training_dataloader, made.lr_scheduler
+
+
+def _config(args: Any, config: Config | None, config_params: Config | None) -> Config:
+    named = getattr(args, "deepspeed_config", None)
+    found = [each for each in (config, config_params, named) if each is not None]
+    if len(found) != 1:
+        raise ConfigError(
+            "initialize takes one configuration: config=, or --deepspeed_config of args; "
+            f"{len(found)} are given"
+        )
+    return found[0]
+
+
+def _parameters(given: Iterable[Any] | nn.Module | None) -> list[Any] | None:
+    """Read once: they may come from a generator."""
+    if given is None:
+        return None
+    listed = list(given.parameters() if isinstance(given, nn.Module) else given)
+    groups = [
+        {**each, "params": _plain_list(each["params"])} if isinstance(each, Mapping) else each
+        for each in _plain_list(listed)
+    ]
+    return [each for each in groups if not isinstance(each, Mapping) or each["params"]]
+
+
+def _plain_list(given: Any) -> list[Any]:
+    """As torch.optim takes parameters: one, several, or with names."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [each[1] if isinstance(each, tuple) else each for each in given]
+
+
+def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> Engine:
+    if settings.has_optimizer:
+        frozen = _left_out(model, groups)
+    else:  # nothing trains: no gradients or states are kept
+        frozen, groups = [p for p in model.parameters() if p.requires_grad], None
+    for param in frozen:
+        param.requires_grad_(False)
+    try:
+        engine = Engine(model, settings.config, parameters=groups)
+    except BaseException:
+        for param in frozen:
+            param.requires_grad_(True)
+        raise
+    if frozen and settings.has_optimizer:
+        _log.warning(
+            "%d trainable parameters are in no param group, so no step changes them: they are "
+            "frozen", len(frozen),
+        )  # fmt: skip
+    return engine
+
+
+def _left_out(model: nn.Module, groups: list[Any] | None) -> list[nn.Parameter]:
+    if groups is None:
+        return []
+    inside: set[int] = set()
+    for each in groups:
+        inside.update(map(id, each["params"] if isinstance(each, dict) else [each]))
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
+
+
+def _scheduler(settings: Settings, optimizer: torch.optim.Optimizer, given: Any) -> Any:
+    """The client's, else that of the configuration."""
+    if given is not None:
+        made_already = isinstance(given, LRScheduler) or not callable(given)
+        return given if made_already else given(optimizer)
+    schedule = settings.made.schedule
+    return None if schedule is None else schedule.on(optimizer)
+
+
+def _loader(
+    engine: EngineModule, settings: Settings, data: Dataset[Any],
+    collate_fn: Callable[[Any], Any] | None,
+) -> DataLoader[Any]:  # fmt: skip
+    """Batches of one rank, drawn as torch's DistributedSampler draws them."""
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, engine.world_size, engine.global_rank)
+    return DataLoader(
+        data, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler,
+        collate_fn=collate_fn, pin_memory=engine.device.type != "cpu",
+        drop_last=bool(settings.made.get("dataloader_drop_last", False)),
+    )  # fmt: skip

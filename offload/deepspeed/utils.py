@@ -1,0 +1,121 @@
+"""`deepspeed.utils`: gradients, masters and optimizer states of one parameter, read and set."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.deepspeed.hints import missing_name
+from offload.deepspeed.registry import engine_of, needed
+from offload.tiers.errors import StateError
+
+logger = logging.getLogger("offload")
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; -1 or none given: on all."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if there else 0
+    wanted = list(ranks or [])
+    if not wanted or -1 in wanted or rank in wanted:
+        logger.log(level, "[rank %d] %s", rank, message)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """A copy of the gradient that is accumulated for the next step, of the parameter's shape, in
+    the format it is kept in, not multiplied with a loss scale; None if there is none. On several
+    ranks all have to ask."""
+    engine = engine_of(param)
+    return param.grad if engine is None else engine.offload.gradient(param)
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace that gradient. StateError if there is none."""
+    needed(param, "safe_set_full_grad")
+    if param.grad is None:
+        raise StateError(
+            "safe_set_full_grad: there is no gradient; gradients are there after backward and "
+            "before engine.step()"
+        )
+    param.grad.copy_(value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: list[nn.Parameter],
+    update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
+) -> None:
+    """Replace each gradient by `update_func(gradient, param)`."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """A copy of the master, fp32, where the engine computes; None for a frozen parameter or one of
+    no engine."""
+    engine = engine_of(param)
+    if engine is None or not param.requires_grad:
+        return None
+    return engine.offload.values.read(param, "master").to(engine.device)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the master, and the weight to what it rounds to."""
+    needed(param, "safe_set_full_fp32_param").offload.values.write(param, "master", value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A copy of one of the optimizer's states, fp32, where the engine computes (zeros before the
+    first step); None for a frozen parameter or one of no engine. StateError for a state that the
+    rule has not."""
+    engine = engine_of(param)
+    if engine is None or not param.requires_grad:
+        return None
+    _check_state(engine, optim_state_key)
+    return engine.offload.values.read(param, optim_state_key).to(engine.device)
+
+
+def safe_set_full_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Set one of the optimizer's states. StateError for one that the rule has not."""
+    engine = needed(param, "safe_set_full_optimizer_state")
+    _check_state(engine, optim_state_key)
+    engine.offload.values.write(param, optim_state_key, value)
+
+
+def _check_state(engine: Any, key: str) -> None:
+    names = engine.offload.config.optimizer.state_names
+    if key not in names:
+        raise StateError(
+            f"optimizer state {key!r}: {engine.offload.config.optimizer.type} keeps "
+            f"{', '.join(names) or 'none'}"
+        )
+
+
+class RepeatingLoader:
+    """Batches of a loader without end: it begins again when it is over."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(missing_name("offload.deepspeed.utils", name))

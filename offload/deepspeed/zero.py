@@ -1,0 +1,121 @@
+"""`deepspeed.zero`: models that are never whole in RAM, and parameters read or written outside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.deepspeed.hints import missing_name
+from offload.deepspeed.registry import engine_of
+from offload.tiers.errors import UnsupportedError
+
+
+class Init:
+    """Modules made inside are on the meta device; `initialize` gives them their values, group by
+    group, by the initialisers that their constructors call. Values written otherwise (a
+    `load_state_dict` inside) are an UnsupportedError of `initialize` that names them.
+
+    Of DeepSpeed's arguments `enabled` counts; the others say how it cuts parameters.
+    """
+
+    def __init__(
+        self, module: nn.Module | None = None, data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True, remote_device: str | None = None,
+        pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, **_: Any,
+    ) -> None:  # fmt: skip
+        self._contexts = contextlib.ExitStack()
+        self._enabled = enabled
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._contexts.enter_context(torch.device("meta"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._contexts.close()
+
+
+class GatheredParameters:
+    """Full parameters inside the block. `modifier_rank`: the rank whose writes count on all.
+
+    Before `initialize` parameters are full anyway; those on the meta device have no values yet, and
+    writing to them is an UnsupportedError.
+    """
+
+    def __init__(
+        self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True,
+    ) -> None:  # fmt: skip
+        self._params = _listed(params) if enabled else []
+        self._modifier_rank = modifier_rank
+        self._contexts = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        by_engine: dict[Any, list[nn.Parameter]] = {}
+        for param in self._params:
+            engine = engine_of(param)
+            if engine is not None:
+                by_engine.setdefault(engine, []).append(param)
+            elif param.is_meta and self._modifier_rank is not None:
+                raise UnsupportedError(
+                    "zero.GatheredParameters(..., modifier_rank=...) before deepspeed.initialize: "
+                    "parameters made under zero.Init have no memory yet, and what is written would "
+                    "be lost; write after initialize, or in the module's reset_parameters()"
+                )
+        for engine, params in by_engine.items():
+            self._contexts.enter_context(engine.offload.gathered(params))
+            if self._modifier_rank is not None and engine.world_size > 1:
+                self._contexts.enter_context(_from_rank(params, self._modifier_rank))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._contexts.__exit__(kind, error, trace)
+
+
+@contextlib.contextmanager
+def _from_rank(params: list[nn.Parameter], rank: int) -> Iterator[None]:
+    """One rank's values on all, when the block is left."""
+    yield
+    with torch.no_grad():
+        for param in params:
+            value = param.detach().clone()
+            torch.distributed.broadcast(value, rank)
+            if not torch.equal(value, param):
+                param.copy_(value)
+
+
+def _listed(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, torch.Tensor):
+        return [params]  # type: ignore[list-item]
+    return [each for each in params if isinstance(each, nn.Parameter)]
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing has to be done: a parameter can be used in any module's forward."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """See `register_external_parameter`."""
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The model itself: it generates as it is."""
+    yield getattr(model, "module", model)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(missing_name("offload.deepspeed.zero", name))

@@ -1,0 +1,290 @@
+"""Reads the checkpoints of DeepSpeed's ZeRO stages 1 to 3 of one model-parallel rank.
+
+    *_model_states.pt    names and shapes of each param group, buffers, frozen parameters, counters
+    *_optim_states.pt    one per rank: fp32 masters and states, flat
+
+Stages 1 and 2 cut a param group's flat vector into one part per rank; stage 3 cuts each parameter,
+and lines up the parts. The files are pickles. They are read with an unpickler that makes tensors
+and containers, and inert objects of everything else: no function of a file is called.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
+
+from offload.tiers.errors import CheckpointError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class ZeroCheckpoint:
+    """One folder with such files. CheckpointError where they are none, or do not fit together."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        parts = sorted(folder.glob("*_optim_states.pt"), key=_rank_of)
+        if not parts or any("mp_rank_00" not in path.name for path in parts):
+            raise CheckpointError(
+                f"{folder}: no checkpoint of ZeRO without model parallelism (no "
+                "*mp_rank_00_optim_states.pt, or others beside); name the folder of one tag"
+            )
+        self._parts = [_load(path)["optimizer_state_dict"] for path in parts]
+        self.stage = _number(self._parts[0].get("zero_stage"), folder)
+        counts = self._parts[0].get("partition_count")
+        ranks = max(counts) if isinstance(counts, list) else counts
+        if ranks != len(parts):
+            raise CheckpointError(f"{folder}: files of {len(parts)} ranks, {ranks} had written")
+        self.ranks = len(parts)
+        name = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+        models = [name.format(rank) for rank in range(self.ranks if self.stage == 3 else 0)]
+        self._models = [_load(folder / each) for each in models or ["mp_rank_00_model_states.pt"]]
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Counters, the scheduler's state, the configuration, the client's entries."""
+        return self._models[0]
+
+    @cached_property
+    def groups(self) -> list[Shapes]:
+        """Trained parameters by param group; at stage 3 the file has several parts of each."""
+        parts = iter(self.about["param_shapes"])
+        counts = [len(group["params"]) for group in self._state_dict(0)["param_groups"]]
+        if sum(counts) != len(self.about["param_shapes"]):
+            raise CheckpointError(
+                f"{self.folder}: shapes of {len(self.about['param_shapes'])} groups, and states of "
+                f"{sum(counts)}"
+            )
+        return [
+            {name: tuple(shape) for _ in range(count) for name, shape in next(parts).items()}
+            for count in counts
+        ]
+
+    @cached_property
+    def frozen(self) -> Shapes:
+        found = {n: tuple(s) for n, s in (self.about.get("frozen_param_shapes") or {}).items()}
+        if self.stage < 3:  # stage 1 has no such list, and every parameter whole
+            trained = {name for group in self.groups for name in group}
+            others = set(self.names) - trained - self.shared.keys() - found.keys()
+            found |= {n: tuple(self.about["module"][n].shape) for n in self.names if n in others}
+        return found
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Other names of tied parameters: the name they are saved under. Stage 3 notes none."""
+        return dict(self.about.get("shared_params") or {})
+
+    @cached_property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        names = set(self.about["buffer_names"])
+        return {name: t for name, t in self.about["module"].items() if name in names}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters, tied ones under each of their names."""
+        return [name for name in self.about["module"] if name not in self.buffers]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one that the model computed in."""
+        tensors = [self.about["module"][name] for name in self.names]
+        found: torch.dtype = next(t.dtype for t in tensors if t.is_floating_point())
+        return found
+
+    @cached_property
+    def numbers(self) -> list[dict[str, Any]]:
+        """Each param group's."""
+        groups: list[dict[str, Any]] = self._state_dict(0)["param_groups"]
+        return [{key: value for key, value in g.items() if key != "params"} for g in groups]
+
+    @cached_property
+    def state_names(self) -> set[str]:
+        """Of the optimizer's states, `step` left out."""
+        states = self._state_dict(0)["state"].values()
+        return {k for s in states for k, v in s.items() if _is_flat(v)}
+
+    @cached_property
+    def steps(self) -> int:
+        """Updates so far: of the first state, else as the counters say."""
+        for state in (*self._state_dict(0)["state"].values(), *self.numbers):
+            if "step" in state:
+                return int(state["step"])
+        return int(self.about["global_steps"]) - int(self.about["skipped_steps"])
+
+    @property
+    def loss_scale(self) -> float:
+        """fp16's, as it was; its first one where the file does not say."""
+        scaler = self._parts[0].get("loss_scaler")
+        state = scaler.state if isinstance(scaler, _Inert) else None
+        return float(state["cur_scale"]) if isinstance(state, dict) else 65536.0
+
+    def _state_dict(self, rank: int) -> dict[str, Any]:
+        part = self._parts[rank]
+        found = part["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+        if not isinstance(found, dict) or "state" not in found:
+            raise CheckpointError(
+                f"{self.folder}: its optimizer states are of an elastic checkpoint, which is not "
+                "read; `zero_to_fp32.py --safe_serialization` makes weights of it"
+            )
+        return found
+
+    def tensors(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """`master`, or one of `state_names`, of every trained parameter, fp32, one at a time."""
+        read = self._whole if self.stage == 3 else self._cut
+        for name, value in read(field):
+            yield name, value.float()
+
+    def _flats(self, rank: int, field: str) -> list[torch.Tensor]:
+        """A rank's vectors, one per (sub)group."""
+        part = self._parts[rank]
+        if field == "master":
+            key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+            return [each.detach().reshape(-1) for each in part[key]]
+        states = self._state_dict(rank)["state"]
+        return [states[number][field].detach().reshape(-1) for number in sorted(states)]
+
+    def _cut(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stages 1 and 2."""
+        flats = [self._flats(rank, field) for rank in range(self.ranks)]
+        paddings = self._parts[0].get("param_alignment_paddings")
+        for number, shapes in enumerate(self.groups):
+            vector, start = _Joined([each[number] for each in flats]), 0
+            for index, (name, shape) in enumerate(shapes.items()):
+                numel = math.prod(shape)
+                yield name, vector.read(start, numel, name).view(shape)
+                start += numel + (0 if paddings is None else int(paddings[number][index]))
+
+    def _whole(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stage 3."""
+        vectors, start = [_Joined(self._flats(rank, field)) for rank in range(self.ranks)], 0
+        for shapes in self.groups:
+            for name, shape in shapes.items():
+                numel = math.prod(shape)
+                part = -(-numel // self.ranks)
+                parts = [vector.read(start, part, name) for vector in vectors]
+                yield name, torch.cat(parts)[:numel].view(shape)
+                start += part
+
+    def frozen_value(self, name: str) -> torch.Tensor:
+        """A frozen parameter."""
+        shape = self.frozen[name]
+        if self.stage < 3:
+            value: torch.Tensor = self.about["module"][name]
+            return value
+        parts = [each["frozen_param_fragments"][name].reshape(-1) for each in self._models]
+        return torch.cat(parts)[: math.prod(shape)].view(shape)
+
+
+class _Joined:
+    """Vectors end to end, without a copy of the whole."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = parts
+
+    def read(self, start: int, numel: int, name: str) -> torch.Tensor:
+        found, begin = [], 0
+        for part in self._parts:
+            lo, hi = max(start, begin), min(start + numel, begin + part.numel())
+            if lo < hi:
+                found.append(part[lo - begin : hi - begin])
+            begin += part.numel()
+        if sum(each.numel() for each in found) != numel:
+            raise CheckpointError(f"{name}: {numel} elements from {start} on are not in the files")
+        return torch.cat(found) if found else torch.empty(0)
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.name.partition("pp_rank_")[2].partition("_")[0] or 0)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _number(value: Any, folder: Path) -> int:
+    """An enum of DeepSpeed's is inert here, and has its number as an argument."""
+    found = value.arguments[0] if isinstance(value, _Inert) and value.arguments else value
+    if found not in (1, 2, 3):
+        raise CheckpointError(f"{folder}: no checkpoint of ZeRO stage 1, 2 or 3")
+    return int(found)
+
+
+# ---------------------------------------------------------------- unpickling
+class _Inert:
+    """In the place of an object of a class that is not needed."""
+
+    def __new__(cls, *arguments: Any, **_: Any) -> _Inert:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    arguments: tuple[Any, ...]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self, *_: Any, **__: Any) -> _Inert:
+        return self
+
+    def append(self, *_: Any) -> None:
+        pass
+
+    extend = __setitem__ = append
+
+
+def _without_state(data: Any, *_: Any) -> Any:
+    """A parameter's values: what else it carried is not needed."""
+    return data
+
+
+def _of_type(function: Any, _type: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
+    """A tensor that carried attributes."""
+    return function(*arguments)
+
+
+_CALLED = {
+    ("torch._utils", "_rebuild_parameter_with_state"): _without_state,
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CALLED:
+            return _CALLED[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return _Inert
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        found = torch.load(
+            path, map_location="cpu", mmap=True, weights_only=False,
+            pickle_module=SimpleNamespace(Unpickler=_Unpickler, __name__="inert"),
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is no checkpoint of DeepSpeed")
+    return found

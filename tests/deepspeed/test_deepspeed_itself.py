@@ -1,0 +1,40 @@
+"""The same program, run by DeepSpeed and with its import changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("one_loop.py")
+
+
+def rows(name: str, stage: int) -> list[list[float]]:
+    """Losses, norms and learning rates."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), name, str(stage)], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith("rows ")]
+    found: list[list[float]] = json.loads(line.removeprefix("rows "))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_norms_and_rates_are_deepspeeds(stage: int) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    theirs, ours = rows("deepspeed", stage), rows("offload.deepspeed", stage)
+    for expected, found in zip(theirs, ours, strict=True):
+        assert found == pytest.approx(expected, rel=2e-5, abs=1e-7)
+
+
+def test_the_program_runs_with_its_import_changed() -> None:
+    assert len(rows("offload.deepspeed", 3)) == 12

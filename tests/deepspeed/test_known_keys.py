@@ -1,0 +1,57 @@
+"""The table has every key of the installed DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from offload.deepspeed.keys import OTHERS, SECTIONS
+
+KNOWN = {section: {n for key in keys for n in (key.name, *key.also)}
+         for section, keys in SECTIONS.items()}  # fmt: skip
+
+
+def fields(model: Any) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield name
+        if field.alias is not None:
+            yield field.alias
+
+
+def test_every_field_of_deepspeeds_models_is_in_the_table() -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero import config, offload_config
+
+    models = {
+        "zero_optimization": config.DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        "fp16": precision_config.DeepSpeedFP16Config,
+        "bf16": precision_config.DeepSpeedBF16Config,
+    }
+    for section, model in models.items():
+        assert set(fields(model)) - KNOWN[section] == set(), section
+
+
+def test_every_key_that_is_no_field_is_in_the_table() -> None:
+    constants = pytest.importorskip("deepspeed.runtime.constants")
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    assert set(AIO_DEFAULT_DICT) <= KNOWN["aio"]
+    assert set(ACT_CHKPT_DEFAULT) <= KNOWN["activation_checkpointing"]
+    assert set(_REMOVED_ZERO_CONFIG_KEYS) <= KNOWN["zero_optimization"]
+    others = {key.name for key in OTHERS}
+    assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= others
+    top = KNOWN[""] | others | {name for name in SECTIONS if "." not in name}
+    named = [  # of the constants that name a key at the top, and have a default beside them
+        value for name, value in vars(constants).items()
+        if isinstance(value, str) and f"{name}_DEFAULT" in vars(constants) and value.islower()
+    ]  # fmt: skip
+    inner = set().union(*KNOWN.values())
+    old = {"check_overflow", "tag_validation", "load_universal", "pipeline_stage"}
+    assert set(named) - top - inner - old == set()

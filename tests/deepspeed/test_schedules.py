@@ -1,0 +1,123 @@
+"""DeepSpeed's schedules: what is printed, what runs, and DeepSpeed's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from offload.deepspeed.schedules import Schedule
+from offload.tiers.errors import ConfigError
+
+STEPS = 30
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {}),
+    ("WarmupLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 10}),
+    ("WarmupLR", {"warmup_min_lr": 0.001, "warmup_num_steps": 7, "warmup_type": "linear"}),
+    ("WarmupLR", {"warmup_max_lr": [0.01, 0.02], "warmup_num_steps": 1}),
+    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 5}),
+    ("WarmupDecayLR", {"total_num_steps": 3, "warmup_num_steps": 5, "warmup_type": "linear"}),
+    ("WarmupCosineLR", {"total_num_steps": 25, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}),
+    ("LRRangeTest", {"lr_range_test_step_size": 4, "lr_range_test_staircase": True}),
+    ("LRRangeTest", {"lr_range_test_min_lr": [1e-4, 1e-3], "lr_range_test_step_rate": 2.5}),
+    ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 5}),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 6,
+            "cycle_second_step_size": 9, "cycle_first_stair_count": 3, "decay_step_size": 4,
+            "decay_lr_rate": 0.5, "decay_mom_rate": 0.01, "cycle_min_mom": [0.7, 0.8],
+        },
+    ),
+    ("StepLR", {"step_size": 3, "gamma": 0.5}),
+]  # fmt: skip
+
+
+def adam() -> torch.optim.Optimizer:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    return torch.optim.AdamW([{"params": [params[0]]}, {"params": [params[1]], "lr": 0.05}], lr=0.1)
+
+
+def numbers(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
+    found = []
+    for _ in range(STEPS):
+        optimizer.step()
+        found.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+        scheduler.step()
+    return found
+
+
+def running(kind: str, params: dict[str, Any]) -> list[Any]:
+    optimizer = adam()
+    return numbers(optimizer, Schedule.of(kind, params).on(optimizer))
+
+
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_the_printed_code_is_what_runs(kind: str, params: dict[str, Any]) -> None:
+    optimizer = adam()
+    names: dict[str, Any] = {"optimizer": optimizer, "Any": Any}
+    exec(Schedule.of(kind, params).code(), names)
+    assert numbers(optimizer, names["scheduler"]) == running(kind, params)
+
+
+@pytest.mark.parametrize(("kind", "params"), [case for case in CASES if case[0] != "StepLR"])
+def test_it_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    optimizer = adam()
+    expected = numbers(optimizer, getattr(theirs, kind)(optimizer, **params))
+    found = running(kind, params)
+    for there, here in zip(expected, found, strict=True):
+        for (lr, betas), (our_lr, our_betas) in zip(there, here, strict=True):
+            assert our_lr == pytest.approx(lr, rel=1e-12, abs=1e-18)
+            assert our_betas == pytest.approx(betas)
+
+
+def test_warmup_holds_the_first_two_steps_as_deepspeed_does() -> None:
+    params = {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}
+    rates = [step[0][0] for step in running("WarmupLR", params)]
+    assert rates[:7] == pytest.approx([0, 0, 0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+def test_a_scheduler_goes_on_from_its_state() -> None:
+    kind, params = CASES[9]
+    optimizer = adam()
+    scheduler = Schedule.of(kind, params).on(optimizer)
+    numbers(optimizer, scheduler)
+    state = scheduler.state_dict()
+    assert "betas" not in state
+    other = adam()
+    resumed = Schedule.of(kind, params).on(other)
+    resumed.load_state_dict(state)
+    for _ in range(2):
+        scheduler.step()
+        resumed.step()
+    assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+    assert optimizer.param_groups[0]["betas"] == other.param_groups[0]["betas"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "words"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 0}, "at least 1"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "neither log nor linear"),
+        ("WarmupLR", {"warmup_max_lr": "high"}, "expected a number"),
+        ("WarmupLR", {"last_batch_iteration": 5}, "load a checkpoint"),
+        ("OneCycle", {"cycle_min_lr": 1}, "cycle_max_lr: missing"),
+        ("Cosine", {}, "neither DeepSpeed's"),
+    ],
+)
+def test_what_is_refused(kind: str, params: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Schedule.of(kind, params)
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 values for 2 param groups"):
+        Schedule.of("WarmupLR", {"warmup_max_lr": [1, 2, 3]}).on(adam())
+
+
+def test_a_number_that_the_trainer_fills_is_left_open() -> None:
+    schedule = Schedule.of("WarmupDecayLR", {"total_num_steps": "auto"})
+    assert schedule.unfilled == ["total_num_steps"]
+    assert "warmup_decay(count, ..., 1000" in schedule.code()
