@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TierFullError,
         UnsupportedError,
     )
+    from offload.integrations.pretrained import from_pretrained, open_pretrained
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,8 @@ _HOME = {
     "StorageError": "offload.errors",
     "TierFullError": "offload.errors",
     "UnsupportedError": "offload.errors",
+    "from_pretrained": "offload.integrations.pretrained",
+    "open_pretrained": "offload.integrations.pretrained",
 }
 
 __all__ = [
@@ -75,7 +78,9 @@ __all__ = [
     "TierFullError",
     "UnsupportedError",
     "__version__",
+    "from_pretrained",
     "initialize",
+    "open_pretrained",
 ]
 
 

@@ -20,10 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from offload import machine
 from offload.activations import Activations
 from offload.config import OffloadConfig
+from offload.first_values import FirstValues
 from offload.foreign_optimizers import refuse_foreign_optimizers
 from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
 from offload.homes import TieredHomes, compute_device, nvme_paths, ranks_here, this_machine
-from offload.materialise import MetaInitialiser, SafetensorsWeights, make_real
+from offload.lazy_tensors import LazyWeights
+from offload.materialise import make_real
 from offload.model_state import StateDictHooks
 from offload.model_structure import ModelStructure
 from offload.optimizer import OffloadOptimizer
@@ -33,7 +35,7 @@ from offload.planning.plan.plan import Plan, spare_host_nbytes
 from offload.report import Report, tier_reports
 from offload.swap.shield import uninterrupted
 from offload.swap.worker import ParallelRunner
-from offload.tiers.errors import CheckpointError, OffloadError, StateError, UnsupportedError
+from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.zero.closed_engine import Refusal
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, discover, managed
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("offload")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -74,7 +76,8 @@ def initialize(
     `model` may be on the meta device: it is then initialised group by group and is never whole in
     RAM, from `weights` (a safetensors file or folder, or a checkpoint of ours), or by what its
     constructor would call: `reset_parameters`, `_init_weights`. A tensor that these do not set, or
-    that the constructor set in another way, is an UnsupportedError that names it.
+    that the constructor set in another way, is an UnsupportedError that names it. So is a model of
+    `offload.open_pretrained`, which is read from its files.
     `parameters` are the optimizer's param groups as torch.optim takes them; by default all
     trainable parameters. The module object stays the same and is used as before.
 
@@ -87,17 +90,20 @@ def initialize(
     Raises ConfigError, PathError or BudgetError before anything is allocated.
     """
     loaded = OffloadConfig.load({} if config is None else config)
-    if run_folder is None:
-        return Engine(model, loaded, parameters=parameters, weights=weights, mesh=mesh)
-    from offload.runs.own_run import OwnRun
+    _refuse_shared(model)
+    with LazyWeights(model) as lazy:
+        run = None
+        if run_folder is not None:
+            from offload.runs.own_run import OwnRun
 
-    run = OwnRun(Path(run_folder), model, loaded)
-    engine = Engine(model, loaded, parameters=parameters, weights=weights, mesh=mesh)
-    try:
-        run.begin(engine)
-    except BaseException:
-        engine.close()
-        raise
+            run = OwnRun(Path(run_folder), model, loaded)
+        engine = Engine(model, loaded, lazy, parameters=parameters, weights=weights, mesh=mesh)
+        try:
+            if run is not None:
+                run.begin(engine)
+        except BaseException:
+            engine.close()
+            raise
     return engine
 
 
@@ -115,8 +121,9 @@ class Engine:
     """Owns the tiers of one model. A context manager; `close` gives everything back."""
 
     def __init__(
-        self, model: nn.Module, config: OffloadConfig, *, parameters: ParamGroups | None = None,
-        weights: str | Path | None = None, mesh: DeviceMesh | None = None,
+        self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
+        parameters: ParamGroups | None = None, weights: str | Path | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
         config = config.settled()
         self.module = model
@@ -129,7 +136,6 @@ class Engine:
         self._runtime: Runtime | None = None
         self._activations: Activations | None = None
         self._refusals: list[RemovableHandle] = []
-        _refuse_shared(model)
         _take_over(model, weights)
         _check_model(model)
         discovery = discover(model, config.groups.blocks)
@@ -143,7 +149,7 @@ class Engine:
             _alike(config, discovery, model),
         )  # fmt: skip
         try:
-            self._build(model, config, discovery, parameters, weights)
+            self._build(model, config, discovery, parameters, weights, lazy)
         except BaseException:
             self.close()
             raise
@@ -154,16 +160,16 @@ class Engine:
     # ---------------------------------------------------------------- building
     def _build(
         self, model: nn.Module, config: OffloadConfig, discovery: Discovery,
-        parameters: ParamGroups | None, weights: str | Path | None,
+        parameters: ParamGroups | None, weights: str | Path | None, lazy: LazyWeights,
     ) -> None:  # fmt: skip
-        dtype = _DTYPES[config.precision]
+        dtype = DTYPES[config.precision]
         self._make_plan(config, discovery)
         trained = _listed(parameters)
-        files = None if weights is None else SafetensorsWeights(weights, dtype)
-        initialiser = self._replace_meta_tensors(config.seed, dtype, files)
+        first = FirstValues(model, config.seed, dtype, weights, lazy)
+        make_real(model, dtype, self.device)
         self._open_tiers(config, dtype)
         self._runtime = self._make_runtime(discovery, dtype)
-        self._load(initialiser, files)
+        self._load(first)
         self.values = ParameterValues(self._runtime)
         self.optimizer = self._make_optimizer(trained)
         self._watch_structure(self._runtime)
@@ -182,17 +188,6 @@ class Engine:
         self.config = resolved_config(config, self.plan, self.device.type, ranks_here())
         _look_ahead(self.plan, config, self.module)
         _say_slow(config.precision, self.device)
-
-    def _replace_meta_tensors(
-        self, seed: int, dtype: torch.dtype, files: SafetensorsWeights | None
-    ) -> MetaInitialiser | None:
-        """A model on the meta device gets parameters without values of their own. UnsupportedError
-        for one that nothing will set; None where the model has values."""
-        initialiser = _initialiser(self.module, seed)
-        if initialiser is not None:
-            initialiser.check(files)
-            make_real(self.module, dtype, self.device)
-        return initialiser
 
     def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
         self._run = ParallelRunner(int(self.config.threads.optimizer))
@@ -258,23 +253,18 @@ class Engine:
         self._homes.let_wait(runtime.await_progress)
         return runtime
 
-    def _load(self, initialiser: MetaInitialiser | None, files: SafetensorsWeights | None) -> None:
+    def _load(self, first: FirstValues) -> None:
         """Fill every group's states, one group at a time."""
-        assert self._runtime is not None, "made just before"
-        for group in self._runtime.groups:
-            values = _values(group, initialiser, files, self._ranks, self._tensor_parallel)
-            state = self._runtime.optimizer_states[group.index]
-            load_group(state, self._runtime.own, values)
-            self._runtime.store.adopt(group)
+        runtime = self._runtime
+        assert runtime is not None, "made just before"
+        for group in runtime.groups:
+            values = _agreed(group, first, self._ranks, self._tensor_parallel)
+            load_group(runtime.optimizer_states[group.index], runtime.own, values)
+            runtime.store.adopt(group)
             machine.trim_memory()  # the values of one group are freed before the next ones come
-        if initialiser is not None:
-            initialiser.finish(files, self.device)
-        _bring_the_rest(self.module, self._runtime, self.device)
-        if files is not None:
-            _load_unmanaged(self.module, self._runtime, files)
-            _load_buffers(self.module, files)
+        others = [p for p in self.module.parameters() if runtime.group_of(p) is None]
+        first.fill_the_rest(others, self.device)
         if self._ranks is not None:
-            others = (p for p in self.module.parameters() if self._runtime.group_of(p) is None)
             for tensor in (*self.module.buffers(), *others):
                 own = local_of(tensor).detach()
                 own.copy_(self._ranks.from_first(own))
@@ -560,7 +550,7 @@ def _say_slow(precision: str, device: torch.device) -> None:
 
 def _wire(config: OffloadConfig) -> Wire:
     zero = config.zero
-    rounded = None if zero.reduce_dtype == "fp32" else _DTYPES[zero.reduce_dtype]
+    rounded = None if zero.reduce_dtype == "fp32" else DTYPES[zero.reduce_dtype]
     return Wire(rounded, zero.quantized_weights, zero.quantized_gradients)
 
 
@@ -637,72 +627,17 @@ def _refuse_parts(what: str, runtime: Runtime) -> None:
         )
 
 
-def _initialiser(model: nn.Module, seed: int) -> MetaInitialiser | None:
-    anything = [*model.parameters(), *model.buffers()]
-    return MetaInitialiser(model, seed) if any(t.is_meta for t in anything) else None
-
-
-def _values(
-    group: ParamGroup, initialiser: MetaInitialiser | None, files: SafetensorsWeights | None,
-    ranks: Ranks | None, tensor_parallel: TensorParallel | None,
+def _agreed(
+    group: ParamGroup, first: FirstValues, ranks: Ranks | None,
+    tensor_parallel: TensorParallel | None,
 ) -> Callable[[ParamSpec], torch.Tensor]:  # fmt: skip
-    """Where a group's initial values come from: of several ranks, what the first one has."""
+    """A group's first values: of several ranks, what the first one has."""
     params = dict(zip(group.layout.params, group.params, strict=True))
-    fresh: Mapping[str, torch.Tensor] = {}
-    if initialiser is not None and files is None:
-        fresh = initialiser.values({spec.name: param for spec, param in params.items()})
-
-    def value(spec: ParamSpec) -> torch.Tensor:
-        if files is not None:
-            return files.get(spec)
-        if spec.name in fresh:
-            return fresh[spec.name]
-        given = local_of(params[spec]).detach()
-        return given if tensor_parallel is None else tensor_parallel.agree_on(params[spec], given)
-
+    value = first.of(params, tensor_parallel)
     if ranks is None:
         return value
     agreed = ranks.as_on_first([value(spec) for spec in params])
     return dict(zip(params, agreed, strict=True)).__getitem__
-
-
-def _bring_the_rest(model: nn.Module, runtime: Runtime, device: torch.device) -> None:
-    """What is in no group has to be where the model computes. It stays the same object."""
-    others = (param for param in model.parameters() if runtime.group_of(param) is None)
-    for tensor in (*model.buffers(), *others):
-        if tensor.device != device:
-            tensor.data = tensor.data.to(device)
-
-
-def _load_unmanaged(model: nn.Module, runtime: Runtime, files: SafetensorsWeights) -> None:
-    """Parameters that stay in the model: those that hold no floating point numbers."""
-    for name, param in model.named_parameters():
-        if runtime.group_of(param) is None:
-            saved = files.get_as(name, param)
-            if saved is None:
-                raise CheckpointError(f"weights: no tensor {name} in the files")
-            param.data = saved.to(param.device)  # a meta parameter's has no memory of its own
-
-
-def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
-    """Persistent buffers, from the files that have them. CheckpointError where one does not fit."""
-    absent = []
-    for prefix, module in model.named_modules():
-        for own, buffer in module.named_buffers(recurse=False):
-            name = f"{prefix}.{own}" if prefix else own
-            if own in module._non_persistent_buffers_set:
-                continue
-            saved = files.get_as(name, buffer)
-            if saved is None:
-                absent.append(name)
-            else:
-                buffer.copy_(saved)
-    if absent:
-        more = ", ..." if len(absent) > 3 else ""
-        _log.warning(
-            "weights: %d buffers are not in the files and stay as the model has them (%s%s)",
-            len(absent), ", ".join(absent[:3]), more,
-        )  # fmt: skip
 
 
 def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:

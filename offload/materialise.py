@@ -10,7 +10,7 @@ writes; a tensor that still has it afterwards is refused.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,17 @@ _PIECE_NUMEL = 1 << 22
 class MetaInitialiser:
     """Initialises the modules of a model that is on the meta device, or partly, one by one."""
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, elsewhere: Container[torch.Tensor] = ()
+    ) -> None:
+        """`elsewhere` are meta tensors whose values come from something else."""
         self._model = model
         self._seed = seed
         with without_dynamo():  # references of kernels import it, 95 MiB, for one answer
             self._plan = Initialisers(model)
         self._names = {id(module): name for name, module in model.named_modules()}
+        for entry in self._plan.entries:
+            entry.is_meta = entry.is_meta and entry.tensor not in elsewhere
         entries = sorted(self._plan.entries, key=lambda entry: entry.is_meta)
         self._entry = {id(entry.tensor): entry for entry in entries}  # that is to have values
 
@@ -256,13 +261,13 @@ class SafetensorsWeights:
         tensor = self.find(spec.names)
         if tensor is None:
             raise CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
-        _check_shape(spec.name, tensor, spec.shape)
+        check_shape(spec.name, tensor, spec.shape)
         if not tensor.is_floating_point():
             raise CheckpointError(
                 f"weights: {spec.name} is {tensor.dtype} in the files, and a floating point "
                 "parameter in the model; convert it (dequantise it) first"
             )
-        _check_range(spec.name, tensor, self._dtype)
+        check_range(spec.name, tensor, self._dtype)
         return tensor
 
     def get_as(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
@@ -270,23 +275,23 @@ class SafetensorsWeights:
         tensor = self.find((name,))
         if tensor is None:
             return None
-        _check_shape(name, tensor, tuple(like.shape))
+        check_shape(name, tensor, tuple(like.shape))
         if tensor.dtype == like.dtype:
             return tensor
         if tensor.is_floating_point() and like.is_floating_point():
-            _check_range(name, tensor, like.dtype)
+            check_range(name, tensor, like.dtype)
             return tensor.to(like.dtype)
         return _exactly(name, tensor, like.dtype)
 
 
-def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
             f"weights: {name} has shape {tuple(tensor.shape)}, in the model {shape}"
         )
 
 
-def _check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """CheckpointError if a finite value would become infinite."""
     limit = torch.finfo(dtype).max
     if torch.finfo(tensor.dtype).max <= limit:

@@ -1,8 +1,12 @@
-"""A group's first values: parameters as given, optimizer states (if any) empty."""
+"""A group's first values: parameters as given, optimizer states (if any) empty.
+
+Ranges of the flat buffer are filled one after the other, and a parameter's values are in memory
+only while ranges with some of them are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,12 +25,15 @@ if TYPE_CHECKING:
 ValuesOf = Callable[[ParamSpec], torch.Tensor]
 
 
+_PIECE_NUMEL = 1 << 22
+
+
 def load_weights(state: State, part: Part, own: Float, values: ValuesOf) -> None:
     """Set this rank's part of a group's parameters (from any float dtype), and nothing else."""
     host = array_of(state.host_blank(), own)
-    cached = {spec: values(spec) for spec in part.layout.params}
-    encode(_assemble(part.trainable, cached), part.trained_in(host), own)
-    encode(_assemble(part.frozen, cached), part.frozen_in(host), own)
+    window = _Window(part.layout.params, values)
+    _fill(part.trained_in(host), part.trainable, own, window)
+    _fill(part.frozen_in(host), part.frozen, own, window)
     del host
     state.host_wrote()
 
@@ -38,17 +45,28 @@ def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
     host = array_of(group.state.host_blank(), own)
     part = state.part
     weights = part.trained_in(host)
-    cached = {spec: values(spec) for spec in group.layout.params}
+    window = _Window(group.layout.params, values)
     for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
-        full = _assemble(_shifted(elements, part.trainable.start), cached)
+        full = window.assemble(_shifted(elements, part.trainable.start))
         arrays = kept.arrays(record.blank(), len(elements))
         _clear(arrays)
         _store(full, weights[elements.start : elements.stop], own, arrays)
         del arrays
         record.wrote()
-    encode(_assemble(part.frozen, cached), part.frozen_in(host), own)
+    _fill(part.frozen_in(host), part.frozen, own, window)
     del weights, host
     group.state.host_wrote()
+
+
+def _fill(into: Array, elements: range, own: Float, window: _Window) -> None:
+    for piece in _pieces(elements):
+        start = piece.start - elements.start
+        encode(window.assemble(piece), into[start : start + len(piece)], own)
+
+
+def _pieces(elements: range) -> Iterator[range]:
+    for start in elements[::_PIECE_NUMEL]:
+        yield range(start, min(start + _PIECE_NUMEL, elements.stop))
 
 
 def _shifted(elements: range, by: int) -> range:
@@ -60,15 +78,30 @@ def _clear(arrays: dict[str, Array]) -> None:
         array[:] = 0
 
 
-def _assemble(elements: range, values: dict[ParamSpec, torch.Tensor]) -> Array:
-    """fp32 values of a range of the flat buffer; zero between parameters."""
-    full = np.zeros(len(elements), dtype=np.float32)
-    for spec, value in values.items():
-        lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
-        if lo < hi:
-            piece = value.detach().reshape(-1)[lo - spec.offset : hi - spec.offset]
-            full[lo - elements.start : hi - elements.start] = flat_array(piece.float().cpu())
-    return full
+class _Window:
+    """Parameters' values, for ranges of their flat buffer in ascending order."""
+
+    def __init__(self, params: tuple[ParamSpec, ...], values: ValuesOf) -> None:
+        self._params = params
+        self._values = values
+        self._held: dict[ParamSpec, torch.Tensor] = {}
+        for spec in params:
+            if not spec.numel:
+                values(spec)  # is it there at all?
+
+    def assemble(self, elements: range) -> Array:
+        """fp32 values of a range of the flat buffer; zero between parameters."""
+        full = np.zeros(len(elements), dtype=np.float32)
+        for spec in self._params:
+            lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
+            if lo < hi:
+                if spec not in self._held:
+                    self._held[spec] = self._values(spec).detach().reshape(-1)
+                piece = self._held[spec][lo - spec.offset : hi - spec.offset]
+                full[lo - elements.start : hi - elements.start] = flat_array(piece.float().cpu())
+                if hi == spec.stop:
+                    del self._held[spec]
+        return full
 
 
 def _store(full: Array, weights: Array, own: Float, arrays: dict[str, Array]) -> None:

@@ -16,6 +16,7 @@ from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.engine import EngineModule
 from offload.deepspeed.settings import Settings
 from offload.engine import Engine
+from offload.engine import initialize as initialize_engine
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
@@ -116,7 +117,7 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
     for param in frozen:
         param.requires_grad_(False)
     try:
-        engine = Engine(model, settings.config, parameters=groups)
+        engine = initialize_engine(model, settings.config, parameters=groups)
     except BaseException:
         for param in frozen:
             param.requires_grad_(True)

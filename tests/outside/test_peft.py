@@ -47,9 +47,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def adapted(kind: str) -> Any:
+def adapted(kind: str, base: Any = None) -> Any:
     keys = {"target_modules": ["q_proj", "v_proj", "gate_proj"], **KINDS[kind]}
-    model = tiny_llama()
+    model = tiny_llama() if base is None else base
     torch.manual_seed(5)
     lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, task_type="CAUSAL_LM", **keys)
     return peft.get_peft_model(model, lora)
@@ -106,6 +106,20 @@ def test_lora_trains_saves_and_merges(kind: str, placement: str, tmp_path: Path)
         merged.save_pretrained(tmp_path / "merged")
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert torch.equal(logits(again), logits(plain))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "pissa"])
+def test_lora_goes_into_a_model_whose_weights_are_still_in_files(
+    kind: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(KINDS, "pissa", {"init_lora_weights": "pissa"})
+    tiny_llama().save_pretrained(tmp_path / "base")
+    expected_model = adapted(kind)
+    expected = train(expected_model, plain_optimizer(expected_model))
+    model = adapted(kind, offload.open_pretrained(tmp_path / "base"))
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["nvme"])) as engine:
+        assert_close(train(model, engine.optimizer), expected)
+        assert_close(values_of(model), values_of(expected_model))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

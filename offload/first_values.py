@@ -1,0 +1,109 @@
+"""Where the first values of a model's tensors come from.
+
+weights=    safetensors files, by equal names
+lazy        the tensors themselves, which are in files still (`offload.open_pretrained`)
+meta        what the model's constructor would call
+given       all others: the tensors have values
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from offload.lazy_tensors import LazyWeights
+from offload.materialise import MetaInitialiser, SafetensorsWeights
+from offload.tiers.errors import CheckpointError
+from offload.zero.layout import ParamSpec
+from offload.zero.local_tensors import local_of
+from offload.zero.tensor_parallel import TensorParallel
+
+_log = logging.getLogger("offload")
+
+
+class FirstValues:
+    """Of one model, before its meta tensors are replaced."""
+
+    def __init__(
+        self, model: nn.Module, seed: int, dtype: torch.dtype, weights: str | Path | None,
+        lazy: LazyWeights,
+    ) -> None:  # fmt: skip
+        """UnsupportedError for a tensor on the meta device that nothing will set."""
+        self._model = model
+        self._dtype = dtype
+        self._lazy = lazy
+        self._files = None if weights is None else SafetensorsWeights(weights, dtype)
+        anything = [*model.parameters(), *model.buffers()]
+        self._initialiser = None
+        if any(tensor.is_meta and tensor not in lazy for tensor in anything):
+            self._initialiser = MetaInitialiser(model, seed, lazy)
+            self._initialiser.check(self._files)
+
+    def of(
+        self, params: Mapping[ParamSpec, nn.Parameter], tensor_parallel: TensorParallel | None
+    ) -> Callable[[ParamSpec], torch.Tensor]:
+        """Those of a group's parameters, each read or made when it is asked for."""
+        fresh: Mapping[str, torch.Tensor] = {}
+        if self._initialiser is not None and self._files is None:
+            fresh = self._initialiser.values({spec.name: param for spec, param in params.items()})
+
+        def value(spec: ParamSpec) -> torch.Tensor:
+            if self._files is not None:
+                return self._files.get(spec)
+            if params[spec] in self._lazy:
+                return self._lazy.get(params[spec], spec.name, self._dtype)
+            if spec.name in fresh:
+                return fresh[spec.name]
+            param = params[spec]
+            given = local_of(param).detach()
+            return given if tensor_parallel is None else tensor_parallel.agree_on(param, given)
+
+        return value
+
+    def fill_the_rest(self, others: Iterable[nn.Parameter], device: torch.device) -> None:
+        """Buffers, and `others`: the parameters that stay in the model. All are on `device` then,
+        and the same objects if they had values."""
+        if self._initialiser is not None:
+            self._initialiser.finish(self._files, device)
+        staying = {id(param) for param in others}
+        named = {n: p for n, p in self._model.named_parameters() if id(p) in staying}
+        for tensor in (*self._model.buffers(), *named.values()):
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)
+        if self._files is not None:
+            _load_unmanaged(named, self._files)
+            _load_buffers(self._model, self._files)
+
+
+def _load_unmanaged(named: Mapping[str, nn.Parameter], files: SafetensorsWeights) -> None:
+    """Parameters that stay in the model: those that hold no floating point numbers."""
+    for name, param in named.items():
+        saved = files.get_as(name, param)
+        if saved is None:
+            raise CheckpointError(f"weights: no tensor {name} in the files")
+        param.data = saved.to(param.device)  # a meta parameter's has no memory of its own
+
+
+def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
+    """Persistent buffers, from the files that have them. CheckpointError where one does not fit."""
+    absent = []
+    for prefix, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            name = f"{prefix}.{own}" if prefix else own
+            if own in module._non_persistent_buffers_set:
+                continue
+            saved = files.get_as(name, buffer)
+            if saved is None:
+                absent.append(name)
+            else:
+                buffer.copy_(saved)
+    if absent:
+        more = ", ..." if len(absent) > 3 else ""
+        _log.warning(
+            "weights: %d buffers are not in the files and stay as the model has them (%s%s)",
+            len(absent), ", ".join(absent[:3]), more,
+        )  # fmt: skip

@@ -1,0 +1,273 @@
+"""Models of transformers, from a local folder in its format, never whole in RAM.
+
+transformers itself builds the model, with its own `from_pretrained`: names, conversions, ties, new
+heads and the report of what is missing are its own. What it is given are lazy tensors
+(`lazy_tensors`): it moves them around, and their values are read when the engine asks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.engine import DTYPES, Engine, ParamGroups, initialize
+from offload.lazy_tensors import LazyTensor, lazy_tensors
+from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger("offload")
+_LEAST = (5, 17)
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_DOWNLOAD = "download the folder (hf download ID --local-dir FOLDER) and name it"
+_STATES = "budget and placement in offload's configuration say where states are"
+_QUANTISED = "offload trains floating point weights; dequantise the model first"
+# Of transformers' from_pretrained, and what to do instead.
+_REFUSED = {
+    "config": "give the model's settings by name (num_labels=3)",
+    "state_dict": "build the model, load them, and call offload.initialize(model, config)",
+    "device_map": _STATES, "max_memory": _STATES, "offload_folder": _STATES,
+    "offload_buffers": _STATES, "low_cpu_mem_usage": "it never takes more memory than needed",
+    "quantization_config": _QUANTISED, "load_in_8bit": _QUANTISED, "load_in_4bit": _QUANTISED,
+    "gguf_file": _QUANTISED,
+    "torch_dtype": "its name is dtype",
+    "trust_remote_code": "import the folder's class "
+    "(transformers.dynamic_module_utils.get_class_from_dynamic_module) and pass it as model_class=",
+    "output_loading_info": "transformers logs what is missing and what is not expected",
+    "subfolder": "name that folder itself",
+    **dict.fromkeys(("cache_dir", "force_download", "revision", "token"), _DOWNLOAD),
+    **dict.fromkeys(
+        ("distributed_config", "device_mesh", "tp_plan", "tp_size"),
+        "use parallelize_module and mesh=",
+    ),
+}  # fmt: skip
+
+
+def from_pretrained(
+    folder: str | Path,
+    config: Any = None,
+    *,
+    model_class: Any = None,
+    parameters: ParamGroups | None = None,
+    mesh: DeviceMesh | None = None,
+    run_folder: str | Path | None = None,
+    **kwargs: Any,
+) -> Engine:
+    """An engine whose `module` is the transformers model in `folder`: config.json and safetensors
+    files. The model is never whole in RAM.
+
+    `config`, `parameters`, `mesh` and `run_folder` are those of `offload.initialize`, all else is
+    that of `open_pretrained`. Call these two where the model is to be changed before it trains:
+    adapters, frozen weights, groups of parameters.
+    """
+    folder = Path(folder)
+    loaded = OffloadConfig.load({} if config is None else config)
+    if "dtype" in kwargs:
+        raise ConfigError(
+            "dtype=: precision in offload's configuration says what the model computes with"
+        )
+    model = open_pretrained(
+        folder, model_class=model_class, dtype=DTYPES[loaded.precision], **kwargs
+    )
+    _say_rounded(model, loaded.precision)
+    return initialize(model, loaded, parameters=parameters, mesh=mesh, run_folder=run_folder)
+
+
+def _say_rounded(model: nn.Module, precision: str) -> None:
+    """An engine computes in one format, and transformers keeps some models' weights in fp32."""
+    wide = [n for n, p in model.named_parameters() if p.dtype.itemsize > DTYPES[precision].itemsize]
+    if wide:
+        _log.warning(
+            "transformers keeps %d parameters in fp32 (%s%s); here they are computed with in %s",
+            len(wide), ", ".join(wide[:3]), ", ..." if len(wide) > 3 else "", precision,
+        )  # fmt: skip
+
+
+def open_pretrained(
+    folder: str | Path, *, model_class: Any = None, dtype: torch.dtype | str = "auto", **kwargs: Any
+) -> nn.Module:
+    """The transformers model in `folder`, in evaluation mode, with weights that stay in its files
+    until `offload.initialize(model, ...)` spreads them over the tiers.
+
+    `model_class` is a model's class or one of the AutoModel classes; by default the class that
+    config.json names. `dtype` is that of new weights and buffers; "auto": as config.json says.
+    `kwargs` are those of transformers' `from_pretrained` (`num_labels`, `attn_implementation`,
+    `key_mapping`, `ignore_mismatched_sizes`, ...).
+
+    What the files lack is initialised by transformers, in RAM, and reported by it.
+
+    ConfigError where `folder` is no such folder (pickles and names of a hub are not read),
+    UnsupportedError for quantised weights, CheckpointError where weights do not fit the model.
+    """
+    import transformers
+
+    _check_version(transformers.__version__)
+    folder = Path(folder)
+    _check_folder(folder)
+    for name in kwargs.keys() & _REFUSED.keys():
+        raise ConfigError(f"{name}=: {_REFUSED[name]}")
+    variant = kwargs.pop("variant", None)
+    settings, kind, kwargs = _settings(transformers, folder, model_class, kwargs)
+    named = getattr(settings, "transformers_weights", None)
+    tensors = lazy_tensors(_files(folder, variant, named))
+    generation_class = transformers.GenerationConfig
+    if (folder / "generation_config.json").is_file():
+        generation = generation_class.from_pretrained(str(folder))
+    else:  # config.json may hold what is for `generate`, which `settings` leaves out
+        generation = generation_class.from_model_config(_read_json(folder / "config.json"))
+    report = _Report(folder)
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(report)
+    try:
+        model: Any = kind.from_pretrained(
+            None, config=settings, state_dict=tensors, dtype=dtype, generation_config=generation,
+            **kwargs,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{folder} does not fit {kind.__name__}: {str(report) or error}"
+        ) from error
+    finally:
+        logger.removeFilter(report)
+    model.name_or_path = model.config.name_or_path = str(folder)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, LazyTensor):
+                module._buffers[name] = buffer.value()
+    return model  # type: ignore[no-any-return]
+
+
+def _settings(
+    transformers: Any, folder: Path, model_class: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The model's configuration, its class, and what of `kwargs` is for the class."""
+    text = _read_json(folder / "config.json")
+    if text.get("quantization_config") is not None:
+        method = text["quantization_config"].get("quant_method", "quantization_config")
+        raise UnsupportedError(f"{folder} has quantised weights ({method}); {_QUANTISED}")
+    if model_class is None:
+        name = next(iter(text.get("architectures") or []), "")
+        model_class = getattr(transformers, name, None) if name else None
+        if model_class is None:
+            raise ConfigError(
+                f"{folder / 'config.json'} names {f'the class {name}' if name else 'no class'}, "
+                f"and transformers {transformers.__version__} has none of that name; pass "
+                "model_class= (AutoModelForCausalLM, or a class of your own)"
+            )
+    config_class = getattr(model_class, "config_class", None)
+    if config_class is None:
+        config_class, kwargs = transformers.AutoConfig, {**kwargs, "trust_remote_code": False}
+    try:
+        settings, left = config_class.from_pretrained(
+            str(folder), return_unused_kwargs=True, local_files_only=True, **kwargs
+        )
+    except ValueError as error:
+        wants_code = "trust_remote_code" in str(error)
+        why = f"it needs code of its own; {_REFUSED['trust_remote_code']}" if wants_code else error
+        raise ConfigError(f"{folder / 'config.json'}: {why}") from error
+    if config_class is transformers.AutoConfig:
+        left.pop("trust_remote_code", None)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model_class = type(model_class.from_config(settings))
+        if not isinstance(settings, model_class.config_class):  # the text model of several
+            settings = settings.get_text_config()
+    return settings, model_class, left
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; get the folder again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no object; get the folder again")
+    return found
+
+
+def _check_version(found: str) -> None:
+    numbers = tuple(int(part) for part in found.split(".")[:2])
+    if numbers < _LEAST:
+        raise UnsupportedError(
+            f"transformers {found} is installed, and offload needs "
+            f"{'.'.join(map(str, _LEAST))} or newer; pip install -U transformers"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder here, and offload downloads nothing; {_DOWNLOAD}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json; name a folder that model.save_pretrained or "
+            "`offload checkpoint export` wrote"
+        )
+    if (folder / _ADAPTER).is_file():
+        raise UnsupportedError(
+            f"{folder} holds an adapter ({_ADAPTER}); open the folder of its base model with "
+            "offload.open_pretrained, call PeftModel.from_pretrained(model, ADAPTER, "
+            "is_trainable=True), then offload.initialize"
+        )
+
+
+def _files(folder: Path, variant: str | None, named: str | None) -> Iterator[Path]:
+    """Those that transformers reads: other safetensors files may lie beside them."""
+    names = [_SINGLE, _INDEX] if named is None else [named]
+    if variant is not None:
+        names = [f".{variant}.".join(name.rsplit(".", 1)) for name in names]
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        raise ConfigError(_without(folder, names))
+    if not found.name.endswith(".json"):
+        yield found
+        return
+    shards = _read_json(found).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
+        raise CheckpointError(f"{found} is damaged: it has no weight_map; get the folder again")
+    for name in sorted(set(shards.values())):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{found} names {name}, outside of its folder")
+        yield folder / name
+
+
+def _without(folder: Path, names: list[str]) -> str:
+    there = sorted(path.name for path in folder.iterdir() if path.is_file())
+    said = f"{folder} has no {' and no '.join(names)}"
+    if any(name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")) for name in there):
+        return (
+            f"{said} (found {', '.join(there[:6])}): offload opens no pickles and no files of "
+            "other formats; load the folder with transformers once, on a machine that you trust "
+            'with it, and write it again with model.save_pretrained("NEW")'
+        )
+    return f"{said} (found {', '.join(there[:6]) or 'nothing'}); get the whole folder"
+
+
+class _Report(logging.Filter):
+    """What transformers says about the weights of a folder, with the folder's name in it: without
+    values of its own it knows of none."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._said = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, str) and "LOAD REPORT" in record.msg:
+            record.msg = record.msg.replace("from: None", f"from: {self._folder}")
+            self._said = _COLOURS.sub("", record.msg)
+            if "MISMATCH" in self._said:
+                self._said += "\nignore_mismatched_sizes=True initialises those anew"
+        return True
+
+    def __str__(self) -> str:
+        return self._said

@@ -1,0 +1,406 @@
+"""Tensors whose values stay in a file until they are asked for.
+
+    stored      bytes of a safetensors file
+    moved       what an operation makes of them that only moves or casts elements (`torch.stack` of
+                the experts of a checkpoint, `.to(dtype)`): noted, done when values are asked for
+    all else    (a norm, a copy into an ordinary tensor) reads the values then and there
+
+So a library may build a model out of them in its own way, and the model's states are read group by
+group when `offload.initialize` asks for them. What is written to in place is in RAM from then on.
+The idea is that of torchdistx's deferred initialisation.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from offload.checkpoint.disk import read_all, storage_errors
+from offload.checkpoint.safetensors_file import StoredTensor, parse_header
+from offload.materialise import check_range, check_shape
+from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.zero.discovery import managed
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+# These put elements elsewhere or cast them, and compute nothing.
+_MOVING = frozenset({
+    "alias", "cat", "clone", "detach", "expand", "flip", "permute", "reshape", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "stack", "t", "_to_copy", "transpose", "unbind",
+    "unsafe_split", "_unsafe_view", "unsqueeze", "view",
+})  # fmt: skip
+# These look at memory.
+_OF_MEMORY = frozenset({
+    "__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist", "untyped_storage",
+})  # fmt: skip
+_HINT = (
+    "whose values are still in files: call offload.initialize(model, config) first, or take "
+    "weight.value(), an ordinary tensor"
+)
+
+
+# ------------------------------------------------------------------------------ where values are
+class Source(Protocol):
+    """Where a lazy tensor's values come from."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, *, rounded: bool) -> torch.Tensor:
+        """The values, in memory of their own or shared with nothing that is written to.
+
+        Not `rounded`: as precise as the files have them, where a cast would have lost bits."""
+        ...
+
+
+class TensorFile:
+    """A safetensors file, open. What it holds is what it held when it was opened, also if another
+    file takes its name."""
+
+    def __init__(self, path: Path) -> None:
+        """CheckpointError if it is no safetensors file."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+        weakref.finalize(self, os.close, self._fd)
+        nbytes = os.fstat(self._fd).st_size
+        self.tensors: dict[str, StoredTensor] = parse_header(
+            self._bytes, nbytes, path.name, str(path)
+        )
+
+    def _bytes(self, offset: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
+        with storage_errors("reading", self.path):
+            read_all(self._fd, buffer, offset_bytes, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    file: TensorFile
+    tensor: StoredTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.tensor.info.dtype]
+
+    def read(self, *, rounded: bool) -> torch.Tensor:
+        info = self.tensor.info
+        flat = torch.empty(info.nbytes, dtype=torch.uint8)
+        if info.nbytes:
+            self.file.read_into(flat.numpy().data, self.tensor.offset_bytes)
+        return flat.view(self.dtype).reshape(info.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """In memory: what somebody put in a lazy tensor's place."""
+
+    value: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def read(self, *, rounded: bool) -> torch.Tensor:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """The result of an operation, or the one of this number. `args` have sources for tensors."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    number: int | None
+    dtype: torch.dtype
+
+    def read(self, *, rounded: bool) -> torch.Tensor:
+        if self.func is torch.ops.aten._to_copy.default:
+            source = self.args[0]
+            if not rounded and _loses_bits(source.dtype, self.dtype):
+                found: torch.Tensor = source.read(rounded=False)
+                return found
+            rounded = True  # what is cast to a wider format shows what was lost before
+        result = self.on(*pytree.tree_map(
+            lambda value: value.read(rounded=rounded) if _is_source(value) else value,
+            (self.args, self.kwargs),
+        ))  # fmt: skip
+        return result if self.number is None else result.clone()  # the others' memory is freed
+
+    def on(self, args: Any, kwargs: Any) -> torch.Tensor:
+        result = self.func(*args, **kwargs)
+        found: torch.Tensor = result if self.number is None else result[self.number]
+        return found
+
+
+def _is_source(value: object) -> bool:
+    return isinstance(value, _Stored | _Held | _Moved)
+
+
+def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
+    """Of formats that fp32 holds exactly: another one of at most as many bits."""
+    both = before.is_floating_point and after.is_floating_point
+    return both and before != after and after.itemsize <= before.itemsize <= 4
+
+
+# ---------------------------------------------------------------------------------- the tensor
+@dataclass(slots=True)
+class _Memory:
+    """What a tensor and its views have in common."""
+
+    source: Source
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor on the CPU, of which there is no more than where its values come from."""
+
+    memory: _Memory
+    views: tuple[_Moved, ...]  # of the memory, one of the other; their first argument is left out
+
+    @staticmethod
+    def __new__(
+        cls, memory: _Memory, like: torch.Tensor, views: tuple[_Moved, ...] = ()
+    ) -> LazyTensor:
+        """`like` (on the meta device) has its shape and strides."""
+        # To torch it is on the meta device, and only says that it is on the CPU: else torch would
+        # do `ordinary.data = lazy` without asking us, and crash when that is looked at.
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("meta"),
+            dispatch_device=True,
+        )  # fmt: skip
+        made.memory, made.views = memory, views
+        return made
+
+    @classmethod
+    def stored(cls, file: TensorFile, tensor: StoredTensor) -> LazyTensor:
+        source = _Stored(file, tensor)
+        like = torch.empty(tensor.info.shape, dtype=source.dtype, device="meta")
+        return cls(_Memory(source), like)
+
+    @property
+    def source(self) -> Source:
+        """Where the values come from that it has now."""
+        source = self.memory.source
+        for view in self.views:
+            source = replace(view, args=(source, *view.args))
+        return source
+
+    def value(self) -> torch.Tensor:
+        """The values, read now, as an ordinary tensor."""
+        return self.source.read(rounded=True)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _OF_MEMORY and isinstance(args[0], LazyTensor):
+            raise UnsupportedError(f"{name}() of a weight {_HINT}")
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+                return _set_data(*args)
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
+        if _moves(func, args, kwargs):
+            return _moved(func, args, kwargs)
+        written = _written(func, args, kwargs)
+        if written:
+            return _write(func, args, kwargs, written)
+        return func(*pytree.tree_map(_value_of, args), **pytree.tree_map(_value_of, kwargs))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyTensor({tuple(self.shape)}, {self.dtype}, not loaded yet)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        if id(self) not in memo:
+            made = LazyTensor(_Memory(self.source), _meta_of(self))
+            vars(made).update((k, v) for k, v in vars(self).items() if k not in _OWN_ATTRIBUTES)
+            vars(made).update(_is_param=getattr(self, "_is_param", False))
+            memo[id(self)] = made.requires_grad_(self.requires_grad)
+        found: LazyTensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(f"pickle of a weight {_HINT}")
+
+
+def _moves(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if func._schema.name.rpartition("::")[2] not in _MOVING or func._schema.is_mutable:
+        return False
+    if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        return False
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return all(isinstance(tensor, LazyTensor) for tensor in tensors)
+
+
+def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    shapes = func(*pytree.tree_map(_meta_of, args), **pytree.tree_map(_meta_of, kwargs))
+    is_view = func._schema.returns[0].alias_info is not None
+
+    def made(shape: torch.Tensor, number: int | None) -> LazyTensor:
+        if is_view:
+            view = _Moved(func, args[1:], kwargs, number, shape.dtype)
+            return LazyTensor(args[0].memory, shape, (*args[0].views, view))
+        inputs, others = pytree.tree_map(_source_of, (args, kwargs))
+        return LazyTensor(_Memory(_Moved(func, inputs, others, number, shape.dtype)), shape)
+
+    if isinstance(shapes, torch.Tensor):
+        return made(shapes, None)
+    return [made(shape, number) for number, shape in enumerate(shapes)]
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LazyTensor]:
+    """The lazy ones among the tensors that an operation writes to."""
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [t for t in pytree.tree_leaves(value) if isinstance(t, LazyTensor)]
+    return found
+
+
+def _write(func: Any, args: Any, kwargs: dict[str, Any], written: list[LazyTensor]) -> Any:
+    """Bring what is written to into RAM, and write there. What was noted before keeps its own."""
+    new = {id(t.memory): t.memory.source.read(rounded=True).clone() for t in written}
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, LazyTensor) or id(value.memory) not in new:
+            return _value_of(value)
+        found = new[id(value.memory)]
+        for view in value.views:
+            found = view.on((found, *view.args), view.kwargs)
+        return found
+
+    result = func(*pytree.tree_map(given, args), **pytree.tree_map(given, kwargs))
+    for tensor in written:
+        tensor.memory.source = _Held(new[id(tensor.memory)])
+    returns = func._schema.returns
+    itself = len(returns) == 1 and returns[0].alias_info is not None
+    return written[0] if itself else result
+
+
+def _set_data(tensor: LazyTensor, new: torch.Tensor) -> None:
+    """`tensor.data = new`."""
+    if not isinstance(new, LazyTensor):
+        new = LazyTensor(_Memory(_Held(new.detach())), torch.empty_like(new, device="meta"))
+    torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
+    tensor.memory, tensor.views = new.memory, new.views
+
+
+def _meta_of(value: Any) -> Any:
+    if not isinstance(value, LazyTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _source_of(value: Any) -> Any:
+    return value.source if isinstance(value, LazyTensor) else value
+
+
+def _value_of(value: Any) -> Any:
+    return value.value() if isinstance(value, LazyTensor) else value
+
+
+# -------------------------------------------------------------------------------- in a model
+class LazyWeights:
+    """The lazy parameters of a model, taken out of it: parameters on the meta device are there
+    instead. The same objects: references to them stay valid."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._taken: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if isinstance(buffer, LazyTensor):
+                    module._buffers[name] = buffer.value()
+        for param in dict.fromkeys(model.parameters()):
+            if isinstance(param, LazyTensor):
+                self._take(param)
+
+    def _take(self, param: Any) -> None:
+        values = _meta_of(param) if managed(param) else param.value()
+        other: Any = nn.Parameter(values, requires_grad=param.requires_grad)
+        vars(other).update((k, v) for k, v in vars(param).items() if k not in _OWN_ATTRIBUTES)
+        _swap(param, other)  # now `other` is the lazy one
+        if managed(other):
+            self._taken[id(param)] = param, other
+
+    def __enter__(self) -> LazyWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        """After an error the model has them back, where nothing has taken their place yet."""
+        for param, lazy in self._taken.values():
+            if kind is not None and param.is_meta:
+                _swap(param, lazy)
+
+    def __contains__(self, param: object) -> bool:
+        return id(param) in self._taken
+
+    def get(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Values for a parameter, as precise as the files have them. CheckpointError for a value
+        that `dtype` cannot hold."""
+        _, lazy = self._taken[id(param)]
+        tensor = lazy.source.read(rounded=False)
+        check_shape(name, tensor, tuple(param.shape))
+        check_range(name, tensor, dtype)
+        return tensor
+
+
+_OWN_ATTRIBUTES = frozenset({"memory", "views", "_is_param"})
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange what two objects are, as torch.utils.swap_tensors does, which keeps off tensors with
+    weak references: they are to the object, and that stays."""
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    for key in {*vars(one), *vars(other)}:
+        values = vars(one).pop(key, None), vars(other).pop(key, None)
+        for tensor, value in zip((other, one), values, strict=True):
+            if value is not None:
+                vars(tensor)[key] = value
+
+
+# -------------------------------------------------------------------------------- in a folder
+def lazy_tensors(files: Iterable[Path]) -> dict[str, LazyTensor]:
+    """Every tensor of safetensors files. CheckpointError for a name that two of them have."""
+    found: dict[str, LazyTensor] = {}
+    where: dict[str, Path] = {}
+    for path in files:
+        file = TensorFile(path)
+        for name, tensor in file.tensors.items():
+            if name in found:
+                raise CheckpointError(f"{name} is in {where[name]} and in {path}; remove one")
+            found[name], where[name] = LazyTensor.stored(file, tensor), path
+    return found

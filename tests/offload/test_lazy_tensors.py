@@ -1,0 +1,265 @@
+"""A lazy tensor is what an ordinary one with the file's values would be, whatever is done to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import offload
+from offload.errors import CheckpointError, UnsupportedError
+from offload.lazy_tensors import LazyTensor, LazyWeights, lazy_tensors
+from tests.offload.engine_cases import HOST, bits, config
+
+VALUES = {
+    "a": torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
+    "b": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)),
+    "half": torch.randn(6, 4, generator=torch.Generator().manual_seed(2)).bfloat16(),
+    "whole": torch.arange(24).reshape(6, 4),
+    "empty": torch.empty(0, 4),
+    "one": torch.tensor(3.5),
+}
+
+
+@pytest.fixture
+def lazy(tmp_path: Path) -> dict[str, LazyTensor]:
+    save_file(VALUES, tmp_path / "file.safetensors")
+    return lazy_tensors([tmp_path / "file.safetensors"])
+
+
+def plain() -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in VALUES.items()}
+
+
+MOVES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "itself": lambda t: t["a"],
+    "of no elements": lambda t: t["empty"],
+    "of no dimension": lambda t: t["one"],
+    "integers": lambda t: t["whole"],
+    "stack": lambda t: torch.stack([t["a"], t["b"]], dim=1),
+    "cat of casts": lambda t: torch.cat([t["a"].bfloat16(), t["half"]]),
+    "fused": lambda t: torch.cat([torch.stack([t["a"]] * 2), torch.stack([t["b"]] * 2)], dim=1),
+    "chunk": lambda t: t["a"].chunk(3)[1].contiguous(),
+    "a part": lambda t: t["a"][1:, ::2],
+    "transposed": lambda t: t["a"].T.contiguous().reshape(3, 8),
+    "interleaved": lambda t: t["a"].reshape(3, 2, 4).transpose(0, 1).reshape(6, 4).contiguous(),
+    "flipped": lambda t: t["a"].flip(0),
+    "expanded": lambda t: t["a"][None].expand(2, 6, 4),
+    "unbound": lambda t: t["a"].unbind(1)[2],
+    "rounded and back": lambda t: t["a"].bfloat16().float(),
+    "other format": lambda t: t["half"].half(),
+    "a parameter": lambda t: nn.Parameter(t["a"]).detach(),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_moves_elements_is_noted_and_done_later(name: str, lazy: dict[str, Any]) -> None:
+    found, expected = MOVES[name](lazy), MOVES[name](plain())
+    assert isinstance(found, LazyTensor)
+    assert (found.shape, found.dtype, found.stride()) == (
+        expected.shape, expected.dtype, expected.stride(),
+    )  # fmt: skip
+    assert bits(found.value()) == bits(expected)
+
+
+READS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a norm": lambda t: t["a"].norm(),
+    "arithmetic": lambda t: 2 * t["a"] + t["b"],
+    "a product": lambda t: torch.ones(2, 4) @ t["a"].T,
+    "an element": lambda t: t["a"][2, 3].item(),
+    "a comparison": lambda t: torch.equal(t["a"], t["a"].clone()),
+    "a copy into memory": lambda t: torch.zeros(6, 4).copy_(t["a"]),
+    "a part of memory": lambda t: torch.zeros(8, 4).index_copy_(0, torch.arange(6), t["a"]),
+    "others like it": lambda t: torch.zeros_like(t["a"]),
+    "a gradient": lambda t: torch.func.grad(lambda x: (x * x).sum())(t["a"]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_all_else_reads_the_values(name: str, lazy: dict[str, Any]) -> None:
+    found, expected = READS[name](lazy), READS[name](plain())
+    assert not isinstance(found, LazyTensor)
+    if isinstance(expected, Tensor):
+        assert bits(found) == bits(expected)
+    else:
+        assert found == expected
+
+
+def in_place(t: dict[str, Any]) -> None:
+    t["a"].mul_(2)
+
+
+def in_a_view(t: dict[str, Any]) -> None:
+    t["a"].T[1:3][0].zero_()
+
+
+def by_index(t: dict[str, Any]) -> None:
+    t["a"][torch.tensor([0, 2])] = 7.0
+
+
+def from_itself(t: dict[str, Any]) -> None:
+    t["a"][1:].copy_(t["a"][:-1].clone())
+
+
+def by_data(t: dict[str, Any]) -> None:
+    t["a"].data.add_(t["b"])
+
+
+def other_data(t: dict[str, Any]) -> None:
+    t["a"].data = torch.full((2, 2), 3.0)
+
+
+def other_lazy_data(t: dict[str, Any]) -> None:
+    t["a"].data = t["b"].T.contiguous()
+
+
+def data_of_another_format(t: dict[str, Any]) -> None:
+    t["a"].data = t["a"].bfloat16()
+
+
+def several(t: dict[str, Any]) -> None:
+    torch._foreach_mul_([t["a"], t["b"]], 3.0)
+
+
+def into(t: dict[str, Any]) -> None:
+    torch.add(t["a"], t["b"], out=t["b"])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [in_place, in_a_view, by_index, from_itself, by_data, other_data, other_lazy_data,
+     data_of_another_format, several, into],
+)  # fmt: skip
+def test_what_is_written_is_there_and_in_views_and_nowhere_else(
+    write: Any, lazy: dict[str, Any]
+) -> None:
+    expected: dict[str, Any] = plain()
+    results = []
+    for tensors in (expected, lazy):
+        copied, whole = tensors["a"].clone(), tensors["a"].detach()
+        row = tensors["a"][2]
+        result = write(tensors)
+        assert result is None
+        results.append((tensors["a"], tensors["b"], copied, whole, row))
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert isinstance(ours, LazyTensor)
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert bits(ours.value()) == bits(theirs)
+
+
+def test_what_was_noted_keeps_the_values_of_its_moment(lazy: dict[str, Any]) -> None:
+    before = torch.stack([lazy["a"], lazy["b"]])
+    lazy["a"].zero_()
+    after = torch.stack([lazy["a"], lazy["b"]])
+    lazy["a"].add_(1)
+    assert bits(before.value()) == bits(torch.stack([VALUES["a"], VALUES["b"]]))
+    assert bits(after.value()) == bits(torch.stack([torch.zeros(6, 4), VALUES["b"]]))
+
+
+def test_an_ordinary_tensor_does_not_become_one(lazy: dict[str, Any]) -> None:
+    """Torch would put its insides into an object that knows nothing of files."""
+    param = nn.Parameter(torch.zeros(6, 4))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        param.data = lazy["a"]
+    param.data.copy_(lazy["a"])
+    assert bits(param.detach()) == bits(VALUES["a"])
+
+
+def test_a_copy_is_independent(lazy: dict[str, Any]) -> None:
+    module = nn.Linear(4, 6, bias=False)
+    module.weight = nn.Parameter(lazy["a"])
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        module.weight.zero_()
+    assert isinstance(other.weight, nn.Parameter)
+    assert bits(other.weight.detach().value()) == bits(VALUES["a"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["a", "half", "whole"])
+def test_a_narrower_cast_rounds_once(name: str, lazy: dict[str, Any]) -> None:
+    """The master keeps what the file has; what is cast back to a wider format was rounded."""
+    narrow = lazy[name].to(torch.bfloat16)
+    assert bits(narrow.value()) == bits(VALUES[name].to(torch.bfloat16))
+    exact = VALUES[name] if name != "whole" else VALUES[name].to(torch.bfloat16)
+    assert bits(narrow.T.source.read(rounded=False)) == bits(exact.T)
+    wide = narrow.float()
+    assert bits(wide.source.read(rounded=False)) == bits(VALUES[name].to(torch.bfloat16).float())
+
+
+def model_of(lazy: dict[str, Any]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    model[0].weight = nn.Parameter(lazy["a"])
+    model.register_buffer("table", lazy["whole"])
+    model.register_parameter("numbers", nn.Parameter(lazy["whole"], requires_grad=False))
+    return model
+
+
+def test_references_stay_valid_and_an_error_gives_them_back(lazy: dict[str, Any]) -> None:
+    model: Any = model_of(lazy)
+    weight = model[0].weight
+    weight.note = "mine"
+
+    def fail() -> None:
+        with LazyWeights(model) as taken:
+            assert weight is model[0].weight
+            assert type(weight) is nn.Parameter
+            assert weight.is_meta
+            assert weight.note == "mine"
+            assert weight in taken
+            assert model[1].weight not in taken
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert isinstance(weight, LazyTensor)
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.note, weight.requires_grad) == ("mine", True)
+    assert bits(weight.detach().value()) == bits(VALUES["a"])  # type: ignore[attr-defined]
+
+
+def test_an_engine_reads_them(lazy: dict[str, Any], tmp_path: Path) -> None:
+    model: Any = model_of(lazy)
+    head = model[1].weight.detach().clone()
+    with offload.initialize(model, config(tmp_path, HOST)) as engine, engine.gathered():
+        assert bits(model[0].weight.detach()) == bits(VALUES["a"])
+        assert bits(model[1].weight.detach()) == bits(head)
+        assert bits(model.table) == bits(VALUES["whole"])
+        assert bits(model.numbers.detach()) == bits(VALUES["whole"])
+
+
+def test_weights_say_more_than_they_do(lazy: dict[str, Any], tmp_path: Path) -> None:
+    model: Any = model_of(lazy)
+    files = tmp_path / "other.safetensors"
+    values = {n: torch.ones(p.shape, dtype=p.dtype) for n, p in model.state_dict().items()}
+    save_file(values, files)
+    settings = config(tmp_path, HOST)
+    with offload.initialize(model, settings, weights=files) as engine, engine.gathered():
+        assert all(bits(p.detach()) == bits(torch.ones_like(p)) for p in model.parameters())
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    save_file({"a": torch.ones(64, 64)}, path)
+    tensor = lazy_tensors([path])["a"]
+    with path.open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CheckpointError, match=r"file\.safetensors ends at byte 1000"):
+        tensor.value()
+
+
+def test_one_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in "xy":
+        save_file({"a": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"a is in .*x and in .*y"):
+        lazy_tensors([tmp_path / "x", tmp_path / "y"])
+
+
+def test_pickling_is_refused(lazy: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="still in files"):
+        torch.save(lazy["a"], tmp_path / "pickle")

@@ -1,0 +1,84 @@
+"""Folders in transformers' format, and a comparison of what it and offload load from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import offload
+from offload.engine import DTYPES
+from tests.offload.engine_cases import HOST, bits, config
+from tests.outside.test_causal_lm_zoo import MOST_NUMEL, NAMES, tiny_config, transformers
+
+FILE = "model.safetensors"
+
+
+def saved(folder: Path, model_type: str, *, shard: str = "1GB", **settings: Any) -> Path:
+    """A tiny causal language model, as `save_pretrained` writes it; ValueError for others."""
+    shape = tiny_config(model_type)
+    for name, value in settings.items():
+        setattr(shape, name, value)
+    kind: Any = getattr(transformers, NAMES[model_type])
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in kind(copy.deepcopy(shape)).parameters())
+    if numel > MOST_NUMEL:
+        raise ValueError(f"{numel} parameters after shrinking")
+    torch.manual_seed(0)
+    kind(shape).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor] | None]) -> Path:
+    """Other tensors in the one file of a folder."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / FILE).items()}
+    save_file(change(tensors) or tensors, folder / FILE, {"format": "pt"})
+    return folder
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, tied ones under each name."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def plainly(folder: Path, kind: Any, precision: str = "fp32", **kwargs: Any) -> Any:
+    torch.manual_seed(3)
+    return kind.from_pretrained(folder, dtype=DTYPES[precision], **kwargs)
+
+
+def opened(
+    folder: Path, swap: Path, kind: Any = None, precision: str = "fp32", **kwargs: Any
+) -> offload.Engine:
+    keys = config(swap, HOST, budget={"host": "64MiB"}, precision=precision)
+    torch.manual_seed(3)
+    return offload.from_pretrained(folder, keys, model_class=kind, **kwargs)
+
+
+def assert_same_model(plain: Any, engine: offload.Engine) -> None:
+    """Names, ties, formats, bits, what is trained, and both configurations."""
+    model: Any = engine.module
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in plain.parameters()
+    ]
+    with engine.gathered():
+        expected, found = tensors_of(plain), tensors_of(model)
+        assert found.keys() == expected.keys()
+        wrong = [
+            name for name, tensor in found.items()
+            if tensor.dtype != expected[name].dtype or tensor.shape != expected[name].shape
+            or bits(tensor.detach().clone()) != bits(expected[name].detach())
+        ]  # fmt: skip
+    assert not wrong, f"{len(wrong)} of {len(found)} differ: {wrong[:5]}"
+    assert model.config.to_dict() == plain.config.to_dict()
+    assert model.training == plain.training
+    if plain.can_generate():
+        assert model.generation_config.to_dict() == plain.generation_config.to_dict()

@@ -1,0 +1,506 @@
+"""`offload.from_pretrained` loads what transformers' own loads, to the bit: the whole zoo of causal
+language models as they are saved (experts one by one, fused projections, in shards), other heads,
+ties and formats. What it does not load is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offload
+from offload.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    OffloadError,
+    UnsupportedError,
+)
+from tests.offload.engine_cases import HOST, NVME, bits, config
+from tests.outside.pretrained_cases import FILE, assert_same_model, edit, opened, plainly, saved
+from tests.outside.test_causal_lm_zoo import NAMES, transformers
+from tests.ranks.processes import run_ranks
+
+LEAST_EQUAL = 138  # of the 178 that transformers 5.17 has; 34 do not build, 6 are not tiny
+LEAST_EQUAL_OF_SAMPLE = 44  # every third one, without --long
+CAUSAL = transformers.AutoModelForCausalLM
+CLASSES = transformers.AutoModelForSequenceClassification
+PROGRAM = Path(__file__).with_name("pretrained_memory.py")
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+BART = {
+    "vocab_size": 64, "max_position_embeddings": 64, "encoder_layers": 1, "encoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_layers": 1, "decoder_ffn_dim": 48,
+    "decoder_attention_heads": 4, "d_model": 32, "num_beams": 3,
+}  # fmt: skip
+BERT = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "intermediate_size": 48,
+}  # fmt: skip
+
+outcomes: Counter[str] = Counter()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("llama"), "llama")
+
+
+# ------------------------------------------------------------------------------------ the zoo
+@pytest.mark.parametrize("model_type", sorted(NAMES))
+def test_every_causal_language_model_is_loaded_as_transformers_does(
+    model_type: str, tmp_path: Path, long: bool
+) -> None:
+    number = sorted(NAMES).index(model_type)
+    if not long and number % 3:
+        outcomes["left to --long"] += 1
+        pytest.skip("every third architecture: --long has all")
+    kind = getattr(transformers, NAMES[model_type])
+    try:
+        folder = saved(tmp_path / "model", model_type, shard="50KB" if number % 2 else "1GB")
+        plain = plainly(folder, kind)
+    except Exception as error:  # noqa: BLE001 - whatever keeps transformers from it
+        outcomes["transformers does not"] += 1
+        pytest.skip(f"{type(error).__name__}: {error}"[:90])
+    with opened(folder, tmp_path, kind) as engine:
+        assert_same_model(plain, engine)
+    outcomes["equal"] += 1
+
+
+def test_enough_architectures_were_compared() -> None:
+    """Runs after them: fails when architectures stop building, whatever the reason."""
+    print(dict(outcomes))
+    if outcomes.total() < len(NAMES):
+        pytest.skip("only part of the architectures was selected")
+    least = LEAST_EQUAL_OF_SAMPLE if outcomes["left to --long"] else LEAST_EQUAL
+    assert outcomes["equal"] >= least
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "mixtral", "phi", "qwen2"])
+def test_a_new_head_begins_as_transformers_begins_it(model_type: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", model_type)
+    plain = plainly(folder, CLASSES, num_labels=3)
+    with opened(folder, tmp_path, CLASSES, num_labels=3) as engine:
+        assert_same_model(plain, engine)
+        assert engine.module.config.num_labels == 3
+
+
+def test_what_is_missing_and_what_is_not_expected_is_reported(
+    llama: Path, tmp_path: Path, capfd: Any
+) -> None:
+    logger = logging.getLogger("transformers.modeling_utils")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        opened(llama, tmp_path, CLASSES).close()
+    finally:
+        logger.removeHandler(handler)
+    (text,) = said
+    rows = dict(line.split("|")[:2] for line in text.splitlines() if "|" in line)
+    assert {k.strip(): v.strip() for k, v in rows.items()} == {
+        "Key": "Status", "lm_head.weight": "UNEXPECTED", "score.weight": "MISSING",
+    }  # fmt: skip
+    assert f"from: {llama}" in text
+
+
+def test_a_folder_names_its_own_class(llama: Path, tmp_path: Path) -> None:
+    with opened(llama, tmp_path) as engine:
+        assert type(engine.module) is transformers.LlamaForCausalLM
+        assert engine.module.name_or_path == str(llama)
+
+
+def test_a_base_model_gives_and_takes_its_prefix(llama: Path, tmp_path: Path) -> None:
+    plain = plainly(llama, transformers.AutoModel)
+    with opened(llama, tmp_path, transformers.AutoModel) as engine:
+        assert_same_model(plain, engine)
+    plain.save_pretrained(tmp_path / "base")
+    whole = plainly(tmp_path / "base", CAUSAL)
+    with opened(tmp_path / "base", tmp_path, CAUSAL) as engine:
+        assert_same_model(whole, engine)
+
+
+def both_equal(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def both_other(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+
+def head_alone(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
+def neither(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("change", [both_equal, both_other, head_alone, neither, None])
+def test_tied_weights_are_tied_as_transformers_ties_them(change: Any, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama", tie_word_embeddings=True)
+    if change is not None:
+        edit(folder, change)
+    plain = plainly(folder, CAUSAL)
+    with opened(folder, tmp_path, CAUSAL) as engine:
+        assert_same_model(plain, engine)
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == (change != both_other)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attn_implementation": "eager"},
+        {"ignore_mismatched_sizes": True, "vocab_size": 80},
+        {"num_hidden_layers": 1},
+        {"num_hidden_layers": 3},
+        {"key_mapping": {"^decoder.h": "model.layers"}},
+        {"tie_word_embeddings": True},
+    ],
+    ids=str,
+)
+def test_settings_are_those_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    if "key_mapping" in settings:
+        edit(folder, lambda t: {k.replace("model.layers", "decoder.h"): v for k, v in t.items()})
+    plain = plainly(folder, CAUSAL, **settings)
+    with opened(folder, tmp_path, CAUSAL, **settings) as engine:
+        assert_same_model(plain, engine)
+        assert engine.module.config._attn_implementation == plain.config._attn_implementation
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "bert"])
+def test_other_models_than_decoders(kind: str, tmp_path: Path) -> None:
+    """Buffers that are files' (BART's), or made anew; a generation config inside the other one."""
+    build: dict[str, Callable[[], Any]] = {
+        "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
+        "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**BART)),
+        "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT)),
+    }
+    model = build[kind]()
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/generation_config.json").unlink(missing_ok=True)
+    for each in (type(model), transformers.AutoModel):
+        plain = plainly(tmp_path / "model", each)
+        with opened(tmp_path / "model", tmp_path, each) as engine:
+            assert_same_model(plain, engine)
+
+
+# -------------------------------------------------------------------------------------- formats
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_folder_in_any_format_is_loaded_in_any_precision(
+    stored: torch.dtype, precision: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "model", "mixtral")
+    edit(folder, lambda tensors: {n: t.to(stored) for n, t in tensors.items()})
+    plain = plainly(folder, CAUSAL, precision)
+    given = plainly(folder, CAUSAL, "fp32")  # its fp32 values, to be rounded by the engine
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision=precision)
+    with offload.initialize(given, keys) as expected, expected.gathered():
+        values = {n: p.detach().clone() for n, p in given.named_parameters()}
+        masters = {n: expected.values.read(p, "master") for n, p in given.named_parameters()}
+    with opened(folder, tmp_path, CAUSAL, precision) as engine, engine.gathered():
+        for name, param in engine.module.named_parameters():
+            assert bits(param.detach().clone()) == bits(values[name]), name
+            assert bits(engine.values.read(param, "master")) == bits(masters[name]), name
+        other = dict(plain.named_buffers())
+        assert all(b.dtype == other[n].dtype for n, b in engine.module.named_buffers())
+
+
+def test_a_value_that_the_precision_cannot_hold_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    edit(folder, lambda tensors: {**tensors, "lm_head.weight": torch.full((64, 32), 1e30)})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight .* holds 1e\+30, more than"):
+        opened(folder, tmp_path, precision="fp16")
+
+
+def test_weights_that_transformers_keeps_in_fp32_are_said(tmp_path: Path, caplog: Any) -> None:
+    shape = transformers.T5Config(**T5)
+    transformers.T5ForConditionalGeneration(shape).save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.WARNING, "offload"):
+        opened(tmp_path / "model", tmp_path, precision="fp16").close()
+    assert "keeps 2 parameters in fp32 (encoder.block.0.layer.1.DenseReluDense.wo.weight" in (
+        caplog.text
+    )
+
+
+# -------------------------------------------------------------------------- before it trains
+def step_losses(model: Any, optimizer: Any) -> list[float]:
+    tokens = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))
+    found = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def nothing(model: Any) -> None:
+    pass
+
+
+def freeze(model: Any) -> None:
+    model.model.requires_grad_(False)
+
+
+def more_tokens(model: Any) -> None:
+    model.resize_token_embeddings(70)
+
+
+def new_values(model: Any) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] = model.model.embed_tokens.weight[:3].mean(0)
+    model.lm_head.weight.data.mul_(2)
+    model.model.norm.weight.data = torch.full((32,), 0.5)
+    torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight, std=0.1)
+
+
+def rounded(model: Any) -> None:
+    model.bfloat16().float().to("cpu")
+
+
+def shorter(model: Any) -> None:
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+
+
+def recomputed(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+
+
+def beside(model: Any) -> None:
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Linear(model.vocab_size, 8))
+    model.lm_head.append(torch.nn.Linear(8, model.vocab_size))
+
+
+def normed(model: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [nothing, freeze, more_tokens, new_values, rounded, shorter, recomputed, beside, normed],
+)
+def test_a_model_can_be_changed_before_it_trains(change: Any, llama: Path, tmp_path: Path) -> None:
+    def made(load: Any) -> Any:
+        torch.manual_seed(5)
+        model = load(llama)
+        change(model)
+        return model.train(), [p for p in model.parameters() if p.requires_grad]
+
+    model, params = made(CAUSAL.from_pretrained)
+    expected = step_losses(model, torch.optim.AdamW(params, lr=1e-2))
+    model, params = made(offload.open_pretrained)
+    keys = config(tmp_path, NVME, budget={"host": "64MiB", "nvme": "64MiB"}, optimizer={"lr": 1e-2})
+    with offload.initialize(model, keys, parameters=params) as engine:
+        assert step_losses(model, engine.optimizer) == pytest.approx(expected, abs=1e-5)
+
+
+def test_after_a_budget_error_the_model_can_be_given_again(llama: Path, tmp_path: Path) -> None:
+    model: Any = offload.open_pretrained(llama)
+    with pytest.raises(BudgetError):
+        offload.initialize(model, config(tmp_path, HOST, budget={"host": "64KiB"}))
+    plain = plainly(llama, CAUSAL)
+    tokens = torch.arange(3, 11).reshape(1, 8)
+    assert bits(model(tokens).logits) == bits(plain(tokens).logits)
+    with offload.initialize(model, config(tmp_path, HOST)) as engine:
+        assert bits(engine.module(tokens).logits) == bits(plain(tokens).logits)
+
+
+def test_files_may_go_away_once_the_folder_is_open(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    plain = plainly(folder, CAUSAL)
+    model = offload.open_pretrained(folder, dtype=torch.float32)
+    shutil.rmtree(folder)
+    with offload.initialize(model, config(tmp_path, HOST)) as engine, engine.gathered():
+        assert bits(model.lm_head.weight.detach()) == bits(plain.lm_head.weight.detach())
+
+
+def test_a_checkpoint_goes_on_where_it_was(llama: Path, tmp_path: Path) -> None:
+    with opened(llama, tmp_path) as engine:
+        step_losses(engine.module, engine.optimizer)
+        engine.save_checkpoint(tmp_path / "checkpoint")
+        expected = step_losses(engine.module, engine.optimizer)
+    with opened(llama, tmp_path, run_folder=tmp_path / "run") as engine:
+        engine.load_checkpoint(tmp_path / "checkpoint")
+        assert step_losses(engine.module, engine.optimizer) == expected
+    assert (tmp_path / "run/metrics.jsonl").is_file()
+
+
+def as_a_rank(folder: str, swap: str) -> dict[str, Tensor]:
+    torch.manual_seed(dist.get_rank())  # a new head is what it is on the first rank
+    keys = config(Path(swap), HOST, budget={"host": "64MiB"}, zero={"stage": 3})
+    with offload.from_pretrained(folder, keys, model_class=CLASSES) as engine, engine.gathered():
+        return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def test_ranks_begin_with_the_same_weights(llama: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = CLASSES.from_pretrained(llama)
+    for found in run_ranks(2, tmp_path / "ranks", as_a_rank, str(llama), str(tmp_path)):
+        assert found.keys() == dict(plain.named_parameters()).keys()
+        for name, param in plain.named_parameters():
+            assert bits(found[name]) == bits(param.detach()), name
+
+
+# ---------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_the_model_is_never_whole_in_ram(kind: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    }  # fmt: skip
+    for name, layers in (("model", 24), ("small", 2)):
+        shape: Any = transformers.LlamaConfig(**sizes, num_hidden_layers=layers)
+        if kind == "mixtral":
+            sizes |= {"intermediate_size": 512, "num_local_experts": 4}
+            shape = transformers.MixtralConfig(**sizes, num_hidden_layers=layers)
+        CAUSAL.from_config(shape).save_pretrained(tmp_path / name, max_shard_size="100MB")
+    host_mib = 96
+    out = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path / "model"), str(tmp_path), str(host_mib),
+         str(tmp_path / "small")],
+        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    found = json.loads(out.stdout.splitlines()[-1])
+    most = (host_mib << 20) + 3 * found["largest"] + (64 << 20)
+    assert found["peak"] - found["baseline"] < most < found["model"], found
+
+
+# --------------------------------------------------------------------------------- refusals
+def without_weights(folder: Path) -> None:
+    (folder / FILE).unlink()
+
+
+def pickled(folder: Path) -> None:
+    (folder / FILE).rename(folder / "pytorch_model.bin")
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def cut_short(folder: Path) -> None:
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-100])
+
+
+def no_file_of_its_kind(folder: Path) -> None:
+    (folder / FILE).write_bytes(b"PK\x03\x04 a pickle with another name")
+
+
+def a_shard_is_missing(folder: Path) -> None:
+    (folder / FILE).unlink()
+    (folder / f"{FILE}.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
+
+
+def a_shard_lies_outside(folder: Path) -> None:
+    (folder / FILE).rename(folder.parent / FILE)
+    (folder / f"{FILE}.index.json").write_text(f'{{"weight_map": {{"a": "../{FILE}"}}}}')
+
+
+def index_is_damaged(folder: Path) -> None:
+    (folder / FILE).unlink()
+    (folder / f"{FILE}.index.json").write_text("{")
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def configured(**keys: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (without_weights, ConfigError, "has no model.safetensors and no model.safetensors.index"),
+        (pickled, ConfigError, "opens no pickles .* model.save_pretrained"),
+        (without_config, ConfigError, "has no config.json"),
+        (cut_short, CheckpointError, "damaged header"),
+        (no_file_of_its_kind, CheckpointError, "no safetensors file"),
+        (a_shard_is_missing, CheckpointError, "cannot open .*model-00001.safetensors"),
+        (a_shard_lies_outside, CheckpointError, "outside of its folder"),
+        (index_is_damaged, CheckpointError, "index.json is damaged"),
+        (adapter, UnsupportedError, "holds an adapter .*PeftModel.from_pretrained"),
+        (
+            configured(quantization_config={"quant_method": "fp8"}), UnsupportedError,
+            r"quantised weights \(fp8\)",
+        ),
+        (configured(architectures=["FooForCausalLM"]), ConfigError, "FooForCausalLM"),
+        (configured(architectures=None), ConfigError, "names no class"),
+        (
+            configured(model_type="foo", auto_map={"AutoConfig": "code.Config"}), ConfigError,
+            "get_class_from_dynamic_module",
+        ),
+        (configured(vocab_size=80), CheckpointError, "embed_tokens.weight *| MISMATCH"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_loaded_is_refused_by_name(
+    change: Any, kind: type[OffloadError], message: str, llama: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    change(folder)
+    with pytest.raises(kind, match=message):
+        offload.open_pretrained(folder, model_class=CAUSAL if "dynamic" in message else None)
+
+
+def test_a_name_of_a_hub_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="downloads nothing; download the folder"):
+        offload.from_pretrained("meta-llama/Llama-3.1-8B")
+
+
+@pytest.mark.parametrize("name", ["device_map", "dtype", "load_in_8bit", "revision", "state_dict"])
+def test_arguments_that_would_mean_something_else_are_refused(name: str, llama: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=: "):
+        offload.from_pretrained(llama, {}, **{name: "auto"})
+
+
+def test_an_older_transformers_is_refused(llama: Path, monkeypatch: Any) -> None:
+    # transformers puts another module object in its own place
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.9.1")
+    with pytest.raises(
+        UnsupportedError, match=r"transformers 5\.9\.1 is installed.* 5\.17 or newer"
+    ):
+        offload.open_pretrained(llama)
+
+
+def test_memory_of_a_weight_that_is_in_files_cannot_be_looked_at(llama: Path) -> None:
+    model: Any = offload.open_pretrained(llama)
+    for look in (torch.Tensor.data_ptr, torch.Tensor.numpy, torch.Tensor.untyped_storage):
+        with pytest.raises(UnsupportedError, match="still in files"):
+            look(model.lm_head.weight.detach())
+    with pytest.raises(UnsupportedError, match="still in files"):
+        model.lm_head.weight.__reduce_ex__(4)
