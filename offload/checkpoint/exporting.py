@@ -1,8 +1,9 @@
 """A checkpoint's weights as ordinary safetensors files, for other programs to load.
 
     OUT.safetensors    one file
-    OUT                a folder: one file per group and model.safetensors.index.json, the layout
-                       that Hugging Face loaders read
+    OUT                a folder in Hugging Face's layout: safetensors files of up to 5 GB, their
+                       index if there are several and, for a model of transformers, its
+                       configuration and its tokenizer's files: `from_pretrained` opens it
 
 Streams: one piece of one parameter is in memory at a time.
 """
@@ -13,14 +14,25 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from offload.checkpoint.disk import check_room, storage_errors, sync_folder
-from offload.checkpoint.manifest import BufferRecord, ParameterRecord
+from offload.checkpoint.manifest import BufferRecord, ModelRecord, ParameterRecord
+from offload.checkpoint.model_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    carried_files,
+    carry,
+    cut,
+    index_text,
+    write_json,
+)
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import (
     SafetensorsWriter,
@@ -35,8 +47,8 @@ from offload.tiers.errors import PathError
 _PIECE_NUMEL = 1 << 20
 _FLOATS = {"F32": Float.FP32, "BF16": Float.BF16, "F16": Float.FP16}
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_SPELT = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _METADATA = {"format": "pt"}
-INDEX = "model.safetensors.index.json"
 
 Pieces = Callable[[], Iterator[memoryview]]
 
@@ -47,24 +59,30 @@ class _Tensor:
     pieces: Pieces  # its bytes, in order; may be asked for again (tied weights)
 
 
-def export(path: Path, out: Path, dtype: str | None = None) -> list[Path]:
+def export(
+    path: Path, out: Path, dtype: str | None = None, source: Path | None = None
+) -> list[Path]:
     """Write the model of checkpoint `path` to `out`; the files written.
 
     `dtype` fp32 gives full-precision (master) weights, bf16 and fp16 16-bit ones, None those that
-    the model computed with. Every name is there, tied weights under each of theirs; persistent
-    buffers keep their own dtype. Checks all hashes first. `out` is complete or absent, and must not
-    exist: PathError.
+    the model computed with. Every name is there, but those that transformers ties itself;
+    persistent buffers keep their own dtype. `source` is a folder with the files of the tokenizer
+    and, if the checkpoint does not know it, of the configuration; by default the one that the model
+    came from, where that is there still. Checks all hashes first. `out` is complete or absent, and
+    must not exist: PathError.
     """
     if os.path.lexists(out):
         raise PathError(f"{out} exists; remove it, or name another file or folder")
     if not out.parent.is_dir():
         raise PathError(f"{out.parent} is no folder; make it, or name another place for {out.name}")
+    if source is not None and not source.is_dir():
+        raise PathError(f"{source} is no folder; name the model's, with config.json in it")
     with CheckpointReader(path) as reader:
         reader.check(contents=True)
         weights = _Weights(reader, dtype)
         pending = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
         try:
-            names = _write(weights, out, pending)
+            names = _write(weights, out, pending, source)
             os.rename(pending, out)
         except BaseException:
             shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
@@ -73,33 +91,55 @@ def export(path: Path, out: Path, dtype: str | None = None) -> list[Path]:
     return [out / name for name in names] or [out]
 
 
-def _write(weights: _Weights, out: Path, pending: Path) -> list[str]:
-    groups = [*weights.by_group(), weights.buffers()]
+def _write(weights: _Weights, out: Path, pending: Path, source: Path | None) -> list[str]:
     if out.suffix == ".safetensors":
-        _write_file(pending, [tensor for group in groups for tensor in group])
+        _write_file(pending, weights.all())
         return []
     with storage_errors("creating", pending):
         pending.mkdir()
-    files = _named([group for group in groups if group])
-    for name, tensors in files.items():
-        _write_file(pending / name, tensors)
-    with storage_errors("writing", pending / INDEX):
-        (pending / INDEX).write_text(_index(files))
-    return [*files, INDEX]
+    model = weights.model
+    ties = set() if model is None else set(model.tied)
+    tensors = {t.info.name: t for t in weights.all(ties)}
+    files = cut({name: tensor.info.nbytes for name, tensor in tensors.items()})
+    for file, names in files.items():
+        _write_file(pending / file, [tensors[name] for name in names])
+    written = list(files)
+    if len(files) > 1:
+        with storage_errors("writing", pending / INDEX):
+            total = sum(tensor.info.nbytes for tensor in tensors.values())
+            (pending / INDEX).write_text(index_text(files, total))
+        written.append(INDEX)
+    return [*written, *_write_others(model, source, weights.dtype_name, pending)]
 
 
-def _named(groups: Sequence[Sequence[_Tensor]]) -> dict[str, Sequence[_Tensor]]:
-    count = len(groups)
-    return {
-        f"model-{number:05d}-of-{count:05d}.safetensors": group
-        for number, group in enumerate(groups, 1)
-    }
+def _write_others(
+    model: ModelRecord | None, source: Path | None, dtype: str, pending: Path
+) -> list[str]:
+    """What a folder of transformers has beside the weights."""
+    if source is None and model is not None and model.folder is not None:
+        source = Path(model.folder)
+    written = []
+    for name in (CONFIG, GENERATION_CONFIG):
+        content = _content(model, source, name)
+        if content is None:
+            continue
+        if name == CONFIG:
+            content.pop("torch_dtype", None)  # its older name
+            content["dtype"] = dtype
+        write_json(pending / name, content)
+        written.append(name)
+    return written + carry(carried_files(source) if source is not None else [], pending)
 
 
-def _index(files: Mapping[str, Sequence[_Tensor]]) -> str:
-    total = sum(tensor.info.nbytes for tensors in files.values() for tensor in tensors)
-    weight_map = {t.info.name: file for file, tensors in files.items() for t in tensors}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+def _content(model: ModelRecord | None, source: Path | None, name: str) -> dict[str, Any] | None:
+    if model is not None:
+        return dict(model.config) if name == CONFIG else model.generation_config
+    if source is None or not (source / name).is_file():
+        return None
+    try:
+        return dict(json.loads((source / name).read_text()))
+    except (TypeError, ValueError) as error:
+        raise PathError(f"{source / name} is damaged: {error}; name another folder") from None
 
 
 def _write_file(path: Path, tensors: Sequence[_Tensor]) -> None:
@@ -120,20 +160,29 @@ class _Weights:
         self._manifest = reader.manifest
         self._dtype = DTYPES[dtype] if dtype is not None else None
 
-    def by_group(self) -> Iterator[list[_Tensor]]:
-        for index in range(len(self._manifest.groups)):
-            records = [r for r in self._manifest.parameters if r.group == index]
-            yield [tensor for record in records for tensor in self._parameter(record)]
+    @property
+    def model(self) -> ModelRecord | None:
+        return self._manifest.model
 
-    def buffers(self) -> list[_Tensor]:
-        return [self._buffer(record) for record in self._manifest.buffers]
+    @property
+    def dtype_name(self) -> str:
+        """Of the parameters, as transformers spells it."""
+        return _SPELT[self._dtype or DTYPES[self._manifest.precision]]
+
+    def all(self, without: Container[str] = ()) -> list[_Tensor]:
+        """Every tensor under each of its names, but those `without` that have another one."""
+        found: list[_Tensor] = []
+        for index in range(len(self._manifest.groups)):
+            for record in self._manifest.parameters:
+                if record.group == index:
+                    found += self._parameter(record, without)
+        return found + [self._buffer(record) for record in self._manifest.buffers]
 
     def _buffer(self, record: BufferRecord) -> _Tensor:
         stored = self._reader.buffer(record)
         return _Tensor(stored.info, lambda: self._raw(stored))
 
-    def _parameter(self, record: ParameterRecord) -> Iterator[_Tensor]:
-        """The parameter under each of its names."""
+    def _parameter(self, record: ParameterRecord, without: Container[str]) -> Iterator[_Tensor]:
         stored = self._reader.parameter(record)
         target = self._dtype or record.dtype
 
@@ -142,7 +191,8 @@ class _Weights:
                 return self._raw(stored)
             return self._converted(record, stored, _FLOATS[target])
 
-        for name in record.names:
+        kept = [name for name in record.names if name not in without]
+        for name in kept or record.names[:1]:
             yield _Tensor(replace(stored.info, name=name, dtype=target), pieces)
 
     # ---------------------------------------------------------------- pieces

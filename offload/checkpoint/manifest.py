@@ -18,7 +18,7 @@ from offload.tiers.errors import CheckpointError
 MANIFEST = "manifest.json"
 PARAMETERS, OPTIMIZER, BUFFERS = "parameters", "optimizer", "buffers.safetensors"
 FORMAT = "offload checkpoint"
-VERSION = 1
+VERSION = 2  # 1 had no `model`
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
@@ -102,6 +102,17 @@ class LossScaleRecord(_Record):
     good_steps: Count
 
 
+class ModelRecord(_Record):
+    """A model of transformers, as JSON: what a folder of it has beside the weights.
+
+    `tied`: names that it ties to others itself when it is loaded."""
+
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+    tied: list[str]
+    folder: str | None  # that it was loaded from, with its tokenizer
+
+
 class Manifest(_Record):
     """Everything but the tensors."""
 
@@ -118,6 +129,7 @@ class Manifest(_Record):
     buffers: list[BufferRecord]
     buffers_file: str
     files: dict[str, FileRecord]
+    model: ModelRecord | None = None
 
     @property
     def nbytes(self) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +17,7 @@ from offload.checkpoint.manifest import (
     BufferRecord,
     LossScaleRecord,
     MasterName,
+    ModelRecord,
     OptimizerRecord,
     ParameterRecord,
     ParamGroupRecord,
@@ -106,6 +110,31 @@ def buffer_records(tensors: dict[str, torch.Tensor]) -> list[BufferRecord]:
         BufferRecord(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=list(tensor.shape))
         for name, tensor in tensors.items()
     ]
+
+
+def model_record(model: nn.Module) -> ModelRecord | None:
+    """Of a model of transformers; None for others."""
+    library = sys.modules.get("transformers.modeling_utils")  # imported, if there is such a model
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return None
+    known: Any = model
+    generation = known.generation_config if known.can_generate() else None
+    folder = Path(known.name_or_path) if known.name_or_path else None
+    try:
+        config = json.loads(known.config.to_json_string())
+        made = None if generation is None else json.loads(generation.to_json_string())
+    except (TypeError, ValueError) as error:
+        _log.warning(
+            "the checkpoint does not keep the configuration of %s, which is no JSON: %s; name a "
+            "folder that has it when you export it", type(model).__name__, error,
+        )  # fmt: skip
+        return None
+    return ModelRecord(
+        config={**config, "architectures": [type(model).__name__]},
+        generation_config=made,
+        tied=sorted(getattr(known, "all_tied_weights_keys", None) or {}),
+        folder=str(folder.resolve()) if folder is not None and folder.is_dir() else None,
+    )
 
 
 def saved_format(engine: Engine) -> RecordFormat:

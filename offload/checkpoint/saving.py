@@ -118,6 +118,7 @@ class _Saver:
             buffers=model.buffer_records(self._others),
             buffers_file=BUFFERS,
             files={},
+            model=model.model_record(engine.module),
         )
         states = [group.state for group in self._runtime.groups]
         records = [r for state in self._runtime.optimizer_states for r in state.records]

@@ -74,14 +74,27 @@ def export(
         Dtype | None,
         typer.Option(help="fp32: master weights. Default: as the model computed with them."),
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="With the tokenizer's files. Default: the folder that the model came from.",
+        ),
+    ] = None,
 ) -> None:
-    """Write the model of PATH to OUT, in safetensors files that any program reads."""
+    """Write the model of PATH to OUT, in safetensors files that any program reads. A folder OUT of
+    a transformers model is one that from_pretrained opens."""
     from offload.checkpoint.exporting import export as run
     from offload.tiers.units import format_bytes
 
-    files = run(path, out, None if dtype is None else str(dtype))
+    files = run(path, out, None if dtype is None else str(dtype), source)
     nbytes = sum(file.stat().st_size for file in files)
     typer.echo(f"wrote {out} ({format_bytes(nbytes)})")
+    others = [file.name for file in files if file.suffix != ".safetensors"]
+    if others:
+        typer.echo(f"with {', '.join(others)}")
+    if "config.json" in others and not any(name.startswith("tokenizer") for name in others):
+        typer.echo("without a tokenizer: --source FOLDER names the folder that has its files")
 
 
 @checkpoint_app.command("import-deepspeed")

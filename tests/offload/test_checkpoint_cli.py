@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import offload
+from offload.checkpoint.model_files import cut
 from offload.cli.app import main
 from tests.offload.engine_cases import (
     NVME,
@@ -119,9 +120,13 @@ def test_export_to_a_folder_is_in_the_layout_of_sharded_models(
 ) -> None:
     path, weights, _ = originals["bf16"]
     out = tmp_path / "model"
-    assert run("export", path, out) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "__defaults__", (6000,))
+        assert run("export", path, out) == 0
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
+    assert len({*index["weight_map"].values()}) > 3
     found = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
     assert_same_bits(found, weights)
     with offload.initialize(
