@@ -31,6 +31,7 @@ FLOORS: list[set[str]] = [
     {"deepspeed"},
     {"doctor", "train"},
     {"bench"},
+    {"integrations"},
     {"cli"},
     {"__main__"},
 ]  # fmt: skip
