@@ -35,8 +35,8 @@ class ClientOptimizer:
         kind = _kind(given)
         if any(float(state.get("step", 1)) for state in given.state.values()):
             raise UnsupportedError(
-                f"{type(given).__name__} has states already; make it just before it is handed over, "
-                "and load its state dict into the optimizer that comes back"
+                f"{type(given).__name__} has states already; make it just before it is handed "
+                "over, and load its state dict into the optimizer that comes back"
             )
         numbers = {key: given.defaults[key] for key in KINDS[kind].defaults}
         groups = [

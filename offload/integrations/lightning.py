@@ -207,8 +207,8 @@ class _EngineMaker:
 class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
     """For `lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))`.
 
-    `config` is that of `offload.initialize`; `weights`, too, for a model that `configure_model` puts
-    on the meta device. What the configuration does not name of optimizer, precision, device and
+    `config` is that of `offload.initialize`; `weights`, too, for a model that `configure_model`
+    puts on the meta device. What the configuration does not name of optimizer, precision, device and
     accumulation comes from the LightningModule's `configure_optimizers` and from Trainer. Clipping
     is named in one of the two.
 
@@ -248,9 +248,9 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
         super().setup_optimizers(trainer)  # configure_optimizers
         if len(self.optimizers) != 1:
             raise UnsupportedError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, an engine has one; "
-                "use one with several param groups, or offload.initialize for each model in a loop "
-                "of your own"
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, an engine has "
+                "one; use one with several param groups, or offload.initialize for each model in a "
+                "loop of your own"
             )
         client = ClientOptimizer.of(self.optimizers[0])
         engine = self._make(trainer, client)
@@ -283,8 +283,8 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
             )
         if type(self.checkpoint_io) is not TorchCheckpointIO:
             raise UnsupportedError(
-                f"{type(self.checkpoint_io).__name__}: checkpoints are streamed into a folder by the "
-                "engine; leave the plugin out"
+                f"{type(self.checkpoint_io).__name__}: checkpoints are streamed into a folder by "
+                "the engine; leave the plugin out"
             )
 
     def model_to_device(self) -> None:
@@ -444,7 +444,7 @@ class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore
     # ---------------------------------------------------------------- checkpoints
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Lightning's
     ) -> None:  # fmt: skip
         engine = self.engine
         ours = [key for key, value in state.items() if self._is_ours(value)]

@@ -151,5 +151,5 @@ def weights_of(states: Path) -> dict[str, torch.Tensor]:
         with safe_open(states / file, framework="pt") as opened:
             found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     for record in manifest.parameters:
-        found |= {name: found[record.names[0]] for name in record.names}
+        found |= dict.fromkeys(record.names, found[record.names[0]])
     return found

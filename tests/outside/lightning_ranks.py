@@ -1,4 +1,4 @@
-"""One of two processes of a Lightning run: python -m tests.outside.lightning_ranks STRATEGY FOLDER"""
+"""One of two processes of a Lightning run: `... lightning_ranks STRATEGY FOLDER`."""
 
 from __future__ import annotations
 

@@ -85,7 +85,18 @@ def fabric(part: str, folder: Path) -> None:
     model = meta_model()
     model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     state = {"model": model, "optimizer": optimizer}
-    measured(
-        lambda: steps(model, optimizer), lambda: getattr(made, part)(folder / "saved", state)
-    )
+    measured(lambda: steps(model, optimizer), lambda: getattr(made, part)(folder / "saved", state))
     strategy.engine.close()
+
+
+def accelerator(part: str, folder: Path) -> None:
+    from offload.integrations.accelerate import OffloadAccelerator
+
+    model: Any = meta_model()
+    with offload.initialize(model, settings(str(folder))) as engine:
+        made = OffloadAccelerator(cpu=True)
+        model, optimizer = made.prepare(model, engine.optimizer)
+        measured(
+            lambda: steps(model, optimizer),
+            lambda: getattr(made, f"{part}_state")(str(folder / "saved")),
+        )
