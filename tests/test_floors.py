@@ -22,7 +22,8 @@ FLOORS: list[set[str]] = [
     {"checkpoint"},
     {"planning"},
     {
-        "activations", "caches", "client_optimizers", "device_homes", "foreign_optimizers", "foreign_wrappers", "homes",
+        "activations", "caches", "client_optimizers", "device_homes", "foreign_optimizers",
+        "foreign_wrappers", "homes",
         "initialisers", "materialise", "model_state", "model_structure", "optimizer",
         "optimizer_entries", "optimizer_state_dict", "report", "shadows",
     },

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import accelerate
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
@@ -20,6 +21,12 @@ from offload.engine import Engine
 from offload.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
 
+_LEAST = (1, 10)
+if tuple(map(int, accelerate.__version__.split(".")[:2])) < _LEAST:
+    raise UnsupportedError(
+        f"offload.integrations.accelerate needs accelerate {'.'.join(map(str, _LEAST))} or newer, "
+        f"and {accelerate.__version__} is installed; pip install -U accelerate"
+    )
 _STATES = "offload"  # a checkpoint of the engine in the folder of `save_state`; offload_1, ...
 
 
@@ -30,6 +37,9 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     ConfigError for `mixed_precision` beside an engine's 16-bit precision, UnsupportedError for
     DeepSpeed and FSDP plugins beside an engine.
     """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerator's; a model that trains through an engine comes with its optimizer."""
@@ -58,7 +68,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        if any(each.engine.module is model for each in self._optimizers_of_engines()):
+        if any(engine.module is model for engine in self.engines):
             # neither moved nor wrapped for DDP: the engine does both
             device_placement, evaluation_mode = False, True
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)

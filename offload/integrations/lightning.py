@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
@@ -40,8 +41,14 @@ from offload.engine import Engine, initialize
 from offload.integrations import streamed_folder
 from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 
+_LEAST = (2, 5)
+if tuple(map(int, lightning.__version__.split(".")[:2])) < _LEAST:
+    raise UnsupportedError(
+        f"offload.integrations.lightning needs lightning {'.'.join(map(str, _LEAST))} or newer, and "
+        f"{lightning.__version__} is installed; pip install -U lightning"
+    )
 _log = logging.getLogger("offload")
-Source = str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None
+Source = str | Path | Mapping[str, Any] | OffloadConfig | None
 _OWN = {"bf16-true": "bf16", "16-true": "fp16"}
 _AUTOCAST = ("bf16-mixed", "16-mixed")
 
@@ -208,9 +215,9 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
     """For `lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))`.
 
     `config` is that of `offload.initialize`; `weights`, too, for a model that `configure_model`
-    puts on the meta device. What the configuration does not name of optimizer, precision, device and
-    accumulation comes from the LightningModule's `configure_optimizers` and from Trainer. Clipping
-    is named in one of the two.
+    puts on the meta device. What the configuration does not name of optimizer, precision, device
+    and accumulation comes from the LightningModule's `configure_optimizers` and from Trainer.
+    Clipping is named in one of the two.
 
     Checkpoints are folders (see `streamed_folder`); `consolidate` makes a file of one. Those of
     other strategies are loaded, too, whole in RAM.
@@ -220,6 +227,7 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
     """
 
     strategy_name = "offload"
+    optimizers: Any
 
     def __init__(
         self, config: Source = None, *, weights: str | os.PathLike[str] | None = None, **kwargs: Any
@@ -260,7 +268,10 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
     def _make(self, trainer: Any, client: ClientOptimizer | None) -> Engine:
         module, plugin = self.lightning_module, self.precision_plugin
         self._refuse(trainer)
-        others = {"gradient_accumulation_steps": trainer.accumulate_grad_batches}
+        others = {}
+        if self._maker.precision(_name_of(plugin)) != "fp32" and not trainer.fast_dev_run:
+            # how sums of 16-bit gradients are planned; in fp32 it changes nothing
+            others["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
         config = self._maker.settled(self.root_device, _name_of(plugin), others)
         engine = self._maker.make(module, client, config)
         _update_properties(module, device=self.root_device)

@@ -101,9 +101,9 @@ def trainer_for(folder: Path, strategy: Any = "auto", **keys: Any) -> Any:
     )
     keys = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, **keys}
     return lightning.Trainer(
-        accelerator="cpu", devices=1, logger=False, callbacks=[saving, *keys.pop("callbacks", [])],
+        accelerator="cpu", devices=1, callbacks=[saving, *keys.pop("callbacks", [])],
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        strategy=strategy, **keys,
+        strategy=strategy, **{"logger": False, **keys},
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ class Meta(Lit):
 
 def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    found, trainer = fit(tmp_path / "ours", strategy, Meta())
+    found, _ = fit(tmp_path / "ours", strategy, Meta())
     losses, weights = found.losses, values_of(found)
     strategy.engine.close()
     again = strategies.OffloadStrategy(keys_for(tmp_path))
@@ -298,6 +298,29 @@ def test_manual_optimization(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
     found, _ = fit(tmp_path / "ours", strategy, seeded(Manual), **keys)
     assert_equal_runs(found, expected)
+    strategy.engine.close()
+
+
+def test_a_trial_run_of_one_batch(tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path, "host", precision="bf16"))
+    module, _ = fit(tmp_path / "ours", strategy, fast_dev_run=True)
+    assert len(module.losses) == 1
+    strategy.engine.close()
+
+
+def test_callbacks_see_one_optimizer_and_its_rates(tmp_path: Path) -> None:
+    plain, ours = (lightning.pytorch.callbacks.LearningRateMonitor("step") for _ in range(2))
+
+    def keys(logger: Any) -> dict[str, Any]:
+        return {"logger": logger, "log_every_n_steps": 1}
+
+    logger = lightning.pytorch.loggers.CSVLogger
+    fit(tmp_path / "plain", callbacks=[plain], **keys(logger(tmp_path / "a")))
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    fit(tmp_path / "ours", strategy, callbacks=[ours], **keys(logger(tmp_path / "b")))
+    assert list(ours.lrs.values()) == list(plain.lrs.values())
+    assert list(ours.lrs) == ["lr-OffloadOptimizer/pg1", "lr-OffloadOptimizer/pg2"]
+    assert len(next(iter(ours.lrs.values()))) == EPOCHS * PER_EPOCH * ACCUMULATE
     strategy.engine.close()
 
 
@@ -381,7 +404,7 @@ def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
         trainer.save_checkpoint(tmp_path / "mine")
     with pytest.raises(PathError, match="local folder"):
         trainer.save_checkpoint("s3://bucket/x.ckpt")
-    with pytest.raises(CheckpointError, match="no state.ckpt"):
+    with pytest.raises(CheckpointError, match=r"no state\.ckpt"):
         trainer.fit(module, rows(), ckpt_path=str(tmp_path / "mine"))
     (states,) = (tmp_path / "ours" / "last.ckpt").glob("states-*")
     states.rename(tmp_path / "elsewhere")
