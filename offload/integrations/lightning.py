@@ -44,8 +44,8 @@ from offload.tiers.errors import CheckpointError, ConfigError, StateError, Unsup
 _LEAST = (2, 5)
 if tuple(map(int, lightning.__version__.split(".")[:2])) < _LEAST:
     raise UnsupportedError(
-        f"offload.integrations.lightning needs lightning {'.'.join(map(str, _LEAST))} or newer, and "
-        f"{lightning.__version__} is installed; pip install -U lightning"
+        f"offload.integrations.lightning needs lightning {'.'.join(map(str, _LEAST))} or newer, "
+        f"and {lightning.__version__} is installed; pip install -U lightning"
     )
 _log = logging.getLogger("offload")
 Source = str | Path | Mapping[str, Any] | OffloadConfig | None

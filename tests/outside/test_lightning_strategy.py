@@ -413,6 +413,30 @@ def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     strategy.engine.close()
 
 
+def test_a_save_that_is_cut_short_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    module, trainer = fit(tmp_path / "ours", strategy)
+    saved, weights = tmp_path / "ours" / "last.ckpt", values_of(module)
+    with torch.no_grad():
+        module.model.lm_head.weight.zero_()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(strategies.streamed_folder.torch, "save", fail)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save_checkpoint(saved)
+    assert len(list(saved.glob("states-*"))) == 2
+    trainer.test(module, rows(2), ckpt_path=str(saved), verbose=False)
+    assert_same_bits(values_of(module), weights)
+    trainer.save_checkpoint(saved)
+    assert len(list(saved.glob("states-*"))) == 1
+    strategy.engine.close()
+
+
 def test_checkpoints_beyond_save_top_k_are_removed(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
     torch.manual_seed(3)
