@@ -45,7 +45,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._type = config.type
         self._kind = KINDS[config.type]
         self._states = config.state_names
-        self._entries = OptimizerEntries(self._start_over, self._managed)
+        self._entries = OptimizerEntries(self._start_over, self._managed, values.state_names)
         self.last_step: StepOutcome | None = None
         self.engine: object = None  # kept alive with this optimizer
         super().__init__(params, config.numbers)

@@ -7,14 +7,21 @@ them. Starting over, as loops do by `optimizer.state = defaultdict(dict)`, `.cle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from offload.tiers.errors import UnsupportedError
 
 
 class _Entry(dict[str, Any]):
-    """Of one parameter."""
+    """Of one parameter. Names of states that are in the tiers are among its keys."""
+
+    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._names(), *super().__iter__())))
 
     def __missing__(self, key: str) -> NoReturn:
         raise UnsupportedError(
@@ -26,17 +33,25 @@ class _Entry(dict[str, Any]):
 
 class OptimizerEntries(dict[Any, Any]):
     """Empty until users put something in. `start_over(param)` makes its states those of before
-    the first update, `params()` are all."""
+    the first update, `params()` are all, `names(param)` those of the states that `state_dict` has
+    of it."""
 
     def __init__(
-        self, start_over: Callable[[Any], None], params: Callable[[], list[Any]]
+        self, start_over: Callable[[Any], None], params: Callable[[], list[Any]],
+        names: Callable[[Any], tuple[str, ...]],
     ) -> None:  # fmt: skip
         super().__init__()
         self._start_over = start_over
         self._params = params
+        self._names = names
+
+    def __bool__(self) -> bool:
+        """As of torch's optimizers: whether there are states. Where there are none,
+        torch.distributed.checkpoint takes a step with zeros as gradients to make them."""
+        return any(map(len, self.values())) or any(map(self._names, self._params()))
 
     def __missing__(self, param: Any) -> dict[str, Any]:
-        self[param] = _Entry()
+        self[param] = _Entry(lambda: self._names(param))
         return self[param]  # type: ignore[no-any-return]
 
     def __delitem__(self, param: Any) -> None:

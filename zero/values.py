@@ -149,25 +149,44 @@ class ParameterValues(WeightValues):
                 del buffer
 
     # ---------------------------------------------------------------- optimizer state of torch
+    def is_trained(self, param: nn.Parameter) -> bool:
+        """Whether the optimizer may update it."""
+        group, index = self._find(param)
+        return group.layout.params[index].trainable
+
+    def fields(self, param: nn.Parameter) -> tuple[str, ...]:
+        """The arrays of a trained parameter that `read` names."""
+        kept = self._state_of(self._find(param)[0]).formats[0]  # tiers differ in the states' alone
+        return tuple(kept.states) if kept.master is Master.NONE else (*kept.states, "master")
+
+    def read_steps(self, param: nn.Parameter) -> int:
+        """How often the optimizer has updated a trained parameter."""
+        group, index = self._find(param)
+        return int(self._state_of(group).steps[index])
+
+    def write_steps(self, param: nn.Parameter, steps: int) -> None:
+        """Set that number."""
+        group, index = self._find(param)
+        self._state_of(group).steps[index] = steps
+
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """`step`, the moments and, where there is one, `master`.
 
         Empty before the first update, as in torch, but not where there is a master: it may have
         been made from values of more bits than the weight has.
         """
-        group, index = self._find(param)
-        state, spec = self._state_of(group), group.layout.params[index]
-        if not spec.trainable:
-            return {}
-        kept = state.formats[0]  # tiers differ in how they keep states only
-        if not state.steps[index] and kept.master is Master.NONE:
-            return {}
-        found = {"step": torch.tensor(float(state.steps[index]))}
-        for name in kept.states:
-            found[name] = self.read(param, name)
-        if kept.master is not Master.NONE:
-            found["master"] = self.read(param, "master")
-        return found
+        names = self.state_names(param)
+        return {
+            name: torch.tensor(float(self.read_steps(param))) if name == "step"
+            else self.read(param, name) for name in names
+        }  # fmt: skip
+
+    def state_names(self, param: nn.Parameter) -> tuple[str, ...]:
+        """Those that `read_state` finds."""
+        if not self.is_trained(param):
+            return ()
+        fields = self.fields(param)
+        return ("step", *fields) if self.read_steps(param) or "master" in fields else ()
 
     @uninterrupted
     def write_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:

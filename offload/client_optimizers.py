@@ -1,0 +1,129 @@
+"""Optimizers that a program makes before there is an engine: our rule with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from offload.config.optimizer_kinds import KINDS
+from offload.tiers.errors import ConfigError, UnsupportedError
+
+_CLASSES: dict[type, str] = {
+    torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.Adagrad: "adagrad",
+    torch.optim.SGD: "sgd",
+}  # fmt: skip
+# Of how torch computes a step, not of its result.
+_HOW = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+
+
+@dataclass(frozen=True)
+class ClientOptimizer:
+    """What one says: our `optimizer` section, and the param groups."""
+
+    section: dict[str, Any]
+    groups: list[dict[str, Any]]
+    given: torch.optim.Optimizer
+
+    @classmethod
+    def of(cls, given: torch.optim.Optimizer) -> ClientOptimizer:
+        """UnsupportedError for a class without a rule, a number that its rule lacks, or one that
+        has states already."""
+        kind = _kind(given)
+        if any(float(state.get("step", 1)) for state in given.state.values()):
+            raise UnsupportedError(
+                f"{type(given).__name__} has states already; make it just before it is handed "
+                "over, and load its state dict into the optimizer that comes back"
+            )
+        numbers = {key: given.defaults[key] for key in KINDS[kind].defaults}
+        groups = [
+            {key: value for key, value in group.items() if key not in _HOW}
+            for group in given.param_groups
+            if group["params"]
+        ]
+        for key in ("amsgrad", "momentum"):  # states are kept for the group that needs them
+            if key in numbers:
+                numbers[key] = max([numbers[key], *(group[key] for group in groups)])
+        if any(group.get("initial_accumulator_value") for group in groups):
+            raise UnsupportedError(
+                "Adagrad(initial_accumulator_value=...): Adagrad begins with zeros here"
+            )
+        plain = {key: _plain(value) for key, value in numbers.items()}
+        if plain.get("nesterov"):  # each group has its own
+            plain["nesterov"] = bool(plain["momentum"] and not plain["dampening"])
+        return cls({"type": kind, **plain}, groups, given)
+
+    def merged(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The `optimizer` section of a configuration that names `named` of it: how states are kept.
+
+        ConfigError where it names another number, or another type.
+        """
+        for key, value in self.section.items():
+            ours = named.get(key)
+            if ours is not None and not _equal(ours, value):
+                raise ConfigError(
+                    f"optimizer.{key}: {ours} in the offload configuration, and the program's "
+                    f"{type(self.given).__name__} has {key}={value}; name it in one of the two"
+                )
+        return {**named, **self.section}
+
+    def lend(self, optimizer: torch.optim.Optimizer, schedulers: Iterable[Any] = ()) -> None:
+        """Schedulers that were made with the given optimizer change `optimizer`, the engine's, and
+        so does a program that kept the given one."""
+        self.given.param_groups = optimizer.param_groups
+        self.given.state.clear()  # Adagrad's are made with it
+        _Attached(optimizer)
+        for scheduler in schedulers:
+            _attach(scheduler, optimizer)
+
+
+class _Attached(LRScheduler):
+    """Changes nothing. Made for torch, which warns where an optimizer's `step` does not know that
+    there are schedulers."""
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _attach(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):  # SequentialLR, ChainedScheduler
+        _attach(inner, optimizer)
+
+
+def _kind(given: torch.optim.Optimizer) -> str:
+    kind = _CLASSES.get(type(given))
+    if kind is None:
+        names = ", ".join(each.__name__ for each in _CLASSES)
+        raise UnsupportedError(
+            f"{type(given).__name__} has no rule here, and its states could not be kept in tiers; "
+            f"use one of torch.optim's {names}"
+        )
+    if kind not in ("adam", "adamw"):
+        return kind
+    decoupled = {
+        group.get("decoupled_weight_decay", kind == "adamw") for group in given.param_groups
+    }
+    if len(decoupled) > 1:
+        raise UnsupportedError(
+            "decoupled_weight_decay differs among param groups; one optimizer has one rule"
+        )
+    return "adamw" if decoupled.pop() else "adam"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    try:
+        if isinstance(ours, list | tuple):
+            return [float(each) for each in ours] == [float(each) for each in theirs]
+        return bool(ours == theirs or float(ours) == float(theirs))
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,262 @@
+"""An engine's states for `torch.distributed.checkpoint`, one tensor at a time.
+
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"app": EngineState(engine)}, checkpoint_id="checkpoint")
+    dcp.load({"app": EngineState(engine)}, checkpoint_id="checkpoint")
+
+The entries are named as `get_state_dict(model, optimizer)` of torch names them, so what one of the
+two saved, the other loads. That function gives copies of all states at once. These are tensors that
+are read when they are written to a file, and written to the tiers as they are read from one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils._pytree import tree_map_only
+
+from offload.machine import trim_memory
+from offload.tiers.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+Slices = tuple[Any, ...]  # arguments of torch.ops.aten.slice, one after the other
+_TRIM_NBYTES = 64 << 20
+_HALF_LOADED = (
+    "torch.distributed.checkpoint.load failed half-way, so parameters and optimizer states are a "
+    "mixture; load a checkpoint again, or make a new engine"
+)
+
+
+class EngineState(Stateful):
+    """`Stateful` of an engine's model and optimizer: {"model": ..., "optim": ...}.
+
+    UnsupportedError on several ranks, and for a model with extra state of its own. The engine must
+    not train between the beginning and the end of a save or load. What a load leaves half done is a
+    StateError at the next use of the engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.runtime.ranks is not None or engine.runtime.tensor_parallel is not None:
+            raise UnsupportedError(
+                "EngineState on several ranks: use engine.save_checkpoint, which any number of "
+                "ranks can load, or torch's get_state_dict(model, optimizer), which holds copies "
+                "of all states"
+            )
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._untrimmed_nbytes = 0
+        self._whole: set[int] = set()  # parameters whose master was loaded, by id
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors without memory of their own. Every state is there, also before the first step: a
+        load fills what it finds here."""
+        engine, store = self._engine, self._engine.runtime.store
+        self._whole.clear()
+        unusable, store.unusable = store.unusable, None  # a load is a way out of that
+        try:
+            if unusable is None:
+                engine.values.adopt_changes()
+            engine.settle()
+            return {"model": self._model(), "optim": self._optimizer()}
+        finally:
+            store.unusable = unusable
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Called by `dcp.load` when all tensors are in: takes over the numbers."""
+        engine, optimizer = self._engine, state_dict["optim"]
+        with self._access(0, changes=True):
+            numbers = [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer["param_groups"]
+            ]
+            groups = engine.optimizer.param_groups
+            for group, found in zip(groups, numbers, strict=True):
+                engine.optimizer.check_numbers(group, found)
+            for name, param in self._trained():
+                engine.values.write_steps(param, int(optimizer["state"][name]["step"]))
+            for group, found in zip(groups, numbers, strict=True):
+                group.update(found)
+            engine.runtime.stepper.forget()
+        engine.runtime.store.unusable = None
+
+    # ---------------------------------------------------------------- entries
+    def _model(self) -> dict[str, Any]:
+        runtime = self._engine.runtime
+        found: dict[str, Any] = {}
+        for name, value in self._engine.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise UnsupportedError(
+                    f"{name} is extra state of a module ({type(value).__name__}), which has no "
+                    "tensor to stream; save it beside the engine, or use engine.save_checkpoint"
+                )
+            if isinstance(value, nn.Parameter) and runtime.group_of(value) is not None:
+                found[name] = self._weight(value)
+            else:
+                found[name] = value.detach()
+        return found
+
+    def _optimizer(self) -> dict[str, Any]:
+        names = {id(param): name for name, param in self._engine.module.named_parameters()}
+        groups = [
+            {**group, "params": [names[id(param)] for param in group["params"]]}
+            for group in self._engine.optimizer.param_groups
+        ]
+        states = {name: self._states(param) for name, param in self._trained()}
+        return {"state": states, "param_groups": groups}
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those with states of the optimizer."""
+        names = {id(param): name for name, param in self._engine.module.named_parameters()}
+        for group in self._engine.optimizer.param_groups:
+            for param in group["params"]:
+                if self._engine.values.is_trained(param):
+                    yield names[id(param)], param
+
+    def _states(self, param: nn.Parameter) -> dict[str, Tensor]:
+        values = self._engine.values
+        found: dict[str, Tensor] = {"step": torch.tensor(float(values.read_steps(param)))}
+        for field in values.fields(param):
+            found[field] = self._field(param, field)
+        return found
+
+    # ---------------------------------------------------------------- tensors
+    def _weight(self, param: nn.Parameter) -> Tensor:
+        def write(value: Tensor) -> None:
+            if id(param) not in self._whole:  # else its master is there, which has more bits
+                with engine.values.gathered([param]), torch.no_grad():
+                    param.copy_(value)
+
+        def read() -> Tensor:
+            with engine.values.reading([param]):
+                return param.detach().cpu().clone()
+
+        engine = self._engine
+        dtype = engine.runtime.options.dtype
+        entry = _Entry(self._access, param.numel() * dtype.itemsize, read, write)
+        return _Stored(entry, (), torch.empty(param.shape, dtype=dtype, device="meta"))
+
+    def _field(self, param: nn.Parameter, field: str) -> Tensor:
+        def write(value: Tensor) -> None:
+            if field == "master":
+                self._whole.add(id(param))
+            values.write(param, field, value)
+
+        values = self._engine.values
+        entry = _Entry(
+            self._access, param.numel() * 4, lambda: values.read(param, field).cpu(), write
+        )
+        return _Stored(entry, (), torch.empty(param.shape, dtype=torch.float32, device="meta"))
+
+    @contextmanager
+    def _access(self, nbytes: int, *, changes: bool) -> Iterator[None]:
+        """One at a time: DCP may write files with several threads."""
+        store = self._engine.runtime.store
+        with self._lock:
+            self._untrimmed_nbytes += nbytes
+            if self._untrimmed_nbytes > _TRIM_NBYTES:  # copies of all sizes come and go
+                trim_memory()
+                self._untrimmed_nbytes = 0
+            if not changes:
+                yield
+                return
+            store.unusable = None  # for this load, which overwrites everything
+            try:
+                yield
+            finally:
+                store.unusable = _HALF_LOADED
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A whole tensor of the engine's."""
+
+    access: Callable[..., AbstractContextManager[None]]
+    nbytes: int
+    get: Callable[[], Tensor]
+    put: Callable[[Tensor], None]
+
+    def read(self, where: Slices) -> Tensor:
+        """A copy."""
+        with self.access(self.nbytes, changes=False):
+            whole = self.get()
+            return _sliced(whole, where).clone() if where else whole
+
+    def write(self, where: Slices, value: Tensor) -> None:
+        with self.access(self.nbytes, changes=True):
+            if not where:
+                self.put(value)
+                return
+            whole = self.get()
+            _sliced(whole, where).copy_(value)
+            self.put(whole)
+
+
+def _sliced(tensor: Tensor, where: Slices) -> Tensor:
+    for each in where:
+        tensor = torch.ops.aten.slice.Tensor(tensor, *each)
+    return tensor
+
+
+class _Stored(Tensor):
+    """An entry, or a slice of it, whose values are read when an operation needs them; `copy_` into
+    it writes them."""
+
+    entry: _Entry
+    at: Slices
+    like: Tensor  # of the same shape, on the meta device
+
+    @staticmethod
+    def __new__(cls, entry: _Entry, at: Slices, like: Tensor) -> _Stored:
+        # It has a storage of the tensor's size, without memory. DCP clones a tensor whose storage
+        # has another size, and keeps all that it has written until the end.
+        made: _Stored = Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=torch.device("cpu")
+        )
+        made.entry, made.at, made.like = entry, at, like
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What `torch.save` writes: a plain tensor."""
+        return self.entry.read(self.at).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UnsupportedError(
+            "EngineState cannot be copied, as async_save does: the copies would hold all states in "
+            "RAM; use dcp.save, or give async_save what get_state_dict(model, optimizer) returns"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        aten, this = torch.ops.aten, args[0]
+        if func is aten.copy_.default and isinstance(this, _Stored):
+            this.entry.write(this.at, args[1].expand(this.shape))
+            return this
+        if func in (aten.detach.default, aten.alias.default):
+            return _Stored(this.entry, this.at, this.like)
+        if func is aten.slice.Tensor:
+            return _Stored(this.entry, (*this.at, args[1:]), _sliced(this.like, (args[1:],)))
+        if func is aten.is_pinned.default:
+            return False
+        if func._schema.is_mutable:
+            raise UnsupportedError(f"{func}: states are read by operations and written by copy_")
+        given = (args, dict(kwargs or {}))
+        args, kwargs = tree_map_only(_Stored, lambda each: each.entry.read(each.at), given)
+        return func(*args, **kwargs)

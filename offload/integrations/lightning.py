@@ -1,0 +1,576 @@
+"""Lightning's Trainer and Fabric through an engine.
+
+    trainer = lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))
+    fabric = lightning.Fabric(strategy=OffloadFabricStrategy("offload.yaml"))
+
+The engine is made when Trainer sets up the model, or in `fabric.setup(model, optimizer)`, from the
+optimizer that the program makes. It stays open afterwards, for what follows (`trainer.test`,
+`trainer.save_checkpoint`), until `strategy.engine.close()`, or until nobody holds the strategy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from offload.client_optimizers import ClientOptimizer
+from offload.config import OffloadConfig
+from offload.config.source import load_source
+from offload.engine import Engine, initialize
+from offload.integrations import streamed_folder
+from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+
+_LEAST = (2, 5)
+if tuple(map(int, lightning.__version__.split(".")[:2])) < _LEAST:
+    raise UnsupportedError(
+        f"offload.integrations.lightning needs lightning {'.'.join(map(str, _LEAST))} or newer, "
+        f"and {lightning.__version__} is installed; pip install -U lightning"
+    )
+_log = logging.getLogger("offload")
+Source = str | Path | Mapping[str, Any] | OffloadConfig | None
+_OWN = {"bf16-true": "bf16", "16-true": "fp16"}
+_AUTOCAST = ("bf16-mixed", "16-mixed")
+
+
+class _Processes:
+    """One process per device, as Lightning's DDP strategies have it: begun by Lightning or by
+    `torchrun`. The engine averages gradients itself. In front of a ParallelStrategy."""
+
+    _num_nodes = 1
+    cluster_environment: Any
+    parallel_devices: Any
+
+    @property
+    def root_device(self) -> torch.device:
+        device: torch.device = self.parallel_devices[self.local_rank]  # type: ignore[attr-defined]
+        return device
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        self._num_nodes = number
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers have to give each process rows of its own."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        if not self.is_distributed:
+            return None  # a process alone samples as without a strategy
+        rank = self.global_rank  # type: ignore[attr-defined]
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": rank}
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        if self.is_distributed:
+            self._launcher = _SubprocessScriptLauncher(
+                environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            local = self.node_rank * self.num_processes + self.local_rank  # type: ignore[attr-defined]
+            self.cluster_environment.set_global_rank(local)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+        if self.is_distributed:
+            self.set_world_ranks()
+            backend = _get_default_process_group_backend_for_device(self.root_device)
+            _init_dist_connection(self.cluster_environment, backend)
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment, and Lightning was told "
+                "of one device; pass devices= and num_nodes= as torchrun was started"
+            )
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        if _distributed_is_initialized():
+            torch.distributed.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        listed = [obj]
+        torch.distributed.broadcast_object_list(listed, src)
+        return listed[0]
+
+
+class _EngineMaker:
+    """The configuration, and the engine that is made of it once."""
+
+    def __init__(self, config: Source, weights: str | os.PathLike[str] | None) -> None:
+        self._loaded = OffloadConfig.load({} if config is None else config)  # errors come now
+        if isinstance(config, OffloadConfig):
+            self.named = config.model_dump(mode="json", exclude_defaults=True)
+        else:
+            self.named = load_source({} if config is None else config).value
+        self._weights = None if weights is None else Path(weights)
+        self.engine: Engine | None = None
+
+    def settled(
+        self, device: torch.device, precision: str, others: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """All that is named in the YAML, and what Lightning says of the rest. ConfigError where
+        both name something."""
+        named = self.named
+        kind = named.get("device", "auto")
+        if kind not in ("auto", device.type):
+            raise ConfigError(
+                f"device: {kind} in the offload configuration, and Lightning computes on "
+                f"{device.type}; pass accelerator={kind!r}, or leave device out"
+            )
+        merged = {**self._loaded.to_dict(), "device": device.type}
+        merged["precision"] = self.precision(precision)
+        merged |= {key: value for key, value in others.items() if named.get(key) is None}
+        return merged
+
+    def precision(self, lightnings: str) -> str:
+        """The engine's, for one of Lightning's `precision=`."""
+        ours = self.named.get("precision")
+        theirs = "fp32" if lightnings in _AUTOCAST else _OWN.get(lightnings)
+        if lightnings not in ("32-true", *_OWN, *_AUTOCAST):
+            raise UnsupportedError(
+                f"precision={lightnings!r} of Lightning has no counterpart here; use 32-true, "
+                f"{', '.join((*_OWN, *_AUTOCAST))}"
+            )
+        if None not in (ours, theirs) and ours != theirs:
+            raise ConfigError(
+                f"precision: {ours} in the offload configuration, and Lightning has "
+                f"precision={lightnings!r}, which is precision: {theirs} here; name one of them"
+            )
+        return ours or theirs or "fp32"
+
+    def make(self, module: nn.Module, client: ClientOptimizer | None, config: Any) -> Engine:
+        """The engine of `module`; the one that there is begins anew with the client's numbers."""
+        if client is not None:
+            named = dict(self.named.get("optimizer") or {})
+            config = {**config, "optimizer": client.merged(named)}
+        if self.engine is not None and not self.engine.is_closed:
+            self._begin_anew(self.engine, module, client)
+            return self.engine
+        groups = None if client is None else client.groups
+        on_meta = any(param.is_meta for param in module.parameters())
+        self.engine = initialize(
+            module, config, parameters=groups, weights=self._weights if on_meta else None
+        )
+        return self.engine
+
+    @staticmethod
+    def _begin_anew(engine: Engine, module: nn.Module, client: ClientOptimizer | None) -> None:
+        if engine.module is not module:
+            raise StateError(
+                "this strategy's engine has another model, which would be lost; call "
+                "strategy.engine.close() before, or make a strategy for each model"
+            )
+        if client is None:
+            return
+        type_ = engine.config.optimizer.type
+        if client.section["type"] != type_:
+            raise ConfigError(
+                f"the engine was made with optimizer.type: {type_}, and the program's optimizer is "
+                f"{type(client.given).__name__}; if it was made to evaluate, name optimizer.type: "
+                f"{client.section['type']} in the offload configuration"
+            )
+        optimizer = engine.optimizer
+        optimizer.zero_grad()
+        optimizer.state.clear()
+        optimizer.param_groups.clear()
+        for group in client.groups:
+            optimizer.add_param_group(group)
+
+
+class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
+    """For `lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))`.
+
+    `config` is that of `offload.initialize`; `weights`, too, for a model that `configure_model`
+    puts on the meta device. What the configuration does not name of optimizer, precision, device
+    and accumulation comes from the LightningModule's `configure_optimizers` and from Trainer.
+    Clipping is named in one of the two.
+
+    Checkpoints are folders (see `streamed_folder`); `consolidate` makes a file of one. Those of
+    other strategies are loaded, too, whole in RAM.
+
+    ConfigError where the configuration and Lightning name different values, UnsupportedError for
+    what cannot be combined.
+    """
+
+    strategy_name = "offload"
+    optimizers: Any
+
+    def __init__(
+        self, config: Source = None, *, weights: str | os.PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self._maker = _EngineMaker(config, weights)
+        self._states: Path | None = None  # of the checkpoint that is being loaded
+
+    @property
+    def engine(self) -> Engine:
+        """StateError before Trainer has set up the model."""
+        if self._maker.engine is None:
+            raise StateError("Trainer makes the engine in fit, validate, test or predict; call one")
+        return self._maker.engine
+
+    # ---------------------------------------------------------------- set-up
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        else:
+            self._make(trainer, None)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)  # configure_optimizers
+        if len(self.optimizers) != 1:
+            raise UnsupportedError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, an engine has "
+                "one; use one with several param groups, or offload.initialize for each model in a "
+                "loop of your own"
+            )
+        client = ClientOptimizer.of(self.optimizers[0])
+        engine = self._make(trainer, client)
+        client.lend(engine.optimizer, [each.scheduler for each in self.lr_scheduler_configs])
+        self.optimizers = [engine.optimizer]
+
+    def _make(self, trainer: Any, client: ClientOptimizer | None) -> Engine:
+        module, plugin = self.lightning_module, self.precision_plugin
+        self._refuse(trainer)
+        others = {}
+        if self._maker.precision(_name_of(plugin)) != "fp32" and not trainer.fast_dev_run:
+            # how sums of 16-bit gradients are planned; in fp32 it changes nothing
+            others["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
+        config = self._maker.settled(self.root_device, _name_of(plugin), others)
+        engine = self._maker.make(module, client, config)
+        _update_properties(module, device=self.root_device)
+        own = _plugin_of(engine, _TrainerHalf)
+        if own is not None:
+            self._precision_plugin = own
+        return engine
+
+    def _refuse(self, trainer: Any) -> None:
+        clip = self._maker.named.get("clip_grad_norm")
+        if clip is not None and trainer.gradient_clip_val:
+            raise ConfigError(
+                f"clip_grad_norm: {clip} in the offload configuration, and Trainer has "
+                f"gradient_clip_val={trainer.gradient_clip_val}; name one of them"
+            )
+        if self._layer_sync is not None:
+            raise UnsupportedError(
+                "sync_batchnorm=True replaces modules for DDP; convert the model before "
+                "(torch.nn.SyncBatchNorm.convert_sync_batchnorm)"
+            )
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise UnsupportedError(
+                f"{type(self.checkpoint_io).__name__}: checkpoints are streamed into a folder by "
+                "the engine; leave the plugin out"
+            )
+
+    def model_to_device(self) -> None:
+        """The engine brings it there, piece by piece."""
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        """Models are made in RAM; with `empty_init` on the meta device, for the engine to fill."""
+        with torch.device("meta" if empty_init else "cpu"):
+            yield
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    def teardown(self) -> None:
+        """The model stays in the engine's tiers."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ---------------------------------------------------------------- checkpoints
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # streamed in save_checkpoint
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise UnsupportedError("storage_options=: checkpoints are streamed to a local folder")
+        if "optimizer_states" not in checkpoint:
+            _log.warning(
+                "%s: weights alone were asked for, and the engine's folder has the optimizer's "
+                "states as well", filepath,
+            )  # fmt: skip
+        streamed_folder.save(
+            self.engine, filepath, checkpoint, self.broadcast, writes=self.is_global_zero
+        )
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        def load(path: Any) -> dict[str, Any]:
+            found: dict[str, Any] = self.checkpoint_io.load_checkpoint(
+                path, weights_only=weights_only
+            )
+            return found
+
+        if streamed_folder.is_streamed(checkpoint_path):
+            checkpoint, self._states = streamed_folder.read(checkpoint_path, load)
+            return checkpoint
+        self._states = None
+        if Path(checkpoint_path).is_dir():
+            raise CheckpointError(
+                f"{checkpoint_path} has no {streamed_folder.STATE}: it is no checkpoint of this "
+                "strategy, or one that was not saved to its end"
+            )
+        return load(checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._states is None:
+            super().load_model_state_dict(checkpoint, strict)
+        elif self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self.engine.load_checkpoint(self._states)
+        else:
+            streamed_folder.load_weights(self.engine, self._states)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._states is None:
+            self.engine.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not streamed_folder.is_streamed(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            streamed_folder.remove(filepath)
+
+
+class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore[misc]
+    """For `lightning.Fabric(strategy=OffloadFabricStrategy("offload.yaml"))`.
+
+    `fabric.setup(model, optimizer)` makes the engine; `config` and `weights` as in
+    `OffloadStrategy`. `fabric.save` streams the model and its optimizer into a folder.
+    """
+
+    def __init__(
+        self, config: Source = None, *, weights: str | os.PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self._maker = _EngineMaker(config, weights)
+
+    @property
+    def engine(self) -> Engine:
+        """StateError before `fabric.setup`."""
+        if self._maker.engine is None:
+            raise StateError("the engine is made in fabric.setup(model, optimizer)")
+        return self._maker.engine
+
+    # ---------------------------------------------------------------- set-up
+    @property
+    def precision(self) -> Any:
+        plugin = super().precision
+        if _name_of(plugin) in _OWN and not isinstance(plugin, _FabricHalf):
+            plugin = self._precision = _FabricHalf(_name_of(plugin))
+        return plugin
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        self._precision = plugin
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Any], Any]:
+        if len(optimizers) != 1:
+            raise UnsupportedError(
+                f"fabric.setup with {len(optimizers)} optimizers, an engine has one; use one with "
+                "several param groups"
+            )
+        client = ClientOptimizer.of(optimizers[0])
+        config = self._maker.settled(self.root_device, _name_of(self.precision), {})
+        engine = self._maker.make(module, client, config)
+        own = _plugin_of(engine, _FabricHalf)
+        if own is not None:
+            self._precision = own
+        client.lend(engine.optimizer, [] if scheduler is None else [scheduler])
+        return module, [engine.optimizer], scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        raise UnsupportedError(self._err_msg_joint_setup_required())
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        raise UnsupportedError(self._err_msg_joint_setup_required())
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """The engine brings it there, piece by piece."""
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        """As `OffloadStrategy.tensor_init_context`."""
+        with torch.device("meta" if empty_init else "cpu"):
+            yield
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    # ---------------------------------------------------------------- checkpoints
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Lightning's
+    ) -> None:  # fmt: skip
+        engine = self.engine
+        ours = [key for key, value in state.items() if self._is_ours(value)]
+        if storage_options is not None or set(ours) & set(filter or ()):
+            raise UnsupportedError(
+                "storage_options= and filter= of the model or its optimizer: their states are "
+                "streamed as they are, to a local folder"
+            )
+        if not any(state[key] is engine.module for key in ours):
+            raise UnsupportedError(
+                "fabric.save without the engine's model: a checkpoint has the model and its "
+                "optimizer; use torch.save for the rest alone"
+            )
+        rest = {key: value for key, value in state.items() if key not in ours}
+        rest = self._convert_stateful_objects_in_state(rest, filter=filter or {})
+        streamed_folder.save(engine, path, rest, self.broadcast, writes=self.is_global_zero)
+
+    def _is_ours(self, value: Any) -> bool:
+        return value is self.engine.module or value is self.engine.optimizer
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if not streamed_folder.is_streamed(path):
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return found
+        rest, states = streamed_folder.read(
+            path, lambda file: self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
+        )
+        if not state:
+            return rest
+        if not isinstance(state, dict):
+            state = {"": state}
+        ours = [key for key, value in state.items() if self._is_ours(value)]
+        others = [key for key in state if key not in ours]
+        absent = [key for key in others if key not in rest]
+        if strict and absent:
+            raise KeyError(f"{', '.join(absent)}: not in the checkpoint {path}")
+        if any(state[key] is self.engine.optimizer for key in ours):
+            self.engine.load_checkpoint(states)
+        elif ours:
+            streamed_folder.load_weights(self.engine, states)
+        for key in set(others) & rest.keys():
+            value = rest.pop(key)
+            if hasattr(state[key], "load_state_dict"):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        return rest
+
+
+# --------------------------------------------------------------------------- precision
+class _Half:
+    """What the engine's 16-bit formats need: inputs in them, and the loss scaled. In front of one
+    of Lightning's HalfPrecision; the module is converted by the engine, which keeps a master."""
+
+    engine: Engine | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        assert self.engine is not None, "set when the engine was made"
+        with self.engine.runtime.scaled_backward() as scale:
+            scaled = tensor if scale == 1.0 else tensor * scale
+            super().backward(scaled, model, *args, **kwargs)  # type: ignore[misc]
+
+
+def _half(base: Any) -> Any:
+    return type("OffloadHalfPrecision", (_Half, base), {})
+
+
+def _name_of(plugin: Any) -> str:
+    if type(plugin).__name__ not in (
+        "Precision", "MixedPrecision", "HalfPrecision", "OffloadHalfPrecision",
+    ):  # fmt: skip
+        raise UnsupportedError(
+            f"{type(plugin).__name__} changes the model's modules or its updates, which are the "
+            "engine's; use precision= with 32-true, "
+            f"{', '.join((*_OWN, *_AUTOCAST))}"
+        )
+    return str(plugin.precision)
+
+
+def _plugin_of(engine: Engine, kind: Any) -> Any:
+    """The plugin for an engine in 16 bits; None for fp32."""
+    for name, ours in _OWN.items():
+        if engine.config.precision == ours:
+            plugin = kind(name)
+            plugin.engine = engine
+            return plugin
+    return None
+
+
+from lightning.fabric.plugins.precision import HalfPrecision as _FabricBase  # noqa: E402
+from lightning.pytorch.plugins.precision import HalfPrecision as _TrainerBase  # noqa: E402
+
+_TrainerHalf, _FabricHalf = _half(_TrainerBase), _half(_FabricBase)
+
+
+# --------------------------------------------------------------------------- files
+def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+    """A checkpoint file as Trainer writes it without a strategy, of a folder that `OffloadStrategy`
+    wrote: for `LightningModule.load_from_checkpoint`. It has everything but the optimizer's states.
+
+    The weights are those that the model computed with, all names of tied ones.
+    """
+    state, states = streamed_folder.read(
+        folder, lambda path: torch.load(path, map_location="cpu", weights_only=False)
+    )
+    state.pop("optimizer_states", None)
+    torch.save({**state, "state_dict": streamed_folder.weights_of(states)}, file)
+
+
+StrategyRegistry.register("offload", OffloadStrategy, "offload, with its defaults", override=True)
+STRATEGY_REGISTRY.register(
+    "offload", OffloadFabricStrategy, "offload, with its defaults", override=True
+)

@@ -1,0 +1,193 @@
+"""accelerate's loops, with its own Accelerator and with `OffloadAccelerator`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import offload
+from offload.errors import ConfigError, StateError
+from tests.offload.engine_cases import assert_same_bits
+from tests.outside.memory import assert_streams
+from tests.outside.trainer_cases import (
+    ACCUMULATE,
+    CLIP,
+    PLACEMENTS,
+    Rows,
+    assert_close,
+    plain_optimizer,
+    quiet,
+    settings,
+    tiny_llama,
+    values_of,
+)
+
+accelerate = pytest.importorskip("accelerate")
+integration = pytest.importorskip("offload.integrations.accelerate")
+
+STEPS = 4
+
+
+def forget() -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    forget()
+    with quiet():
+        yield
+    forget()
+
+
+class Run:
+    """The loop that accelerate's own documentation shows, in pieces."""
+
+    def __init__(self, kind: Any, model: Any, optimizer: Any, **keys: Any) -> None:
+        forget()
+        self.accelerator = kind(cpu=True, gradient_accumulation_steps=ACCUMULATE, **keys)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
+        loader = DataLoader(Rows(2 * ACCUMULATE * STEPS, seed=1), batch_size=2)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def go(self, begin: int, end: int) -> Run:
+        loader = self.accelerator.skip_first_batches(self.loader, begin)
+        for number, batch in enumerate(loader, begin):
+            if number == end:
+                break
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                    self.norms.append(float(norm))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return self
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_loop_trains_as_plainly_and_resumes_to_the_bit(placement: str, tmp_path: Path) -> None:
+    kind, half, whole = integration.OffloadAccelerator, 2 * ACCUMULATE, STEPS * ACCUMULATE
+    expected_model = tiny_llama()
+    expected = Run(accelerate.Accelerator, expected_model, plain_optimizer(expected_model))
+    expected.go(0, whole)
+    model = tiny_llama()
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS[placement])) as engine:
+        run = Run(kind, model, engine.optimizer).go(0, half)
+        run.accelerator.save_state(str(tmp_path / "saved"))
+        assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+            "offload", "random_states_0.pkl", "scheduler.bin",
+        ]  # fmt: skip
+        run.go(half, whole)
+        assert_close((run.losses, run.norms), (expected.losses, expected.norms))
+        assert_close(values_of(model), values_of(expected_model))
+        weights = values_of(model)
+    again = tiny_llama()
+    with offload.initialize(again, settings(tmp_path, PLACEMENTS[placement])) as engine:
+        resumed = Run(kind, again, engine.optimizer)
+        resumed.accelerator.load_state(str(tmp_path / "saved"))
+        resumed.go(half, whole)
+        assert resumed.losses == run.losses[half:]
+        assert_same_bits(values_of(again), weights)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_preparing_copies_no_states(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    keys = {"precision": precision}
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["host"], **keys)) as engine:
+        for name in ("state_dict", "load_state_dict"):
+            monkeypatch.setattr(engine.optimizer, name, None)
+        run = Run(integration.OffloadAccelerator, model, engine.optimizer)
+        run.accelerator.save_state(str(tmp_path / "saved"))
+        run.go(0, 2 * ACCUMULATE)
+        run.accelerator.load_state(str(tmp_path / "saved"))
+        losses, run.losses = run.losses, []
+        run.go(0, 2 * ACCUMULATE)
+        assert run.losses[:ACCUMULATE] == losses[:ACCUMULATE]
+        assert run.accelerator.unwrap_model(run.model) is model
+
+
+def test_automatic_names_and_other_models_beside(tmp_path: Path) -> None:
+    project = accelerate.utils.ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
+    )
+    model, other = tiny_llama(), nn.Linear(2, 2)
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["host"])) as engine:
+        run = Run(
+            integration.OffloadAccelerator, model, engine.optimizer, project_config=project
+        )  # fmt: skip
+        second = run.accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))[0]
+        for _ in range(3):
+            run.accelerator.save_state()
+        weights, theirs = values_of(model), other.weight.detach().clone()
+        run.go(0, ACCUMULATE)
+        with torch.no_grad():
+            second.weight.zero_()
+        run.accelerator.load_state()
+        assert_same_bits(values_of(model), weights)
+        assert torch.equal(other.weight, theirs)
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_what_a_plain_accelerator_saved_is_loaded(tmp_path: Path) -> None:
+    expected_model = tiny_llama()
+    expected = Run(accelerate.Accelerator, expected_model, plain_optimizer(expected_model))
+    expected.go(0, ACCUMULATE)
+    expected.accelerator.save_state(str(tmp_path / "saved"))
+    expected.go(ACCUMULATE, 3 * ACCUMULATE)
+    model = tiny_llama()
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["nvme"])) as engine:
+        run = Run(integration.OffloadAccelerator, model, engine.optimizer)
+        run.accelerator.load_state(str(tmp_path / "saved"))
+        run.go(ACCUMULATE, 3 * ACCUMULATE)
+        assert_close(values_of(model), values_of(expected_model))
+
+
+def test_saving_between_the_passes_of_a_step_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["nvme"])) as engine:
+        run = Run(integration.OffloadAccelerator, model, engine.optimizer).go(0, 1)
+        with pytest.raises(StateError, match="gradients wait"):
+            run.accelerator.save_state(str(tmp_path / "saved"))
+
+
+def test_two_precisions_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    keys = {"precision": "bf16"}
+    with (
+        offload.initialize(model, settings(tmp_path, PLACEMENTS["host"], **keys)) as engine,
+        pytest.raises(ConfigError, match=r"precision: bf16.*mixed_precision='bf16'"),
+    ):
+        Run(integration.OffloadAccelerator, model, engine.optimizer, mixed_precision="bf16")
+
+
+def test_autocast_is_accelerates(tmp_path: Path) -> None:
+    expected_model = tiny_llama()
+    keys = {"mixed_precision": "bf16"}
+    expected = Run(accelerate.Accelerator, expected_model, plain_optimizer(expected_model), **keys)
+    expected.go(0, ACCUMULATE)
+    model = tiny_llama()
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["nvme"])) as engine:
+        run = Run(integration.OffloadAccelerator, model, engine.optimizer, **keys)
+        assert run.go(0, ACCUMULATE).losses == expected.losses
+
+
+def test_saving_and_loading_stream(tmp_path: Path) -> None:
+    assert_streams("accelerator", tmp_path)

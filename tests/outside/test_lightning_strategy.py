@@ -1,0 +1,551 @@
+"""Lightning's Trainer and Fabric with offload's strategies train as with their own.
+
+Lightning is not among what `make test` installs; this file is run by hand (CONTRIBUTING.md). Last
+run with lightning 2.6.6 and torch 2.11.0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import offload
+from offload.errors import CheckpointError, ConfigError, PathError, StateError, UnsupportedError
+from tests.offload.engine_cases import HOST, assert_same_bits, seeded
+from tests.outside.memory import assert_streams
+from tests.outside.trainer_cases import (
+    ACCUMULATE,
+    CLIP,
+    NUMBERS,
+    PLACEMENTS,
+    Rows,
+    assert_close,
+    quiet,
+    settings,
+    tiny_llama,
+    values_of,
+)
+
+lightning = pytest.importorskip("lightning")
+strategies = pytest.importorskip("offload.integrations.lightning")
+
+EPOCHS, PER_EPOCH = 3, 2  # steps per epoch
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+def rows(seed: int = 1, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Rows(2 * ACCUMULATE * PER_EPOCH, seed), batch_size=2, shuffle=shuffle)
+
+
+class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self, decay: bool = True, optimizer: str = "AdamW", rate: float = 3e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = tiny_llama()
+        self.losses: list[float] = []
+        self.evaluated: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        loss = self.model(**batch).loss
+        self.evaluated.append(loss.item())
+        self.log("val_loss", loss)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        groups = [
+            {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        kinds: dict[str, Any] = {"SGD": {"momentum": 0.9}, "Adagrad": {}}
+        keys = {"lr": self.hparams.rate, **kinds.get(self.hparams.optimizer, {})}
+        optimizer = getattr(torch.optim, self.hparams.optimizer)(groups, **keys)
+        schedules = torch.optim.lr_scheduler
+        warm = schedules.LinearLR(optimizer, total_iters=2)
+        scheduler = schedules.SequentialLR(
+            optimizer, [warm, schedules.CosineAnnealingLR(optimizer, 8)], milestones=[2]
+        )
+        return {
+            "optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }  # fmt: skip
+
+
+def keys_for(folder: Path, placement: str = "nvme", **keys: Any) -> dict[str, Any]:
+    """Without an optimizer: that is the module's."""
+    found = settings(folder, PLACEMENTS[placement], **keys)
+    return found if "optimizer" in keys else {k: v for k, v in found.items() if k != "optimizer"}
+
+
+def trainer_for(folder: Path, strategy: Any = "auto", **keys: Any) -> Any:
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=folder, save_top_k=-1, filename="{epoch}", save_last=True
+    )
+    keys = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, **keys}
+    return lightning.Trainer(
+        accelerator="cpu", devices=1, callbacks=[saving, *keys.pop("callbacks", [])],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        strategy=strategy, **{"logger": False, **keys},
+    )  # fmt: skip
+
+
+def fit(
+    folder: Path, strategy: Any = "auto", module: Any = None, *, resume: Any = None, **keys: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    module = seeded(Lit) if module is None else module
+    trainer = trainer_for(folder, strategy, **keys)
+    trainer.fit(module, rows(), rows(2), ckpt_path=None if resume is None else str(resume))
+    return module, trainer
+
+
+def assert_equal_runs(found: Any, expected: Any) -> None:
+    assert_close(found.losses, expected.losses)
+    assert_close(found.evaluated, expected.evaluated)
+    assert_close(values_of(found), values_of(expected))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
+    placement: str, tmp_path: Path
+) -> None:
+    clip = {"gradient_clip_val": CLIP}
+    expected, _ = fit(tmp_path / "plain", **clip)
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path, placement))
+    found, trainer = fit(tmp_path / "ours", strategy, **clip)
+    assert_equal_runs(found, expected)
+    assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
+    losses, weights = found.losses, values_of(found)
+    strategy.engine.close()
+
+    again = strategies.OffloadStrategy(keys_for(tmp_path, placement))
+    saved = tmp_path / "ours" / "epoch=0.ckpt"
+    resumed, _ = fit(tmp_path / "again", again, resume=saved, **clip)
+    assert resumed.losses == losses[len(losses) // EPOCHS :]
+    assert_same_bits(values_of(resumed), weights)
+    again.engine.close()
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Adagrad"])
+def test_other_optimizers_of_the_module(optimizer: str, tmp_path: Path) -> None:
+    def module() -> Any:
+        return seeded(lambda: Lit(optimizer=optimizer))
+
+    expected, _ = fit(tmp_path / "plain", module=module())
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    found, _ = fit(tmp_path / "ours", strategy, module())
+    assert_equal_runs(found, expected)
+    strategy.engine.close()
+
+
+def test_clipping_by_value_by_the_engine_and_shuffled_rows(tmp_path: Path) -> None:
+    def run(folder: str, strategy: Any, **keys: Any) -> Any:
+        torch.manual_seed(3)
+        module = seeded(Lit)
+        trainer_for(tmp_path / folder, strategy, **keys).fit(module, rows(shuffle=True), rows(2))
+        return module
+
+    value = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
+    for number, (theirs, ours, more) in enumerate(
+        [(value, value, {}), ({"gradient_clip_val": CLIP}, {}, {"clip_grad_norm": CLIP})]
+    ):
+        strategy = strategies.OffloadStrategy(keys_for(tmp_path, **more))
+        found = run(f"ours{number}", strategy, **ours)
+        assert_equal_runs(found, run(f"plain{number}", "auto", **theirs))
+        strategy.engine.close()
+
+
+def test_a_plain_checkpoint_is_loaded_and_a_folder_becomes_one(tmp_path: Path) -> None:
+    expected, _ = fit(tmp_path / "plain")
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    resumed, trainer = fit(tmp_path / "ours", strategy, resume=tmp_path / "plain" / "epoch=0.ckpt")
+    assert_close(resumed.losses, expected.losses[len(expected.losses) // EPOCHS :])
+    assert_close(values_of(resumed), values_of(expected))
+    # after fit: saved again, tested, and made a file of Lightning's own
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    trainer.test(resumed, rows(2), verbose=False)
+    weights = values_of(resumed)
+    strategy.engine.close()
+    strategies.consolidate(tmp_path / "final.ckpt", tmp_path / "final.file")
+    loaded = Lit.load_from_checkpoint(tmp_path / "final.file", map_location="cpu")
+    assert loaded.hparams.rate == 3e-3
+    assert_same_bits(values_of(loaded), weights)
+
+
+def test_evaluation_before_training_and_a_second_fit_begin_anew(tmp_path: Path) -> None:
+    def run(folder: str, strategy: Any) -> tuple[Any, Any]:
+        module, trainer = seeded(Lit), trainer_for(tmp_path / folder, strategy)
+        trainer.validate(module, rows(2), verbose=False)
+        trainer.fit(module, rows())
+        trainer.fit_loop.max_epochs = EPOCHS + 1
+        trainer.fit(module, rows(4))
+        return module, trainer
+
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    module, trainer = run("ours", strategy)
+    assert_equal_runs(module, run("plain", "auto")[0])
+    with pytest.raises(StateError, match="has another model"):
+        trainer.fit(seeded(Lit), rows())
+    strategy.engine.close()
+
+
+def test_weights_alone_are_loaded_to_test(tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    found, _ = fit(tmp_path / "ours", strategy)
+    weights = values_of(found)
+    strategy.engine.close()
+    other = strategies.OffloadStrategy(keys_for(tmp_path, optimizer={"type": "sgd"}))
+    module = Lit()
+    saved = tmp_path / "ours" / "last.ckpt"
+    trainer_for(tmp_path / "test", other).test(module, rows(2), ckpt_path=saved, verbose=False)
+    assert_same_bits(values_of(module), weights)
+    other.engine.close()
+
+
+class Meta(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = tiny_llama()
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    found, _ = fit(tmp_path / "ours", strategy, Meta())
+    losses, weights = found.losses, values_of(found)
+    strategy.engine.close()
+    again = strategies.OffloadStrategy(keys_for(tmp_path))
+    saved = tmp_path / "ours" / "epoch=1.ckpt"
+    resumed, _ = fit(tmp_path / "again", again, Meta(), resume=saved)
+    assert resumed.losses == losses[len(losses) * 2 // EPOCHS :]
+    assert_same_bits(values_of(resumed), weights)
+    again.engine.close()
+    # its parameters' folder as weights=
+    (states,) = saved.glob("states-*")
+    third = strategies.OffloadStrategy(keys_for(tmp_path), weights=states / "parameters")
+    module = Meta()
+    trainer_for(tmp_path / "third", third).validate(module, rows(2), verbose=False)
+    assert module.evaluated == found.evaluated[-2 * len(module.evaluated) : -len(module.evaluated)]
+    third.engine.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_precisions_are_the_engines(precision: str, tmp_path: Path) -> None:
+    ours = {"bf16-true": "bf16", "16-true": "fp16"}[precision]
+    found = []
+    for name, trainers, keys in [("a", precision, {}), ("b", None, {"precision": ours})]:
+        strategy = strategies.OffloadStrategy(keys_for(tmp_path, "host", **keys))
+        module, _ = fit(tmp_path / name, strategy, precision=trainers)
+        assert strategy.engine.config.precision == ours
+        found.append(module.losses)
+        strategy.engine.close()
+    assert found[0] == found[1]
+    assert found[0][-1] < found[0][0]
+
+
+def test_autocast_is_lightnings(tmp_path: Path) -> None:
+    expected, _ = fit(tmp_path / "plain", precision="bf16-mixed")
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    found, _ = fit(tmp_path / "ours", strategy, precision="bf16-mixed")
+    assert strategy.engine.config.precision == "fp32"
+    first = 2 * ACCUMULATE  # before rounding in bf16 has made more of small differences
+    assert found.losses[:ACCUMULATE] == expected.losses[:ACCUMULATE]
+    assert_close(found.losses[:first], expected.losses[:first])
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=1e-2)
+    strategy.engine.close()
+
+
+class Manual(Lit):
+    automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        loss = self.model(**batch).loss
+        self.losses.append(loss.item())
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    keys = {"accumulate_grad_batches": 1}
+    expected, _ = fit(tmp_path / "plain", module=seeded(Manual), **keys)
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    found, _ = fit(tmp_path / "ours", strategy, seeded(Manual), **keys)
+    assert_equal_runs(found, expected)
+    strategy.engine.close()
+
+
+def test_a_trial_run_of_one_batch(tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path, "host", precision="bf16"))
+    module, _ = fit(tmp_path / "ours", strategy, fast_dev_run=True)
+    assert len(module.losses) == 1
+    strategy.engine.close()
+
+
+def test_callbacks_see_one_optimizer_and_its_rates(tmp_path: Path) -> None:
+    plain, ours = (lightning.pytorch.callbacks.LearningRateMonitor("step") for _ in range(2))
+
+    def keys(logger: Any) -> dict[str, Any]:
+        return {"logger": logger, "log_every_n_steps": 1}
+
+    logger = lightning.pytorch.loggers.CSVLogger
+    fit(tmp_path / "plain", callbacks=[plain], **keys(logger(tmp_path / "a")))
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    fit(tmp_path / "ours", strategy, callbacks=[ours], **keys(logger(tmp_path / "b")))
+    assert list(ours.lrs.values()) == list(plain.lrs.values())
+    assert list(ours.lrs) == ["lr-OffloadOptimizer/pg1", "lr-OffloadOptimizer/pg2"]
+    assert len(next(iter(ours.lrs.values()))) == EPOCHS * PER_EPOCH * ACCUMULATE
+    strategy.engine.close()
+
+
+def test_two_processes_train_as_ddp_does(tmp_path: Path) -> None:
+    """Begun by `torchrun`."""
+    import subprocess
+    import sys
+
+    for name in ("ddp", "offload"):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+            "-m", "tests.outside.lightning_ranks", name, str(tmp_path),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env=environment
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("ddp", "offload"))
+    assert_close(found, expected)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "precision": (
+        ConfigError, {"precision": "bf16"}, {"precision": "16-true"},
+        "precision: bf16.*precision='16-true'",
+    ),
+    "autocast": (
+        ConfigError, {"precision": "bf16"}, {"precision": "bf16-mixed"}, "bf16-mixed",
+    ),
+    "double": (UnsupportedError, {}, {"precision": "64-true"}, "DoublePrecision"),
+    "clipping": (
+        ConfigError, {"clip_grad_norm": 1.0}, {"gradient_clip_val": 0.5},
+        "clip_grad_norm: 1.0.*gradient_clip_val=0.5",
+    ),
+    "device": (ConfigError, {"device": "cuda"}, {}, "device: cuda"),
+    "lr": (
+        ConfigError, {"optimizer": {"type": "adamw", "lr": 0.5}}, {}, "optimizer.lr: 0.5.*lr=0.003",
+    ),
+    "type": (ConfigError, {"optimizer": {"type": "lion"}}, {}, "optimizer.type: lion"),
+    "sync": (UnsupportedError, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
+    "io": (
+        UnsupportedError, {},
+        {"plugins": [lightning.pytorch.plugins.io.AsyncCheckpointIO()]}, "AsyncCheckpointIO",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_named_twice_is_refused(case: str, tmp_path: Path) -> None:
+    error, ours, theirs, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        fit(tmp_path, strategies.OffloadStrategy(keys_for(tmp_path, **ours)), **theirs)
+
+
+class Rms(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.RMSprop(self.parameters())
+
+
+class Two(Manual):
+    def configure_optimizers(self) -> Any:
+        half = list(self.parameters())
+        return torch.optim.SGD(half[:3], lr=0.1), torch.optim.SGD(half[3:], lr=0.1)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Rms, "RMSprop has no rule"), (Two, "2 optimizers")])
+def test_optimizers_without_a_rule_are_refused(kind: Any, message: str, tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    with pytest.raises(UnsupportedError, match=message):
+        fit(tmp_path, strategy, kind(), accumulate_grad_batches=1)
+
+
+def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    module, trainer = fit(tmp_path / "ours", strategy)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    with pytest.raises(PathError, match="something else"):
+        trainer.save_checkpoint(tmp_path / "mine")
+    with pytest.raises(PathError, match="local folder"):
+        trainer.save_checkpoint("s3://bucket/x.ckpt")
+    with pytest.raises(CheckpointError, match=r"no state\.ckpt"):
+        trainer.fit(module, rows(), ckpt_path=str(tmp_path / "mine"))
+    (states,) = (tmp_path / "ours" / "last.ckpt").glob("states-*")
+    states.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is missing"):
+        trainer.fit(module, rows(), ckpt_path=str(tmp_path / "ours" / "last.ckpt"))
+    strategy.engine.close()
+
+
+def test_a_save_that_is_cut_short_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    module, trainer = fit(tmp_path / "ours", strategy)
+    saved, weights = tmp_path / "ours" / "last.ckpt", values_of(module)
+    with torch.no_grad():
+        module.model.lm_head.weight.zero_()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(strategies.streamed_folder.torch, "save", fail)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save_checkpoint(saved)
+    assert len(list(saved.glob("states-*"))) == 2
+    trainer.test(module, rows(2), ckpt_path=str(saved), verbose=False)
+    assert_same_bits(values_of(module), weights)
+    trainer.save_checkpoint(saved)
+    assert len(list(saved.glob("states-*"))) == 1
+    strategy.engine.close()
+
+
+def test_checkpoints_beyond_save_top_k_are_removed(tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    torch.manual_seed(3)
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "kept", save_top_k=1, monitor="val_loss", save_last="link"
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, logger=False, callbacks=[saving], max_epochs=EPOCHS,
+        enable_progress_bar=False, enable_model_summary=False, strategy=strategy,
+    )  # fmt: skip
+    trainer.fit(seeded(Lit), rows(), rows(2))
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    trainer.test(ckpt_path="best", dataloaders=rows(2), verbose=False)
+    strategy.engine.close()
+
+
+# --------------------------------------------------------------------------- Fabric
+def fabric_run(
+    folder: Path, strategy: Any = "auto", *, resume: bool = False, **keys: Any
+) -> tuple[Any, ...]:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, **keys)
+    fabric.launch()
+    model: Any = tiny_llama()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), **NUMBERS)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    inner = model
+    model, optimizer = fabric.setup(model, optimizer)[:2]
+    state: dict[str, Any] = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0,
+    }  # fmt: skip
+    if resume:
+        assert fabric.load(folder / "saved", state) == {}
+        assert state["step"] == 2
+    losses, norms = [], []
+    for number, batch in enumerate(fabric.setup_dataloaders(rows(), move_to_device=False)):
+        if resume and number < ACCUMULATE:
+            continue
+        loss = model(**batch).loss
+        fabric.backward(loss / ACCUMULATE)
+        losses.append(loss.item())
+        if number % ACCUMULATE == ACCUMULATE - 1:
+            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=CLIP)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if number == ACCUMULATE - 1 and not resume:
+            fabric.save(folder / "saved", {**state, "step": 2})
+    return losses, norms, values_of(inner)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_fabric_trains_as_without_a_strategy_and_resumes(placement: str, tmp_path: Path) -> None:
+    strategy = strategies.OffloadFabricStrategy
+    made = strategy(keys_for(tmp_path, placement))
+    found = fabric_run(tmp_path / "ours", made)
+    assert_close(found, fabric_run(tmp_path / "plain"))
+    made.engine.close()
+    made = strategy(keys_for(tmp_path, placement))
+    again = fabric_run(tmp_path / "ours", made, resume=True)
+    assert again[0] == found[0][ACCUMULATE:]
+    assert_same_bits(again[2], found[2])
+    made.engine.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_fabrics_precisions_are_the_engines(precision: str, tmp_path: Path) -> None:
+    ours = {"bf16-true": "bf16", "16-true": "fp16"}[precision]
+    made = strategies.OffloadFabricStrategy(keys_for(tmp_path))
+    losses, _, weights = fabric_run(tmp_path, made, precision=precision)
+    made.engine.close()
+    model, expected = tiny_llama(), []
+    with offload.initialize(model, settings(tmp_path, HOST, precision=ours)) as engine:
+        scheduler = torch.optim.lr_scheduler.LinearLR(engine.optimizer, total_iters=4)
+        for number, batch in enumerate(rows()):
+            loss = model(**batch).loss
+            engine.backward(loss / ACCUMULATE)
+            expected.append(loss.item())
+            if number % ACCUMULATE == ACCUMULATE - 1:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                engine.optimizer.step()
+                scheduler.step()
+                engine.optimizer.zero_grad()
+        assert losses == expected
+        assert_same_bits(weights, values_of(model))
+
+
+def test_fabric_refuses_what_an_engine_cannot_do(tmp_path: Path) -> None:
+    fabric = lightning.Fabric(
+        accelerator="cpu", devices=1,
+        strategy=strategies.OffloadFabricStrategy(keys_for(tmp_path)),
+    )  # fmt: skip
+    fabric.launch()
+    with pytest.raises(UnsupportedError, match="jointly"):
+        fabric.setup_module(nn.Linear(2, 2))
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    with pytest.raises(UnsupportedError, match="2 optimizers"):
+        fabric.setup(model, *optimizers)
+
+
+def test_strategies_have_a_name() -> None:
+    trainer = lightning.Trainer(strategy="offload", accelerator="cpu", logger=False)
+    assert isinstance(trainer.strategy, strategies.OffloadStrategy)
+    fabric = lightning.Fabric(strategy="offload", accelerator="cpu")
+    assert isinstance(fabric.strategy, strategies.OffloadFabricStrategy)
+    with pytest.raises(ConfigError):
+        strategies.OffloadStrategy({"optimiser": {}})
+
+
+@pytest.mark.parametrize("name", ["trainer", "fabric"])
+def test_saving_and_loading_stream(name: str, tmp_path: Path) -> None:
+    assert_streams(name, tmp_path)
