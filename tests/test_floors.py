@@ -29,7 +29,7 @@ FLOORS: list[set[str]] = [
     {"runs"},
     {"engine"},
     {"deepspeed"},
-    {"doctor", "train"},
+    {"doctor", "train", "integrations"},
     {"bench"},
     {"cli"},
     {"__main__"},
