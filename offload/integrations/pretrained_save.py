@@ -54,6 +54,8 @@ class StreamedSave:
         """For an engine's model, if it is one that transformers saves. A class with a method of its
         own keeps it: it knows what else has to be written."""
         model = engine.module
+        if "save_pretrained" in vars(model):
+            return  # it was done before
         if getattr(type(model), "save_pretrained", None) is PreTrainedModel.save_pretrained:
             vars(model)["save_pretrained"] = StreamedSave(engine)
             engine.before_close(lambda: vars(model).pop("save_pretrained"))

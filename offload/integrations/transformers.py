@@ -89,6 +89,11 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         model = self.model
         if self._engine is not None and self._engine.module is model:
             return self._engine
+        if model is None:
+            raise StateError(
+                "the trainer has no model: hyperparameter_search has released the last one, and "
+                "train() makes the next"
+            )
         if isinstance(self._offload, Engine):
             if self._offload.module is not model:
                 raise StateError(
@@ -98,8 +103,6 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
                 )
             self._engine = self._offload
         else:
-            if self._engine is not None:
-                self._engine.close()  # of the model that model_init made before
             self._engine = self._make_engine(model)
         self._prepare(self._engine)
         return self._engine
@@ -200,6 +203,12 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine brings it there, piece by piece."""
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        if self._engine is not None:
+            self._engine.close()  # before the next model needs its memory
+        model: nn.Module = super().call_model_init(trial)
+        return model
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         _ = self.engine  # before what a subclass may do with the model

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -473,3 +475,40 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, open_engines: 
         with pytest.raises(CheckpointError, match=what):
             trainer._load_from_checkpoint(str(tmp_path / "other"))
     assert_same_bits(values_of(trainer.model), before)
+
+
+# --------------------------------------------------------------------------- memory
+@pytest.mark.slow
+def test_saving_and_resuming_take_no_more_ram_than_training(tmp_path: Path) -> None:
+    """Of 100 M parameters, whose states are 1.5 GiB, under a budget of 256 MiB."""
+    program = [sys.executable, "-m", "tests.outside.trainer_memory_program", str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    most = peaks["training"] + 256
+    assert most < peaks["states"]
+    for phase in "saving", "resuming", "model", "weights":
+        assert peaks[phase] <= most, peaks
+
+
+# --------------------------------------------------------------------------- several ranks
+@pytest.mark.slow
+def test_two_ranks_train_save_and_resume_as_with_ddp(tmp_path: Path) -> None:
+    for kind in "plain", "ours":
+        program = ["-m", "tests.outside.trainer_ranks_program", kind, str(tmp_path)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        done = subprocess.run(
+            [sys.executable, *launcher, *program], capture_output=True, text=True, check=False,
+            timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    plain, found = (json.loads((tmp_path / f"{k}.json").read_text()) for k in ("plain", "ours"))
+    assert len(found["whole"]["loss"]) == 6
+    assert_close(found["whole"], plain["whole"])
+    assert found["resumed"] == found["whole"]
+    models = [
+        values_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-model"))
+        for name in ("plain", "ours", "again")
+    ]
+    assert_close(models[1], models[0])
+    assert_same_bits(models[2], models[1])
