@@ -158,6 +158,18 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if self.args.torch_compile:
             engine.module.compile(**self.accelerator.state.dynamo_plugin.to_kwargs())
         StreamedSave.install(engine)
+        if self.args.save_strategy != "no":
+            self._check_saving(engine)
+
+    @staticmethod
+    def _check_saving(engine: Engine) -> None:
+        streams = isinstance(vars(engine.module).get("save_pretrained"), StreamedSave)
+        if engine.runtime.ranks is not None and not streams:
+            raise UnsupportedError(
+                f"saving a {type(engine.module).__name__} on several ranks: only models with "
+                "transformers' own save_pretrained are; set save_strategy='no', and save with "
+                "engine.save_checkpoint"
+            )
 
     def _settled(self, model: nn.Module | None) -> OffloadConfig:
         source = self._offload
@@ -229,12 +241,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     # ---------------------------------------------------------------- files
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         engine = self.engine
-        streams = isinstance(vars(engine.module).get("save_pretrained"), StreamedSave)
-        if engine.runtime.ranks is not None and not streams:
-            raise UnsupportedError(
-                f"saving a {type(engine.module).__name__} on several ranks: only models with "
-                "transformers' own save_pretrained are; save with engine.save_checkpoint"
-            )
+        self._check_saving(engine)
         super().save_model(output_dir, _internal_call)
         if engine.runtime.ranks is not None and not self.args.should_save:
             stream_weights(engine, lambda *_: None)  # this rank's part of what the first one writes

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -489,6 +490,22 @@ def test_saving_and_resuming_take_no_more_ram_than_training(tmp_path: Path) -> N
     assert most < peaks["states"]
     for phase in "saving", "resuming", "model", "weights":
         assert peaks[phase] <= most, peaks
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    example, environment = root / "examples/trainer.py", {**os.environ, "PYTHONPATH": str(root)}
+    more = ["--output_dir", str(tmp_path), "--save_steps", "2", "--disable_tqdm", "true"]
+    for steps, resume in ("2", []), ("3", ["--resume_from_checkpoint", "true"]):
+        command = [sys.executable, str(example), "--max_steps", steps, *more, *resume]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=300, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert "To be, or not" in done.stdout
+    assert (tmp_path / "checkpoint-3/offload").is_dir()
+    assert (tmp_path / "model/model.safetensors").is_file()
 
 
 # --------------------------------------------------------------------------- several ranks
