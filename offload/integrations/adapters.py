@@ -1,8 +1,9 @@
-"""PEFT's adapters around an engine's model."""
+"""PEFT's adapters around an engine's model: their files, without all of the model in RAM."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,34 @@ def is_adapted(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def adapter_values(engine: Engine) -> dict[str, Tensor]:
+class AdapterSave:
+    """In the place of a PeftModel's own `save_pretrained`, with its arguments, until the engine is
+    closed: it is given the tensors that it saves, instead of asking the model for all it has."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        own: Any = engine.module.save_pretrained
+        self._own: Callable[..., Any] = own
+
+    @staticmethod
+    def install(engine: Engine) -> None:
+        """For an engine's model, if it is one of PEFT's."""
+        model = engine.module
+        if is_adapted(model) and "save_pretrained" not in vars(model):
+            vars(model)["save_pretrained"] = AdapterSave(engine)
+            engine.before_close(lambda: vars(model).pop("save_pretrained"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """See PEFT's `PeftModel.save_pretrained`."""
+        if kwargs.get("state_dict") is None:
+            embeddings = kwargs.get("save_embedding_layers", "auto")
+            kwargs["state_dict"] = _adapter_values(self._engine, embeddings)
+        self._own(*args, **kwargs)
+
+
+def _adapter_values(engine: Engine, embeddings: Any) -> dict[str, Tensor]:
     """The part of the model's state dict that PEFT saves. PEFT itself picks it, out of tensors
-    without values: the whole state dict is all of the model in RAM."""
+    without values."""
     from peft import get_peft_model_state_dict
 
     model = engine.module
@@ -32,7 +58,9 @@ def adapter_values(engine: Engine) -> dict[str, Tensor]:
     picked: set[int] = set()
     adapters: Any = model.peft_config
     for adapter in adapters:
-        found = get_peft_model_state_dict(model, state_dict=probes, adapter_name=adapter)
+        found = get_peft_model_state_dict(
+            model, state_dict=probes, adapter_name=adapter, save_embedding_layers=embeddings
+        )
         picked |= set(map(id, found.values()))
     return {
         name: _value(engine, tensors[name]) for name, probe in probes.items() if id(probe) in picked

@@ -28,7 +28,7 @@ from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.weights import stream_weights
 from offload.config import OffloadConfig
 from offload.engine import Engine, initialize
-from offload.integrations.adapters import adapter_values, is_adapted
+from offload.integrations.adapters import AdapterSave, is_adapted
 from offload.integrations.pretrained_load import load_weights
 from offload.integrations.training_arguments import Source, named_keys, settle
 from offload.optimizer import OffloadOptimizer
@@ -158,6 +158,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if self.args.torch_compile:
             engine.module.compile(**self.accelerator.state.dynamo_plugin.to_kwargs())
         StreamedSave.install(engine)
+        AdapterSave.install(engine)
         if self.args.save_strategy != "no":
             self._check_saving(engine)
 
@@ -245,11 +246,6 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         super().save_model(output_dir, _internal_call)
         if engine.runtime.ranks is not None and not self.args.should_save:
             stream_weights(engine, lambda *_: None)  # this rank's part of what the first one writes
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is None and is_adapted(self.engine.module):
-            state_dict = adapter_values(self.engine)
-        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if is_adapted(self.engine.module):  # the states of adapters alone
