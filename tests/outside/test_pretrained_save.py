@@ -19,7 +19,11 @@ from tests.outside.test_causal_lm_zoo import NAMES, build
 from tests.outside.trainer_cases import quiet, tiny_llama, transformers
 
 safetensors = pytest.importorskip("safetensors.torch")
+loading = importlib.import_module("transformers.core_model_loading")
 saving = importlib.import_module("offload.integrations.pretrained_save")
+SPLIT = {
+    "parameters": {"host": "40%", "nvme": "60%"}, "gradients": "host", "optimizer": "nvme",
+}  # fmt: skip
 BUDGET = {"host": "64MiB", "nvme": "256MiB"}
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -41,7 +45,9 @@ def mixtral() -> Any:
 
 
 def with_engine(model: nn.Module, folder: Path, **keys: Any) -> offload.Engine:
-    engine = offload.initialize(model, config(folder, NVME, budget=BUDGET, **keys))
+    engine = offload.initialize(
+        model, config(folder, keys.pop("placement", NVME), budget=BUDGET, **keys)
+    )
     saving.StreamedSave.install(engine)
     return engine
 
@@ -94,6 +100,32 @@ def test_every_architectures_files_are_its_own(model_type: str, tmp_path: Path, 
     with with_engine(model, tmp_path, optimizer={"chunk": 65536}):
         model.save_pretrained(tmp_path / "found")
     assert_same_files(tmp_path / "found", tmp_path / "expected")
+
+
+CONVERSIONS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "transposed": ("mlp.up.weight", "mlp.up_proj.weight", [loading.Transpose(0, 1)]),
+    "one of two": (
+        "attn.kv.weight", ["attn.k_proj.weight", "attn.v_proj.weight"], [loading.Chunk(dim=0)],
+    ),
+    "two of one": (
+        ["mlp.up_a.weight", "mlp.up_b.weight"], "mlp.up_proj.weight", [loading.Concatenate(dim=1)],
+    ),
+    "interleaved": ("mlp.up_i.weight", "mlp.up_proj.weight", [loading.Interleave(dim=0)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONVERSIONS)
+def test_tensors_are_converted_to_the_format_of_the_files(what: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    files, own, operations = CONVERSIONS[what]
+    model._weight_conversions = [loading.WeightConverter(files, own, operations)]
+    model.save_pretrained(tmp_path / "expected")
+    with with_engine(model, tmp_path, placement=SPLIT, optimizer={"chunk": 1024}):
+        model.save_pretrained(tmp_path / "found")
+    assert_same_files(tmp_path / "found", tmp_path / "expected")
+    names = safetensors.load_file(tmp_path / "found/model.safetensors").keys()
+    first = files if isinstance(files, str) else files[0]
+    assert any(first in name for name in names)
 
 
 def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
