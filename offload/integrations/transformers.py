@@ -148,9 +148,6 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def _prepare(self, engine: Engine) -> None:
         """Accelerate neither moves nor wraps the model, and copies no states."""
-        clip = self._settled(engine.module).clip_grad_norm
-        by_engine = engine.config.clip_grad_norm is not None
-        self._max_norm = math.inf if by_engine or clip is None else clip
         for prepared in engine.module, engine.optimizer:
             prepared._is_accelerate_prepared = True  # type: ignore[union-attr]
         if engine.runtime.loss_scale is not None:
@@ -199,6 +196,17 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
                 "the model was loaded with device_map=, which moves weights on its own; load it "
                 "without, budget: and placement: in offload's configuration say where they are"
             )
+        if getattr(self.model, "hf_quantizer", None) is not None:
+            raise UnsupportedError(
+                "the model's weights are quantized: an engine keeps floating point weights; load "
+                "it without quantization_config= (bf16 with LoRA takes 2 bytes per weight, and "
+                "they may be on nvme)"
+            )
+        if args.save_on_each_node and args.world_size > 1:
+            raise UnsupportedError(
+                "TrainingArguments(save_on_each_node=True): the first rank writes what all ranks "
+                "have, once; leave it out, and let all machines read output_dir"
+            )
         foreign = self.optimizer is not None and not isinstance(self.optimizer, OffloadOptimizer)
         if foreign or self.optimizer_cls_and_kwargs is not None:
             raise UnsupportedError(
@@ -224,7 +232,10 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return model
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        _ = self.engine  # before what a subclass may do with the model
+        engine = self.engine  # before what a subclass may do with the model
+        clip = self._settled(engine.module).clip_grad_norm
+        by_engine = engine.config.clip_grad_norm is not None
+        self._max_norm = math.inf if by_engine or clip is None else clip
         return super()._inner_training_loop(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,6 +397,13 @@ def test_what_cannot_be_combined_is_refused_before_training(
 ) -> None:
     with pytest.raises(OffloadError, match=what):
         make(ours.OffloadTrainer, tmp_path / "run", **keys)
+
+
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.hf_quantizer = SimpleNamespace(is_trainable=True, is_qat_trainable=True)
+    with pytest.raises(UnsupportedError, match="quantized"):
+        make(ours.OffloadTrainer, tmp_path / "run", model)
 
 
 def test_several_gpus_in_one_process_are_refused(
