@@ -70,6 +70,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if hasattr(self, "param_groups"):  # else torch.optim.Optimizer is being made
             self._entries.clear()
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step updated nothing, for infinite or NaN gradients."""
+        return self.last_step is not None and self.last_step.skipped
+
     def _start_over(self, param: Any) -> None:
         if self._runtime.group_of(param) is not None:
             self._values.write_state(param, {})

@@ -381,6 +381,42 @@ def current_streams() -> list[str]:
     return wrong
 
 
+def transformers_trainer(**keys: Any) -> dict[str, Any]:
+    """Trains, evaluates and resumes through OffloadTrainer; where the model was before it had an
+    engine, and the bytes of GPU memory beside `budget.device`."""
+    import transformers
+
+    from offload.integrations.transformers import OffloadTrainer
+    from tests.outside.trainer_cases import Rows, tiny_llama
+
+    folder = tempfile.mkdtemp()
+    args = transformers.TrainingArguments(
+        output_dir=folder, max_steps=4, save_steps=2, eval_strategy="steps", eval_steps=2,
+        report_to=[], disable_tqdm=True, gradient_accumulation_steps=2, **keys,
+    )  # fmt: skip
+    rows = {"train_dataset": Rows(40, seed=1), "eval_dataset": Rows(8, seed=2)}
+
+    def trainer() -> OffloadTrainer:
+        return OffloadTrainer(tiny_llama(), args, offload=settings("host", folder), **rows)
+
+    first = trainer()
+    before = {str(param.device) for param in first.model.parameters()}
+    first.evaluate()
+    first.train()
+    found = {
+        "before": sorted(before), "on": str(first.engine.device),
+        "precision": first.engine.config.precision,
+        "beside": torch.cuda.max_memory_allocated() - (64 << 20),
+    }  # fmt: skip
+    first.save_model(f"{folder}/model")
+    first.engine.close()
+    again = trainer()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    found["steps"] = again.engine.report().steps + again.engine.report().skipped_steps
+    again.engine.close()
+    return found
+
+
 def _said(call: Callable[[], object]) -> str | None:
     try:
         call()

@@ -294,3 +294,18 @@ def test_the_sanitizer_finds_that_products_do_not_wait_for_copies(tier: str, ask
     found = ask(TRUE, "races", tier=tier, waits=False)
     assert any("aten::mm reading from it in stream 0" in race for race in found)
     assert "at swap/streams.py:" in found[0]
+
+
+# ---------------------------------------------------------------- other people's trainers
+@pytest.mark.parametrize("keys", [{}, {"bf16": True}, {"fp16": True}], ids=str)
+def test_transformers_trainer_leaves_the_model_to_the_engine(
+    keys: dict[str, Any], ask: Ask
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    found = ask(PLAIN, "transformers_trainer", **keys)
+    assert found["before"] == ["cpu"]
+    assert found["on"] == "cuda:0"
+    assert found["precision"] == next(iter(keys), "fp32")
+    assert found["beside"] < 72 << 20  # cuBLAS's workspaces, of two threads
+    assert found["steps"] == 4

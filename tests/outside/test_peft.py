@@ -135,3 +135,41 @@ def test_an_adapter_is_merged_and_taken_out_again(placement: str, tmp_path: Path
         torch.testing.assert_close(logits(model), apart, rtol=0, atol=1e-5)
         with model.disable_adapter():
             assert not torch.equal(logits(model), apart)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainers_adapters_are_saved_without_the_models_values(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.integrations.transformers import OffloadTrainer
+
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True, report_to=[], save_steps=2
+    )
+    given = settings(tmp_path, PLACEMENTS["nvme"], optimizer={})
+    model = adapted(kind)
+    trainer = OffloadTrainer(model, args, train_dataset=Rows(20, seed=1), offload=given)
+    trainer.train()
+    plain = without_engine(kind, values_of(model))
+    plain.save_pretrained(tmp_path / "expected", save_embedding_layers="auto")
+
+    def all_of_it(*_: Any, **__: Any) -> Any:
+        raise AssertionError("all of the model in RAM")
+
+    own = type(model).state_dict
+    monkeypatch.setattr(
+        type(model), "state_dict",
+        lambda self, *a, **k: own(self, *a, **k) if k.get("keep_vars") else all_of_it(),
+    )  # fmt: skip
+    trainer.model.save_pretrained(tmp_path / "found")
+    trainer.save_model(str(tmp_path / "again"))
+    monkeypatch.undo()
+    trainer.engine.close()
+    safetensors = pytest.importorskip("safetensors.torch")
+    expected, *found = (
+        safetensors.load_file(tmp_path / name / "adapter_model.safetensors")
+        for name in ("expected", "found", "again")
+    )
+    for each in found:
+        assert each.keys() == expected.keys()
+        assert all(torch.equal(each[name], expected[name]) for name in expected)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import offload
-from tests.offload.engine_cases import assert_same_bits
+from tests.offload.engine_cases import assert_same_bits, config
 from tests.outside.trainer_cases import (
     ARGUMENTS,
     CLIP,
@@ -34,6 +34,7 @@ from tests.outside.trainer_cases import (
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 WORDS = 61  # and three special tokens
 KEYS = {**ARGUMENTS, "max_length": 32, "bf16": False}
@@ -119,3 +120,81 @@ def test_trl_logs_what_it_logs_without_an_engine_and_resumes(
         saved = tmp_path / "whole" / "checkpoint-8"
         assert logged(train(tmp_path / "again", again, engine.optimizer, resume=saved)) == whole
         assert_same_bits(values_of(again), weights)
+
+
+# --------------------------------------------------------------------------- the engine by itself
+def mixed(kind: Any) -> Any:
+    from offload.integrations.transformers import OffloadMixin
+
+    return type(f"Offload{kind.__name__}", (OffloadMixin, kind), {})
+
+
+def fine_tuning(kind: Any, folder: Path, **keys: Any) -> Any:
+    args = trl.SFTConfig(output_dir=str(folder), **{**KEYS, "weight_decay": 0.1})
+    return kind(
+        model=tiny_llama(), args=args, train_dataset=texts(120, 1), eval_dataset=texts(8, 2),
+        processing_class=tokenizer(), **keys,
+    )  # fmt: skip
+
+
+def preference(kind: Any, folder: Path, **keys: Any) -> Any:
+    """Adapters have their reference in the model itself."""
+    args = trl.DPOConfig(output_dir=str(folder), **{**KEYS, "weight_decay": 0.1})
+    reference = None if "peft_config" in keys else tiny_llama()
+    return kind(
+        model=tiny_llama(), ref_model=reference, args=args, train_dataset=preferences(120, 1),
+        eval_dataset=preferences(8, 2), processing_class=tokenizer(), **keys,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [fine_tuning, preference])
+def test_with_the_mixin_trl_trains_as_without_and_resumes(make: Train, tmp_path: Path) -> None:
+    kind = trl.SFTTrainer if make is fine_tuning else trl.DPOTrainer
+    plain = make(kind, tmp_path / "plain")
+    plain.train()
+    blocks = {"blocks": ["LlamaDecoderLayer"]}
+    keys = config(tmp_path, PLACEMENTS["nvme"], groups=blocks)
+    trainer = make(mixed(kind), tmp_path / "whole", offload=keys)
+    trainer.train()
+    whole, weights = logged(trainer), values_of(trainer.model)
+    trainer.engine.close()
+    assert len(whole["loss"]) == STEPS
+    assert_close(whole, logged(plain))
+    assert_close(weights, values_of(plain.model))
+    again = make(mixed(kind), tmp_path / "again", offload=keys)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-8"))
+    assert logged(again) == whole
+    assert_same_bits(values_of(again.model), weights)
+    again.engine.close()
+
+
+@pytest.mark.parametrize("make", [fine_tuning, preference])
+def test_with_the_mixin_adapters_train_and_their_files_are_pefts(
+    make: Train, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    kind = trl.SFTTrainer if make is fine_tuning else trl.DPOTrainer
+    lora = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
+    keys = config(tmp_path, PLACEMENTS["nvme"], groups={"blocks": ["LlamaDecoderLayer"]})
+
+    def made(kind: Any, name: str, **more: Any) -> Any:
+        return make(kind, tmp_path / name, peft_config=peft.LoraConfig(**lora), **more)
+
+    plain, trainer = made(kind, "plain"), made(mixed(kind), "ours", offload=keys)
+    plain.train()
+    trainer.train()
+    whole = logged(trainer)
+    assert_close(whole, logged(plain))
+    folders = [tmp_path / name / "checkpoint-20" for name in ("plain", "ours")]
+    files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert files[0] == files[1]
+    saved = [safetensors.load_file(f / "adapter_model.safetensors") for f in folders]
+    assert saved[0].keys() == saved[1].keys()
+    assert_close(saved[1], saved[0])
+    weights = values_of(trainer.model)
+    trainer.engine.close()
+    again = made(mixed(kind), "again", offload=keys)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-8"))
+    assert logged(again) == whole
+    assert_same_bits(values_of(again.model), weights)
+    again.engine.close()

@@ -1,0 +1,74 @@
+"""An engine's weights as a stream, for files that are no checkpoint of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.checkpoint import model
+from offload.checkpoint.pieces import PieceAccess, overlaps
+from offload.checkpoint.shards import ShardReader, whole_state
+from offload.tiers.errors import CheckpointError
+from offload.zero.layout import ParamSpec
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+Part = tuple[ParamSpec, range, torch.Tensor]
+Take = Callable[[ParamSpec, range, torch.Tensor], None]
+
+
+def stream_weights(engine: Engine, take: Take) -> None:
+    """`take(spec, elements, raw)` for every part of every parameter, from its first element to its
+    last: which of its elements, and their bytes (1D uint8, valid during the call), in the format
+    that the model computes in.
+
+    Waits for pending updates first and changes nothing in the engine; one piece is in memory at a
+    time. Of several ranks all have to call it, `take` is called on the first one, and what it
+    raises is raised on every rank.
+
+    StateError inside `engine.gathered` or a forward, or after a load that failed half-way.
+    """
+    ranks = engine.runtime.ranks
+    error: Exception | None = None
+    for part in _parts(engine):
+        if error is None:
+            try:
+                take(*part)
+            except Exception as failure:
+                if ranks is None:
+                    raise
+                error = failure  # the others send all they have before they hear of it
+    if ranks is None:
+        return
+    told = ranks.all_succeeded(error)
+    if error is not None:
+        raise error
+    if told is not None:
+        raise CheckpointError(f"the model's weights were not saved; {told}")
+
+
+def _parts(engine: Engine) -> Iterator[Part]:
+    runtime = engine.runtime
+    runtime.store.check_usable()
+    engine.values.adopt_changes()
+    engine.settle()
+    model.check_at_rest(engine, "weights cannot be saved")
+    if runtime.ranks is not None:  # parts that other ranks have updated
+        runtime.rank_work.refresh(runtime.groups)
+        for group in runtime.groups:
+            group.state.settle()
+    itemsize = runtime.own.nbytes
+    access = PieceAccess([whole_state(group) for group in runtime.groups])
+    reader = ShardReader(access, runtime.ranks, itemsize)
+    for state in runtime.optimizer_states:
+        for elements, raw in reader.weights(state):
+            for spec, here, there in overlaps(state.group.layout.params, elements):
+                part = raw[here.start * itemsize : here.stop * itemsize]
+                yield spec, range(there.start, there.stop), part
+                del part
+            del raw
+        for _ in reader.meet():
+            pass

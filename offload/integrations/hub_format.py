@@ -1,0 +1,229 @@
+"""The tensors of a transformers model as its files have them, cut out of a stream of its weights.
+
+transformers converts a model's tensors to the hub's format with torch (`revert_weight_conversion`).
+It is asked here to convert tensors without values. What comes out as a view of one parameter (a
+chunk of fused projections, one of stacked experts, a transposed matrix) says what goes where:
+
+    gate_up_proj   ├─ gate 0 ─┼── up 0 ──┼─ gate 1 ─┼── up 1 ──┤        as its pieces come
+                        │          │          │          └──► experts.1.w3.weight
+                        │          │          └──► experts.1.w1.weight
+                        │          └──► experts.0.w3.weight
+                        └──► experts.0.w1.weight
+
+A contiguous view is written as it comes, any other when all of it is there. What is no view of one
+parameter (two of them concatenated) is converted once more, with values, when all are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from offload.checkpoint.weights import stream_weights
+from offload.tiers.errors import UnsupportedError
+from offload.zero.layout import ParamSpec
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+Write = Callable[[str, Tensor], None]  # a tensor's name, and its next bytes (1D uint8)
+
+
+class HubFormat:
+    """What is to be saved of an engine's model: `tensors` has them by name on the meta device, in
+    transformers' order, each tied weight once, and of one storage where they are with values."""
+
+    def __init__(self, engine: Engine, *, hub_format: bool) -> None:
+        model = engine.module
+        assert isinstance(model, PreTrainedModel)
+        self._engine = engine
+        self._model = model
+        self._sources: dict[str, list[str]] = {}  # names of a parameter's, by its first name
+        self._others: dict[str, Tensor] = {}  # that are in no tier
+        described = self._describe()
+        described = remove_tied_weights_from_state_dict(described, model)
+        self.tensors: dict[str, Tensor] = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in described.items()
+        }
+        found: dict[str, Tensor] = {**described}
+        if hub_format:
+            self.tensors = revert_weight_conversion(model, self.tensors)
+            found = revert_weight_conversion(model, found)
+        self._views, self._joint = _sort(described, found)
+
+    def _describe(self) -> dict[str, _Valueless]:
+        """The model's state dict."""
+        runtime, ignored = self._engine.runtime, self._model._keys_to_ignore_on_save or ()
+        described = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            if name in ignored:
+                continue
+            if not isinstance(value, Tensor):
+                raise UnsupportedError(
+                    f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
+                    "pass save_pretrained a state_dict= without it"
+                )
+            found = runtime.group_of(value)
+            if found is None:
+                self._others[name] = value
+                described[name] = _Valueless.like(name, value.shape, value.dtype)
+            else:
+                group, index = found
+                spec = group.layout.params[index]
+                self._sources.setdefault(spec.name, []).append(name)
+                described[name] = _Valueless.like(name, spec.shape, group.dtype)
+        return described
+
+    def write(self, write: Write) -> None:
+        """Every tensor's bytes, in any order of tensors. Of several ranks for the one that writes;
+        `stream_weights` says what the others have to do."""
+
+        def take(spec: ParamSpec, elements: range, raw: Tensor) -> None:
+            for name in self._sources.get(spec.name, ()):
+                self._take(name, elements, raw, write)
+
+        stream_weights(self._engine, take)
+        for name, tensor in self._others.items():
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._take(name, range(tensor.numel()), raw, write)
+
+    def _take(self, name: str, elements: range, raw: Tensor, write: Write) -> None:
+        for view in self._views.get(name, ()):
+            view.take(elements, raw, write)
+        joint = self._joint.get(name)
+        if joint is not None and joint.take(name, elements, raw):
+            converted = revert_weight_conversion(self._model, joint.values())
+            for target in joint.targets:
+                write(target, _bytes(converted[target]))
+
+
+class _Valueless(Tensor):
+    """A tensor on the meta device that knows what it is made of, and stays a view where it is asked
+    for a contiguous copy."""
+
+    sources: frozenset[str]
+
+    @staticmethod
+    def like(name: str, shape: Iterable[int], dtype: torch.dtype) -> _Valueless:
+        made = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(_Valueless)
+        made.sources = frozenset({name})
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.contiguous:
+            return args[0]
+        result = super().__torch_function__(func, types, args, kwargs)
+        used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, _Valueless)]
+        for each in tree_leaves(result):
+            if isinstance(each, _Valueless):
+                each.sources = frozenset[str]().union(*(t.sources for t in used))
+        return result
+
+
+class _View:
+    """A tensor to be saved that is a view of one parameter."""
+
+    def __init__(self, target: str, tensor: Tensor) -> None:
+        self._target = target
+        self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self._contiguous = tensor.is_contiguous()
+        first = int(tensor.storage_offset())
+        pairs = zip(self._size, self._stride, strict=True)
+        last = first + sum((count - 1) * step for count, step in pairs)
+        self._span = range(first, last + 1) if tensor.numel() else range(0)
+        self._missing = len(self._span)
+        self._gathered: Tensor | None = None  # the bytes of the span, while they come
+
+    def take(self, elements: range, raw: Tensor, write: Write) -> None:
+        """Some of the parameter's elements, and their bytes."""
+        lo, hi = max(elements.start, self._span.start), min(elements.stop, self._span.stop)
+        if lo >= hi:
+            return
+        itemsize = self._dtype.itemsize
+        part = raw[(lo - elements.start) * itemsize : (hi - elements.start) * itemsize]
+        if self._contiguous:
+            write(self._target, part)
+            return
+        if self._gathered is None:
+            self._gathered = torch.empty(len(self._span) * itemsize, dtype=torch.uint8)
+        start = lo - self._span.start
+        self._gathered[start * itemsize : (start + hi - lo) * itemsize] = part
+        self._missing -= hi - lo
+        if not self._missing:
+            whole = self._gathered.view(self._dtype).as_strided(self._size, self._stride)
+            write(self._target, _bytes(whole))
+            self._gathered = None
+
+
+class _Joint:
+    """Tensors to be saved that are computed from several parameters, or from one in another way."""
+
+    def __init__(self, sources: Mapping[str, Tensor], targets: list[str]) -> None:
+        self.targets = targets
+        self._described = sources
+        self._missing = {name: tensor.numel() for name, tensor in sources.items()}
+        self._raw: dict[str, Tensor] = {}
+
+    def take(self, name: str, elements: range, raw: Tensor) -> bool:
+        """Some of a parameter's elements, and their bytes; True when all are there."""
+        tensor = self._described[name]
+        itemsize = tensor.dtype.itemsize
+        if name not in self._raw:
+            self._raw[name] = torch.empty(tensor.numel() * itemsize, dtype=torch.uint8)
+        self._raw[name][elements.start * itemsize : elements.stop * itemsize] = raw
+        self._missing[name] -= len(elements)
+        return not any(self._missing.values())
+
+    def values(self) -> dict[str, Tensor]:
+        """The parameters, which are dropped here."""
+        taken, self._raw = self._raw, {}
+        return {
+            name: taken[name].view(tensor.dtype).view(tuple(tensor.shape))
+            for name, tensor in self._described.items()
+        }
+
+
+def _sort(
+    described: Mapping[str, _Valueless], found: Mapping[str, Tensor]
+) -> tuple[dict[str, list[_View]], dict[str, _Joint]]:
+    """What becomes of each parameter: the views of it, and what it is converted together with."""
+    of_storage = {t.untyped_storage()._cdata: name for name, t in described.items()}
+    views: dict[str, list[_View]] = {}
+    joint: list[tuple[set[str], list[str]]] = []
+    for target, tensor in found.items():
+        with torch._C.DisableTorchFunctionSubclass():
+            source = of_storage.get(tensor.untyped_storage()._cdata)
+            if source is not None:
+                views.setdefault(source, []).append(_View(target, tensor))
+                continue
+        sources, targets = set(getattr(tensor, "sources", ())), [target]
+        if not sources:
+            raise UnsupportedError(
+                f"transformers converts {type(tensor).__name__} {target} in a way that cannot be "
+                "followed; use save_pretrained(..., save_original_format=False)"
+            )
+        for each in [each for each in joint if each[0] & sources]:
+            joint.remove(each)
+            sources |= each[0]
+            targets += each[1]
+        joint.append((sources, targets))
+    made = {}
+    for sources, targets in joint:
+        one = _Joint({name: described[name] for name in described if name in sources}, targets)
+        made.update(dict.fromkeys(sources, one))
+    return views, made
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,205 @@
+"""One configuration from the engine's YAML and transformers' TrainingArguments.
+
+What the YAML names holds. What it does not name comes from the arguments. What both name must be
+the same; arguments always have some value, and name one where it is not their default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from offload.config import OffloadConfig
+from offload.config.optimizer_kinds import KINDS
+from offload.config.source import load_source
+from offload.tiers.errors import ConfigError, UnsupportedError
+
+Source = str | Path | Mapping[str, Any] | OffloadConfig
+
+# `optim` of TrainingArguments -> `optimizer.type`. What is fused, paged or for a device of its own
+# there differs in speed only.
+_TYPES = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_torch_npu_fused": "adamw",
+    "paged_adamw_32bit": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
+}  # fmt: skip
+_BITS_8 = {
+    "adamw_torch_8bit": "adamw", "adamw_bnb_8bit": "adamw", "adamw_8bit": "adamw",
+    "paged_adamw_8bit": "adamw", "lion_8bit": "lion", "paged_lion_8bit": "lion",
+}  # fmt: skip
+# a key of `optimizer:` -> the arguments that say the same
+_NUMBERS = {
+    "lr": ("learning_rate",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",),
+    "weight_decay": ("weight_decay",),
+}  # fmt: skip
+_OF_OPTIM_ARGS = ("momentum", "dampening", "lr_decay", "eps", "weight_decay")
+_PRECISIONS: dict[torch.dtype | None, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> OffloadConfig:
+    """The configuration for training `model` with these arguments.
+
+    ConfigError where the two name different values, UnsupportedError for an `optim` that has no
+    counterpart here.
+    """
+    config = OffloadConfig.load(source)  # its errors name file, line and key
+    named = named_keys(source) if isinstance(source, OffloadConfig) else load_source(source).value
+    merged = {
+        **named,
+        "device": _pick(named, args, "device", args.device.type),
+        "seed": _pick(named, args, "seed", args.seed, "seed"),
+        "gradient_accumulation_steps": _pick(
+            named, args, "gradient_accumulation_steps", args.gradient_accumulation_steps,
+            "gradient_accumulation_steps",
+        ),
+        "precision": _precision(named, args, model),
+        "optimizer": _optimizer(named.get("optimizer") or {}, args),
+        # 0 turns clipping off there
+        "clip_grad_norm": _pick(
+            named, args, "clip_grad_norm", args.max_grad_norm or None, "max_grad_norm"
+        ),
+    }  # fmt: skip
+    known = {key: value for key, value in merged.items() if value is not None}
+    return OffloadConfig.load({**config.to_dict(), **known})
+
+
+def named_keys(config: OffloadConfig) -> dict[str, Any]:
+    """The keys of a configuration in memory that are not at their default."""
+    named = config.model_dump(mode="json", exclude_defaults=True)
+    defaults = KINDS[config.optimizer.type].defaults
+    optimizer = {
+        key: value for key, value in named.get("optimizer", {}).items()
+        if key not in defaults or getattr(config.optimizer, key) != defaults[key]
+    }  # fmt: skip
+    return {**named, "optimizer": optimizer}
+
+
+def _is_named(args: TrainingArguments, name: str) -> bool:
+    """Whether an argument differs from its default."""
+    (field,) = [each for each in dataclasses.fields(args) if each.name == name]
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    return bool(getattr(args, name) != default)
+
+
+def _pick(
+    named: Mapping[str, Any], args: TrainingArguments, key: str, theirs: Any, *arguments: str,
+    section: str = "",
+) -> Any:  # fmt: skip
+    """The YAML's value if it names one, else `theirs`, which these arguments say."""
+    ours = named.get(key)
+    if ours is None or ours == "auto":
+        return theirs
+    says = not arguments or any(_is_named(args, name) for name in arguments)
+    if says and not _equal(ours, theirs):
+        texts = [f"{name}={getattr(args, name)!r}" for name in arguments]
+        raise ConfigError(
+            f"{section}{key}: {ours} in the offload configuration, and TrainingArguments say "
+            f"{', '.join(texts) or theirs}; name it in one of the two"
+        )
+    return ours
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    try:
+        if isinstance(ours, list | tuple):
+            return [float(each) for each in ours] == [float(each) for each in theirs]
+        return bool(ours == theirs or float(ours) == float(theirs))
+    except (TypeError, ValueError):
+        return False
+
+
+# --------------------------------------------------------------------------- precision
+def _precision(named: Mapping[str, Any], args: TrainingArguments, model: nn.Module | None) -> str:
+    """`bf16=True` and `fp16=True` mean weights in that format and a master copy, as with other
+    engines that take the model over. `precision: fp32` and `bf16=True` is autocast, as in plain
+    Trainer. Where nothing is named: the format that the model has."""
+    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    ours = named.get("precision")
+    if ours is None:
+        return asked or _PRECISIONS.get(_dtype_of(model), "fp32")
+    if asked not in (None, ours) and (ours, asked) != ("fp32", "bf16"):
+        raise ConfigError(
+            f"precision: {ours} in the offload configuration, and TrainingArguments say "
+            f"{asked}=True; name it in one of the two"
+        )
+    return str(ours)
+
+
+def _dtype_of(model: nn.Module | None) -> torch.dtype | None:
+    """That of most trained numbers."""
+    counts: dict[torch.dtype, int] = {}
+    for param in () if model is None else model.parameters():
+        if param.requires_grad:
+            counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=None)
+
+
+# --------------------------------------------------------------------------- optimizer
+def _optimizer(named: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
+    type_ = _type(named, args)
+    defaults = KINDS[type_].defaults
+    theirs = {**_of_optim_args(args, type_), **_of_arguments(args, type_)}
+    found = {
+        key: _pick(
+            named, args, key, value, *_NUMBERS.get(key, ("optim_args",)), section="optimizer."
+        )
+        for key, value in theirs.items()
+        if key in defaults
+    }
+    return {**named, "type": type_, **found}
+
+
+def _type(named: Mapping[str, Any], args: TrainingArguments) -> str:
+    optim = str(getattr(args.optim, "value", args.optim))
+    ours, theirs = named.get("type"), _TYPES.get(optim)
+    says = _is_named(args, "optim")
+    if ours is not None and (not says or ours == theirs):
+        return str(ours)
+    if ours is not None:
+        raise ConfigError(
+            f"optimizer.type: {ours} in the offload configuration, and TrainingArguments say "
+            f"optim={optim!r}; name it in one of the two"
+        )
+    if theirs is not None:
+        return theirs
+    if optim in _BITS_8:
+        raise UnsupportedError(
+            f"optim={optim!r}: leave it out, and write optimizer: {{type: {_BITS_8[optim]}, "
+            "states: int8} in the offload configuration, which keeps states in 8 bits"
+        )
+    raise UnsupportedError(
+        f"optim={optim!r} is no optimizer that offload has ({', '.join(KINDS)}); set optim to one "
+        f"of {', '.join(_TYPES)}, or leave it out and set optimizer.type in the offload "
+        "configuration"
+    )
+
+
+def _of_arguments(args: TrainingArguments, type_: str) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    if type_ in ("adamw", "adam", "lion"):
+        numbers["betas"] = (args.adam_beta1, args.adam_beta2)
+    if type_ in ("adamw", "adam"):
+        numbers["eps"] = args.adam_epsilon
+    return numbers
+
+
+def _of_optim_args(args: TrainingArguments, type_: str) -> dict[str, Any]:
+    """`optim_args="momentum=0.9,nesterov=true"`, which Trainer reads for sgd and adagrad."""
+    if type_ not in ("sgd", "adagrad") or not args.optim_args:
+        return {}
+    found: dict[str, Any] = {}
+    for pair in args.optim_args.replace(" ", "").split(","):
+        key, _, value = pair.partition("=")
+        if key == "nesterov":
+            found[key] = value.lower() in ("true", "1", "yes")
+        elif key in _OF_OPTIM_ARGS:
+            found[key] = float(value)
+    return found

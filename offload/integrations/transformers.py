@@ -1,0 +1,336 @@
+"""transformers' Trainer, and every trainer that is made of it, through an engine.
+
+    trainer = OffloadTrainer(model, args, train_dataset=rows, offload="offload.yaml")
+    trainer.train()
+
+    class Mine(OffloadMixin, SFTTrainer): ...
+
+The engine is made when the model is first needed: to train, evaluate or predict, or to load a
+checkpoint. It stays open after training, for `evaluate`, `save_model` and `model.generate`, until
+`trainer.engine.close()`, or until nobody holds the trainer or the model any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import has_length
+
+from offload.checkpoint.model import restore_numbers
+from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.weights import stream_weights
+from offload.config import OffloadConfig
+from offload.engine import Engine, initialize
+from offload.integrations.adapters import AdapterSave, is_adapted
+from offload.integrations.pretrained_load import load_weights
+from offload.integrations.training_arguments import Source, named_keys, settle
+from offload.optimizer import OffloadOptimizer
+from offload.tiers.errors import ConfigError, StateError, UnsupportedError
+
+_LEAST = (5, 17)
+if tuple(map(int, transformers.__version__.split(".")[:2])) < _LEAST:
+    raise UnsupportedError(
+        f"offload.integrations.transformers needs transformers {'.'.join(map(str, _LEAST))} or "
+        f"newer, and {transformers.__version__} is installed; pip install -U transformers, or "
+        "write the loop with offload.initialize"
+    )
+
+from offload.integrations.pretrained_save import StreamedSave  # noqa: E402
+
+STATES = "offload"  # the folder of the engine's states in a checkpoint of Trainer's
+_SCHEDULER = "scheduler.pt"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+@dataclass
+class OffloadArguments:
+    """The key `offload` among TrainingArguments, also for HfArgumentParser:
+
+    @dataclass
+    class Arguments(OffloadArguments, TrainingArguments): ...
+    """
+
+    offload: str | None = field(
+        default=None, metadata={"help": "Path of offload's configuration, a YAML file."}
+    )
+
+
+class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
+    """In front of a trainer: `class Mine(OffloadMixin, SFTTrainer)`.
+
+    `offload`: the engine's configuration (the path of a YAML file, a mapping or an OffloadConfig),
+    or an engine that has the model already and keeps its optimizer's numbers and param groups. What
+    a configuration does not name of optimizer, precision, seed, device, clipping and accumulation
+    comes from TrainingArguments, with Trainer's own param groups for weight decay.
+
+    ConfigError where both name different values, UnsupportedError for what cannot be combined.
+    """
+
+    def __init__(self, *args: Any, offload: Source | Engine | None = None, **kwargs: Any) -> None:
+        self._offload = offload
+        self._engine: Engine | None = None
+        self._max_norm = math.inf
+        super().__init__(*args, **kwargs)
+        if isinstance(self.optimizer, OffloadOptimizer):
+            self._offload = self._engine_of(self.optimizer, offload)
+        self._refuse()
+        self._settled(self.model)  # errors now rather than when training begins
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that the model trains through; made here if nothing needed it before."""
+        model = self.model
+        if self._engine is not None and self._engine.module is model:
+            return self._engine
+        if model is None:
+            raise StateError(
+                "the trainer has no model: hyperparameter_search has released the last one, and "
+                "train() makes the next"
+            )
+        if isinstance(self._offload, Engine):
+            if self._offload.module is not model:
+                raise StateError(
+                    "offload= is the engine of another model than the trainer's; put adapters and "
+                    "wrappers into the model before offload.initialize, or give the trainer a "
+                    "configuration: it makes the engine itself"
+                )
+            self._engine = self._offload
+        else:
+            self._engine = self._make_engine(model)
+        self._prepare(self._engine)
+        return self._engine
+
+    # ---------------------------------------------------------------- making the engine
+    @staticmethod
+    def _engine_of(optimizer: OffloadOptimizer, offload: Source | Engine | None) -> Engine:
+        assert isinstance(optimizer.engine, Engine), "set when the engine was made"
+        if offload is not None and offload is not optimizer.engine:
+            raise ConfigError(
+                "optimizers= has the optimizer of an engine, and offload= names something else; "
+                "leave one of them out"
+            )
+        return optimizer.engine
+
+    def _make_engine(self, model: nn.Module) -> Engine:
+        config = self._settled(model)
+        if self.accelerator.native_amp:  # around the model's forward, as in plain Trainer
+            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        decayed = set(self.get_decay_parameter_names(model))
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {
+                "params": [p for name, p in trained if name in decayed],
+                "weight_decay": config.optimizer.weight_decay,
+            },
+            {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+        ]
+        update = {
+            "clip_grad_norm": None,  # by Trainer, which logs the norm
+            "gradient_accumulation_steps": self._passes(config),
+        }
+        return initialize(model, config.model_copy(update=update), parameters=groups)
+
+    def _passes(self, config: OffloadConfig) -> int:
+        """Backward passes of a step: fewer than are named where the data are too few for them."""
+        rows = self.train_dataset
+        if rows is None or not has_length(rows):
+            return config.gradient_accumulation_steps
+        of_all = int(self._train_batch_size * self.args.world_size)
+        batches = math.ceil(len(rows) / of_all)
+        return max(1, min(batches, config.gradient_accumulation_steps))
+
+    def _prepare(self, engine: Engine) -> None:
+        """Accelerate neither moves nor wraps the model, and copies no states."""
+        for prepared in engine.module, engine.optimizer:
+            prepared._is_accelerate_prepared = True  # type: ignore[union-attr]
+        if engine.runtime.loss_scale is not None:
+            self.accelerator.scaler = _LossScaler(engine)
+        if self.args.torch_compile:
+            engine.module.compile(**self.accelerator.state.dynamo_plugin.to_kwargs())
+        StreamedSave.install(engine)
+        AdapterSave.install(engine)
+        if self.args.save_strategy != "no":
+            self._check_saving(engine)
+
+    @staticmethod
+    def _check_saving(engine: Engine) -> None:
+        streams = isinstance(vars(engine.module).get("save_pretrained"), StreamedSave)
+        if engine.runtime.ranks is not None and not streams:
+            raise UnsupportedError(
+                f"saving a {type(engine.module).__name__} on several ranks: only models with "
+                "transformers' own save_pretrained are; set save_strategy='no', and save with "
+                "engine.save_checkpoint"
+            )
+
+    def _settled(self, model: nn.Module | None) -> OffloadConfig:
+        source = self._offload
+        if isinstance(source, Engine):
+            made = source.config
+            source = {**named_keys(made), "precision": made.precision, "device": made.device}
+        elif source is None:
+            source = getattr(self.args, "offload", None) or {}
+        return settle(source, self.args, model)
+
+    def _refuse(self) -> None:
+        args = self.args
+        for name in "deepspeed", "fsdp", "parallelism_config":
+            if getattr(args, name, None):
+                raise UnsupportedError(
+                    f"TrainingArguments({name}=...) shards the model in another way, and offload's "
+                    f"engine does that here (zero: in its configuration); remove {name}"
+                )
+        if args.n_gpu > 1:
+            raise UnsupportedError(
+                f"{args.n_gpu} GPUs in one process (DataParallel): an engine trains on one; set "
+                "CUDA_VISIBLE_DEVICES=0, or start the script by torchrun, with a process per GPU"
+            )
+        if getattr(self.model, "hf_device_map", None):
+            raise UnsupportedError(
+                "the model was loaded with device_map=, which moves weights on its own; load it "
+                "without, budget: and placement: in offload's configuration say where they are"
+            )
+        if getattr(self.model, "hf_quantizer", None) is not None:
+            raise UnsupportedError(
+                "the model's weights are quantized: an engine keeps floating point weights; load "
+                "it without quantization_config= (bf16 with LoRA takes 2 bytes per weight, and "
+                "they may be on nvme)"
+            )
+        if args.save_on_each_node and args.world_size > 1:
+            raise UnsupportedError(
+                "TrainingArguments(save_on_each_node=True): the first rank writes what all ranks "
+                "have, once; leave it out, and let all machines read output_dir"
+            )
+        foreign = self.optimizer is not None and not isinstance(self.optimizer, OffloadOptimizer)
+        if foreign or self.optimizer_cls_and_kwargs is not None:
+            raise UnsupportedError(
+                "optimizers= and optimizer_cls_and_kwargs= bring an optimizer of their own, and "
+                "only the engine's keeps its states in the tiers; leave them out, and set "
+                "optimizer: in offload's configuration"
+            )
+
+    # ---------------------------------------------------------------- Trainer's methods
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        if self._settled(self.model).precision != "fp32":
+            found["mixed_precision"] = "no"  # the engine's weights have 16 bits
+        return found
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine brings it there, piece by piece."""
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        if self._engine is not None:
+            self._engine.close()  # before the next model needs its memory
+        model: nn.Module = super().call_model_init(trial)
+        return model
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine  # before what a subclass may do with the model
+        clip = self._settled(engine.module).clip_grad_norm
+        by_engine = engine.config.clip_grad_norm is not None
+        self._max_norm = math.inf if by_engine or clip is None else clip
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        _ = self.engine
+        return super().evaluation_loop(*args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        self.optimizer = self.engine.optimizer
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self._max_norm)
+        return norm
+
+    # ---------------------------------------------------------------- files
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        engine = self.engine
+        self._check_saving(engine)
+        super().save_model(output_dir, _internal_call)
+        if engine.runtime.ranks is not None and not self.args.should_save:
+            stream_weights(engine, lambda *_: None)  # this rank's part of what the first one writes
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if is_adapted(self.engine.module):  # the states of adapters alone
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self.engine.save_checkpoint(Path(output_dir) / STATES)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if not self._load_states(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_states(Path(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
+    def _load_states(self, folder: Path) -> bool:
+        """The engine's states, or of a checkpoint without them the weights; False where Trainer has
+        to load it."""
+        engine = self.engine
+        if (folder / STATES).is_dir():
+            engine.load_checkpoint(folder / STATES)
+            return True
+        if is_adapted(engine.module) or not any((folder / name).is_file() for name in _WEIGHTS):
+            return False
+        load_weights(engine, folder)
+        return True
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        folder = None if checkpoint is None else Path(checkpoint)
+        if folder is None or not (folder / STATES).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)  # of a plain Trainer, or none
+            return
+        # the states came with the weights; making the scheduler has changed the learning rates
+        with CheckpointReader(folder / STATES) as reader:
+            saved = reader.manifest.optimizer.param_groups
+        for group, record in zip(self.engine.optimizer.param_groups, saved, strict=True):
+            restore_numbers(group, record.numbers)
+        states = torch.load(folder / _SCHEDULER, weights_only=True)
+        self.lr_scheduler.load_state_dict(states)
+
+
+class OffloadTrainer(OffloadMixin):
+    """transformers' Trainer through an engine; see `OffloadMixin`."""
+
+
+class _LossScaler:
+    """For `accelerator.backward`, in the place of a GradScaler: the engine scales the loss, and
+    its step unscales gradients and skips."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def scale(self, loss: Tensor) -> _Loss:
+        return _Loss(self._engine, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        scale = self._engine.runtime.loss_scale
+        assert scale is not None, "made with fp16 only"
+        return {"scale": scale.scale, "good_steps": scale.good_steps}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        scale = self._engine.runtime.loss_scale
+        assert scale is not None, "made with fp16 only"
+        scale.scale, scale.good_steps = states["scale"], states["good_steps"]
+
+
+class _Loss:
+    def __init__(self, engine: Engine, loss: Tensor) -> None:
+        self._engine = engine
+        self._loss = loss
+
+    def backward(self) -> None:
+        self._engine.backward(self._loss)

@@ -1,0 +1,539 @@
+"""OffloadTrainer logs, saves and resumes what transformers' Trainer does, and the engine is made by
+itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.errors import CheckpointError, ConfigError, OffloadError, StateError, UnsupportedError
+from tests.offload.engine_cases import assert_same_bits, config, seeded
+from tests.outside.trainer_cases import (
+    ARGUMENTS,
+    CLIP,
+    PLACEMENTS,
+    STEPS,
+    Rows,
+    assert_close,
+    logged,
+    quiet,
+    tiny_llama,
+    transformers,
+    values_of,
+)
+
+accelerate = pytest.importorskip("accelerate")
+ours = importlib.import_module("offload.integrations.transformers")
+
+KEYS: dict[str, Any] = {**ARGUMENTS, "weight_decay": 0.1}
+SHORT: dict[str, Any] = {
+    **KEYS, "max_steps": 3, "eval_strategy": "no", "save_strategy": "no",
+    "gradient_accumulation_steps": 1,
+}  # fmt: skip
+Logs = dict[str, list[float]]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.fixture
+def open_engines() -> Iterator[list[Any]]:
+    """Trainers whose engines are closed at the end."""
+    trainers: list[Any] = []
+    yield trainers
+    for trainer in trainers:
+        if trainer._engine is not None:
+            trainer._engine.close()
+
+
+def settings(folder: Path, placement: str = "nvme", **keys: Any) -> dict[str, Any]:
+    """Without an optimizer: TrainingArguments have it. Each block is a group of its own."""
+    blocks = {"blocks": ["LlamaDecoderLayer"]}
+    return config(folder, PLACEMENTS[placement], **{"groups": blocks, **keys})
+
+
+def make(kind: Any, folder: Path, model: Any = None, **keys: Any) -> Any:
+    """A trainer; keys of its own and of TrainingArguments."""
+    own = {"model_init", "offload", "optimizers", "callbacks", "train_dataset"}
+    given = {key: keys.pop(key) for key in own & keys.keys()}
+    args = transformers.TrainingArguments(output_dir=str(folder), **{**KEYS, **keys})
+    given = {"train_dataset": Rows(120, seed=1), "eval_dataset": Rows(8, seed=2), **given}
+    if "model_init" not in given:
+        given["model"] = tiny_llama() if model is None else model
+    return kind(args=args, **given)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A plain Trainer's folder, logs and weights."""
+    folder = tmp_path_factory.mktemp("plain")
+    with quiet():
+        trainer = make(transformers.Trainer, folder)
+        trainer.train()
+    return folder, logged(trainer), values_of(trainer.model)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_logs_and_weights_are_plain_trainers_and_a_resumed_run_has_the_same_bits(
+    placement: str, plain: Any, tmp_path: Path
+) -> None:
+    given = settings(tmp_path, placement)
+    trainer = make(ours.OffloadTrainer, tmp_path / "whole", offload=given)
+    trainer.train()
+    whole, weights = logged(trainer), values_of(trainer.model)
+    trainer.engine.close()
+    assert len(whole["loss"]) == STEPS
+    assert min(whole["grad_norm"]) > CLIP
+    assert_close(whole, plain[1])
+    assert_close(weights, plain[2])
+    saved = {path.name for path in (tmp_path / "whole/checkpoint-8").iterdir()}
+    assert "optimizer.pt" not in saved
+    assert {"offload", "model.safetensors", "config.json", "trainer_state.json"} <= saved
+    again = make(ours.OffloadTrainer, tmp_path / "again", offload=given)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-8"))
+    assert logged(again) == whole
+    assert_same_bits(values_of(again.model), weights)
+    again.engine.close()
+
+
+def test_resumes_from_a_plain_trainers_checkpoint(
+    plain: Any, tmp_path: Path, open_engines: list[Any]
+) -> None:
+    trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path))
+    open_engines.append(trainer)
+    trainer.train(resume_from_checkpoint=str(plain[0] / "checkpoint-8"))
+    assert_close(logged(trainer), plain[1])
+    assert_close(values_of(trainer.model), plain[2])
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_the_best_model_comes_back_and_old_checkpoints_go(
+    only_model: bool, tmp_path: Path, open_engines: list[Any]
+) -> None:
+    keys = {
+        "eval_steps": 4, "save_steps": 4, "save_total_limit": 2, "load_best_model_at_end": True,
+        "metric_for_best_model": "loss", "greater_is_better": False, "save_only_model": only_model,
+    }  # fmt: skip
+    plain = make(transformers.Trainer, tmp_path / "plain", **keys)
+    plain.train()
+    trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **keys)
+    open_engines.append(trainer)
+    trainer.train()
+    folders = [sorted(p.name for p in (tmp_path / n).iterdir()) for n in ("plain", "run")]
+    assert folders[0] == folders[1]
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == Path(plain.state.best_model_checkpoint).name == "checkpoint-4"
+    assert_close(values_of(trainer.model), values_of(plain.model))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(best)
+    assert_same_bits(values_of(trainer.model), values_of(saved))
+    assert_close(trainer.evaluate()["eval_loss"], plain.evaluate()["eval_loss"])
+
+
+class Generates(transformers.TrainerCallback):  # type: ignore[misc]
+    """Generates and saves the model in the middle of training."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: list[list[int]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        tokens = model.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=4, do_sample=False)
+        self.made.append(tokens[0].tolist())
+        model.save_pretrained(self.folder / f"{state.global_step}")
+
+
+def test_callbacks_generate_and_save_during_training(
+    tmp_path: Path, open_engines: list[Any]
+) -> None:
+    runs = []
+    for kind, name in (transformers.Trainer, "plain"), (ours.OffloadTrainer, "ours"):
+        more = {} if kind is transformers.Trainer else {"offload": settings(tmp_path)}
+        callback = Generates(tmp_path / name)
+        trainer = make(kind, tmp_path / "run", callbacks=[callback], **{**SHORT, **more})
+        trainer.train()
+        runs.append((logged(trainer), callback.made))
+    open_engines.append(trainer)
+    assert_close(runs[1][0], runs[0][0])
+    assert runs[1][1] == runs[0][1]
+    for step in "1", "2", "3":
+        models = [
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / step)
+            for name in ("plain", "ours")
+        ]
+        assert_close(*map(values_of, models))
+    assert_close(values_of(models[1]), values_of(trainer.model))
+
+
+def test_evaluation_prediction_and_saving_before_and_after_training(
+    tmp_path: Path, open_engines: list[Any]
+) -> None:
+    plain = make(transformers.Trainer, tmp_path / "plain", **SHORT)
+    trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **SHORT)
+    open_engines.append(trainer)
+    for each in plain, trainer:
+        each.evaluate()
+        each.train()
+        each.evaluate()
+        each.save_model(str(tmp_path / type(each).__name__))
+        each.train()
+    assert_close(logged(trainer), logged(plain))
+    found = [each.predict(Rows(4, seed=3)).predictions for each in (plain, trainer)]
+    assert_close(torch.from_numpy(found[1]), torch.from_numpy(found[0]))
+
+
+def test_a_model_on_the_meta_device_begins_with_the_engine(
+    tmp_path: Path, open_engines: list[Any]
+) -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(tiny_llama().config)
+    trainer = make(
+        ours.OffloadTrainer, tmp_path / "run", model, offload=settings(tmp_path),
+        train_dataset=Rows(8, seed=2), **{**SHORT, "max_steps": 10, "learning_rate": 1e-2},
+    )  # fmt: skip
+    open_engines.append(trainer)
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < first - 0.1
+
+
+def test_model_init_gives_each_training_a_new_model(
+    tmp_path: Path, open_engines: list[Any]
+) -> None:
+    trainer = make(
+        ours.OffloadTrainer, tmp_path / "run", model_init=tiny_llama, offload=settings(tmp_path),
+        **SHORT,
+    )  # fmt: skip
+    open_engines.append(trainer)
+    trainer.train()
+    first = trainer.engine
+    losses = logged(trainer)["loss"]
+    trainer.train()
+    assert trainer.engine is not first
+    assert logged(trainer)["loss"] == losses
+    with pytest.raises(StateError, match="closed"):
+        first.settle()
+
+
+def test_the_engine_of_the_model_is_used(tmp_path: Path) -> None:
+    """Given as the engine, or by its optimizer; a configuration for such a model is an error."""
+    runs = []
+    for given in "offload", "optimizers":
+        model = tiny_llama()
+        optimizer = {"lr": 3e-3, "weight_decay": 0.1}
+        with offload.initialize(model, settings(tmp_path, optimizer=optimizer)) as engine:
+            value = engine if given == "offload" else (engine.optimizer, None)
+            trainer = make(ours.OffloadTrainer, tmp_path / "run", model, **{**SHORT, given: value})
+            trainer.train()
+            assert trainer.engine is engine
+            runs.append(logged(trainer))
+            with pytest.raises(StateError, match="another engine"):
+                _ = make(ours.OffloadTrainer, tmp_path / "run", model, offload={}, **SHORT).engine
+    assert runs[0] == runs[1]
+
+
+# --------------------------------------------------------------------------- precision
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_resume_with_the_same_bits(precision: str, tmp_path: Path) -> None:
+    """fp16 scales the loss; while steps overflow, the scheduler waits, as Trainer has it."""
+    given = settings(tmp_path, "host", precision=precision, seed=7)
+    if precision == "fp16":
+        given["loss_scale"] = {"initial": 2.0**19, "growth_interval": 4}
+    keys = {"save_steps": 4, "max_steps": 8, "eval_steps": 4, "gradient_accumulation_steps": 2}
+    trainer = make(ours.OffloadTrainer, tmp_path / "whole", offload=given, **keys)
+    trainer.train()
+    whole, weights, report = logged(trainer), values_of(trainer.model), trainer.engine.report()
+    trainer.engine.close()
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    assert weights["model.norm.weight"].dtype == dtypes[precision]
+    assert (report.skipped_steps > 0) == (precision == "fp16")
+    assert trainer.lr_scheduler.last_epoch == report.steps
+    plain = make(transformers.Trainer, tmp_path / "plain", **keys)
+    plain.train()
+    finite = [n for n in whole["grad_norm"] if n < 1e3]
+    assert len(finite) >= 3
+    assert abs(finite[0] / logged(plain)["grad_norm"][0] - 1) < 0.05  # unscaled
+    again = make(ours.OffloadTrainer, tmp_path / "again", offload=given, **keys)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
+    assert str(logged(again)) == str(whole)  # nan is there, too
+    assert_same_bits(values_of(again.model), weights)
+    again.engine.close()
+
+
+def test_bf16_means_weights_of_16_bits_unless_fp32_is_named(
+    tmp_path: Path, open_engines: list[Any]
+) -> None:
+    found = []
+    for precision in None, "fp32":
+        named = {} if precision is None else {"precision": precision}
+        given = settings(tmp_path, "host", **named)
+        trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=given, bf16=True, **SHORT)
+        open_engines.append(trainer)
+        trainer.train()
+        found.append((trainer.engine.config.precision, logged(trainer)))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert [each[0] for each in found] == ["bf16", "fp32"]
+    plain = make(transformers.Trainer, tmp_path / "plain", bf16=True, **SHORT)
+    plain.train()
+    assert_close(found[1][1], logged(plain))  # autocast, as there
+
+
+def test_a_model_of_16_bits_keeps_its_format(tmp_path: Path, open_engines: list[Any]) -> None:
+    trainer = make(
+        ours.OffloadTrainer, tmp_path / "run", tiny_llama().bfloat16(),
+        offload=settings(tmp_path, "host"), **SHORT,
+    )  # fmt: skip
+    open_engines.append(trainer)
+    assert trainer.engine.config.precision == "bf16"
+
+
+# --------------------------------------------------------------------------- one source of numbers
+CONFLICTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "optimizer.lr: 0.5": ({"optimizer": {"lr": 0.5}}, {}),
+    "optimizer.weight_decay: 0.5": ({"optimizer": {"weight_decay": 0.5}}, {}),
+    "optimizer.betas: [0.5, 0.6]": (
+        {"optimizer": {"betas": [0.5, 0.6], "lr": 3e-3}}, {"adam_beta1": 0.8},
+    ),
+    "optimizer.type: lion": ({"optimizer": {"type": "lion"}}, {"optim": "sgd"}),
+    "clip_grad_norm: 3": ({"clip_grad_norm": 3}, {}),
+    "gradient_accumulation_steps: 3": ({"gradient_accumulation_steps": 3}, {}),
+    "seed: 3": ({"seed": 3}, {}),
+    "precision: fp16": ({"precision": "fp16"}, {"bf16": True}),
+    "device: cuda": ({"device": "cuda"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONFLICTS)
+def test_two_values_for_one_thing_are_an_error_that_names_both(what: str, tmp_path: Path) -> None:
+    given, keys = CONFLICTS[what]
+    with pytest.raises(ConfigError) as caught:
+        make(ours.OffloadTrainer, tmp_path / "run", offload=given, **keys)
+    assert what in str(caught.value)
+    assert "TrainingArguments" in str(caught.value)
+
+
+def test_what_the_configuration_names_holds_where_the_arguments_name_nothing(
+    tmp_path: Path, open_engines: list[Any]
+) -> None:
+    """Equal to a plain Trainer with those arguments: clipped once."""
+    optimizer = {"lr": 3e-3, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6}
+    keys = {**SHORT, "learning_rate": 5e-5, "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 42}
+    given = settings(tmp_path, optimizer=optimizer, clip_grad_norm=0.3, seed=42)
+    trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=given, **keys)
+    open_engines.append(trainer)
+    trainer.train()
+    plain = make(
+        transformers.Trainer, tmp_path / "plain",
+        **{**keys, "learning_rate": 3e-3, "weight_decay": 0.1, "adam_beta1": 0.8,
+           "adam_beta2": 0.9, "adam_epsilon": 1e-6, "max_grad_norm": 0.3},
+    )  # fmt: skip
+    plain.train()
+    assert_close(logged(trainer), logged(plain))
+    assert_close(values_of(trainer.model), values_of(plain.model))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true", "learning_rate": 0.1},
+        {"optim": "adagrad", "learning_rate": 0.05},
+        {"optim": "adamw_torch"},
+        {"max_grad_norm": 0.0},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
+        {"gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 100},  # more than there are batches
+    ],
+    ids=str,
+)
+def test_other_arguments_do_what_they_do_there(
+    keys: dict[str, Any], tmp_path: Path, open_engines: list[Any]
+) -> None:
+    rows = Rows(12, seed=1)
+    plain = make(transformers.Trainer, tmp_path / "plain", train_dataset=rows, **{**SHORT, **keys})
+    plain.train()
+    trainer = make(
+        ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), train_dataset=rows,
+        **{**SHORT, **keys},
+    )  # fmt: skip
+    open_engines.append(trainer)
+    trainer.train()
+    assert_close(logged(trainer), logged(plain))
+    assert_close(values_of(trainer.model), values_of(plain.model))
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"optim": "adafactor"}, "adafactor"),
+        ({"optim": "adamw_8bit"}, "states: int8"),
+        ({"optimizers": (torch.optim.AdamW([nn.Parameter(torch.ones(2))]), None)}, "optimizers="),
+        ({"offload": {"optimizer": {"in_backward": True}}}, "clip_grad_norm"),
+        ({"offload": {"precison": "bf16"}}, "precison"),
+        ({"offload": {"precision": "fp32"}, "fp16": True}, "fp16=True"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_combined_is_refused_before_training(
+    keys: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OffloadError, match=what):
+        make(ours.OffloadTrainer, tmp_path / "run", **keys)
+
+
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.hf_quantizer = SimpleNamespace(is_trainable=True, is_qat_trainable=True)
+    with pytest.raises(UnsupportedError, match="quantized"):
+        make(ours.OffloadTrainer, tmp_path / "run", model)
+
+
+def test_several_gpus_in_one_process_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+    with pytest.raises(UnsupportedError, match="torchrun"):
+        make(ours.OffloadTrainer, tmp_path / "run")
+
+
+def test_an_optimizer_that_a_subclass_makes_is_refused(
+    tmp_path: Path, open_engines: list[Any]
+) -> None:
+    class Own(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters())
+            return self.optimizer
+
+    trainer = make(Own, tmp_path / "run", offload=settings(tmp_path), **SHORT)
+    open_engines.append(trainer)
+    with pytest.raises(UnsupportedError, match=r"only engine\.optimizer"):
+        trainer.train()
+
+
+def test_a_loss_of_a_subclass_is_scaled_under_fp16(tmp_path: Path, open_engines: list[Any]) -> None:
+    class Own(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            loss: Tensor = model(**inputs).loss.float() * 2
+            return loss
+
+    norms = []
+    for precision in "fp32", "fp16":
+        given = settings(tmp_path, "host", precision=precision)
+        trainer = make(Own, tmp_path / "run", offload=given, **SHORT)
+        open_engines.append(trainer)
+        trainer.train()
+        norms.append(logged(trainer)["grad_norm"][0])
+    assert abs(norms[1] / norms[0] - 1) < 0.05
+
+
+# --------------------------------------------------------------------------- arguments and versions
+def test_the_configuration_is_a_key_of_the_arguments(
+    tmp_path: Path, open_engines: list[Any]
+) -> None:
+    @dataclasses.dataclass
+    class Arguments(ours.OffloadArguments, transformers.TrainingArguments):  # type: ignore[misc, name-defined]
+        pass
+
+    file = tmp_path / "offload.yaml"
+    file.write_text(offload.OffloadConfig.load(settings(tmp_path)).to_yaml())
+    line = ["--output_dir", str(tmp_path / "run"), "--offload", str(file), "--use_cpu", "true"]
+    (args,) = transformers.HfArgumentParser(Arguments).parse_args_into_dataclasses(line)
+    trainer = ours.OffloadTrainer(tiny_llama(), args)
+    open_engines.append(trainer)
+    assert trainer.engine.config.to_dict()["placement"]["parameters"] == "nvme"
+
+
+def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.16.2")
+    monkeypatch.delitem(sys.modules, ours.__name__)
+    with pytest.raises(UnsupportedError, match=r"5\.17 or newer, and 5\.16\.2 is installed"):
+        importlib.import_module(ours.__name__)
+
+
+# --------------------------------------------------------------------------- weights in files
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, open_engines: list[Any]) -> None:
+    wide = seeded(lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**tiny_llama().config.to_dict(), "intermediate_size": 64})
+    ))  # fmt: skip
+    deep = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**tiny_llama().config.to_dict(), "num_hidden_layers": 2})
+    )
+    trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **SHORT)
+    open_engines.append(trainer)
+    before = values_of(trainer.engine.module)
+    for model, what in (wide, "has shape"), (deep, "has no model.layers.2"):
+        model.save_pretrained(tmp_path / "other")
+        with pytest.raises(CheckpointError, match=what):
+            trainer._load_from_checkpoint(str(tmp_path / "other"))
+    assert_same_bits(values_of(trainer.model), before)
+
+
+# --------------------------------------------------------------------------- memory
+@pytest.mark.slow
+def test_saving_and_resuming_take_no_more_ram_than_training(tmp_path: Path) -> None:
+    """Of 100 M parameters, whose states are 1.5 GiB, under a budget of 256 MiB."""
+    program = [sys.executable, "-m", "tests.outside.trainer_memory_program", str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    most = peaks["training"] + 256
+    assert most < peaks["states"]
+    for phase in "saving", "resuming", "model", "weights":
+        assert peaks[phase] <= most, peaks
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    example, environment = root / "examples/trainer.py", {**os.environ, "PYTHONPATH": str(root)}
+    more = ["--output_dir", str(tmp_path), "--save_steps", "2", "--disable_tqdm", "true"]
+    for steps, resume in ("2", []), ("3", ["--resume_from_checkpoint", "true"]):
+        command = [sys.executable, str(example), "--max_steps", steps, *more, *resume]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=300, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert "To be, or not" in done.stdout
+    assert (tmp_path / "checkpoint-3/offload").is_dir()
+    assert (tmp_path / "model/model.safetensors").is_file()
+
+
+# --------------------------------------------------------------------------- several ranks
+@pytest.mark.slow
+def test_two_ranks_train_save_and_resume_as_with_ddp(tmp_path: Path) -> None:
+    for kind in "plain", "ours":
+        program = ["-m", "tests.outside.trainer_ranks_program", kind, str(tmp_path)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        done = subprocess.run(
+            [sys.executable, *launcher, *program], capture_output=True, text=True, check=False,
+            timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    plain, found = (json.loads((tmp_path / f"{k}.json").read_text()) for k in ("plain", "ours"))
+    assert len(found["whole"]["loss"]) == 6
+    assert_close(found["whole"], plain["whole"])
+    assert found["resumed"] == found["whole"]
+    models = [
+        values_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-model"))
+        for name in ("plain", "ours", "again")
+    ]
+    assert_close(models[1], models[0])
+    assert_same_bits(models[2], models[1])

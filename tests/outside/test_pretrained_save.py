@@ -1,0 +1,189 @@
+"""`save_pretrained` of an engine's model writes the files of the model's own, piece by piece."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import NoSpaceError, StateError
+from tests.offload.engine_cases import NVME, assert_same_bits, config
+from tests.outside.test_causal_lm_zoo import NAMES, build
+from tests.outside.trainer_cases import quiet, tiny_llama, transformers
+
+safetensors = pytest.importorskip("safetensors.torch")
+loading = importlib.import_module("transformers.core_model_loading")
+saving = importlib.import_module("offload.integrations.pretrained_save")
+SPLIT = {
+    "parameters": {"host": "40%", "nvme": "60%"}, "gradients": "host", "optimizer": "nvme",
+}  # fmt: skip
+BUDGET = {"host": "64MiB", "nvme": "256MiB"}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+def mixtral() -> Any:
+    """Its files have experts one by one, and gates apart from what they are fused with."""
+    settings = transformers.MixtralConfig(num_local_experts=4, **SMALL)
+    return transformers.MixtralForCausalLM(settings)
+
+
+def with_engine(model: nn.Module, folder: Path, **keys: Any) -> offload.Engine:
+    engine = offload.initialize(
+        model, config(folder, keys.pop("placement", NVME), budget=BUDGET, **keys)
+    )
+    saving.StreamedSave.install(engine)
+    return engine
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (found, expected)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if name.endswith(".safetensors"):
+            loaded = [safetensors.load_file(folder / name) for folder in (found, expected)]
+            assert_same_bits(*loaded)
+            assert [t.dtype for t in loaded[0].values()] == [t.dtype for t in loaded[1].values()]
+        else:
+            assert (found / name).read_text() == (expected / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("build_one", "keys"),
+    [
+        (tiny_llama, {}),
+        (tiny_llama, {"max_shard_size": "20KB"}),
+        (tiny_llama, {"max_shard_size": 1000, "variant": "x"}),
+        (mixtral, {}),
+        (mixtral, {"max_shard_size": "20KB"}),
+        (mixtral, {"save_original_format": False}),
+    ],
+    ids=str,
+)
+def test_the_files_are_those_of_the_models_own_method(
+    build_one: Any, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build_one()
+    model.save_pretrained(tmp_path / "expected", **dict(keys))
+    with with_engine(model, tmp_path):
+        model.save_pretrained(tmp_path / "found", **dict(keys))
+        model.save_pretrained(tmp_path / "found", **dict(keys))  # over what is there
+    assert_same_files(tmp_path / "found", tmp_path / "expected")
+    assert "save_pretrained" not in vars(model)
+
+
+@pytest.mark.parametrize("model_type", sorted(NAMES))
+def test_every_architectures_files_are_its_own(model_type: str, tmp_path: Path, long: bool) -> None:
+    if not long and sorted(NAMES).index(model_type) % 8 != 4:
+        pytest.skip("every eighth architecture: --long has all")
+    try:
+        model: Any = build(model_type)
+        model.save_pretrained(tmp_path / "expected")
+    except Exception as error:  # noqa: BLE001 - whatever keeps transformers from saving it
+        pytest.skip(f"{type(error).__name__}: {error}".split("\n")[0][:90])
+    with with_engine(model, tmp_path, optimizer={"chunk": 65536}):
+        model.save_pretrained(tmp_path / "found")
+    assert_same_files(tmp_path / "found", tmp_path / "expected")
+
+
+CONVERSIONS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "transposed": ("mlp.up.weight", "mlp.up_proj.weight", [loading.Transpose(0, 1)]),
+    "one of two": (
+        "attn.kv.weight", ["attn.k_proj.weight", "attn.v_proj.weight"], [loading.Chunk(dim=0)],
+    ),
+    "two of one": (
+        ["mlp.up_a.weight", "mlp.up_b.weight"], "mlp.up_proj.weight", [loading.Concatenate(dim=1)],
+    ),
+    "interleaved": ("mlp.up_i.weight", "mlp.up_proj.weight", [loading.Interleave(dim=0)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONVERSIONS)
+def test_tensors_are_converted_to_the_format_of_the_files(what: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    files, own, operations = CONVERSIONS[what]
+    model._weight_conversions = [loading.WeightConverter(files, own, operations)]
+    model.save_pretrained(tmp_path / "expected")
+    with with_engine(model, tmp_path, placement=SPLIT, optimizer={"chunk": 1024}):
+        model.save_pretrained(tmp_path / "found")
+    assert_same_files(tmp_path / "found", tmp_path / "expected")
+    names = safetensors.load_file(tmp_path / "found/model.safetensors").keys()
+    first = files if isinstance(files, str) else files[0]
+    assert any(first in name for name in names)
+
+
+def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with with_engine(model, tmp_path):
+        model.save_pretrained(tmp_path / "found", state_dict={"lm_head.weight": torch.ones(3)})
+    loaded = safetensors.load_file(tmp_path / "found/model.safetensors")
+    assert_same_bits(loaded, {"lm_head.weight": torch.ones(3)})
+
+
+def test_weights_in_16_bits_load_as_they_were_saved(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with with_engine(model, tmp_path, precision="bf16"):
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.dtype is torch.bfloat16
+    assert_same_bits(again.state_dict(), values)
+    assert json.loads((tmp_path / "saved/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_failed_save_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    with with_engine(model, tmp_path) as engine:
+        model.save_pretrained(tmp_path / "saved")
+        before = sorted((p.name, p.read_bytes()) for p in (tmp_path / "saved").iterdir())
+
+        def full(*_: Any) -> None:
+            raise NoSpaceError("no space", path="here")
+
+        monkeypatch.setattr(saving.SafetensorsWriter, "append", full)
+        with pytest.raises(NoSpaceError):
+            model.save_pretrained(tmp_path / "saved")
+        monkeypatch.undo()
+        after = sorted((p.name, p.read_bytes()) for p in (tmp_path / "saved").iterdir())
+        assert after == before
+        with engine.gathered(), pytest.raises(StateError, match="in use"):
+            model.save_pretrained(tmp_path / "other")
+
+
+def test_a_file_in_the_folders_place_is_transformers_own_error(tmp_path: Path) -> None:
+    model = tiny_llama()
+    (tmp_path / "taken").write_text("a file")
+    with with_engine(model, tmp_path):
+        model.save_pretrained(tmp_path / "taken")  # it logs an error
+    assert (tmp_path / "taken").read_text() == "a file"
+
+
+def test_the_model_keeps_its_engine(tmp_path: Path) -> None:
+    """A function that trains and returns the model is a common one."""
+
+    def trained() -> Any:
+        model = tiny_llama()
+        with_engine(model, tmp_path)
+        return model
+
+    model = trained()
+    model.save_pretrained(tmp_path / "saved")
+    vars(model)["save_pretrained"]._engine.close()
