@@ -182,6 +182,11 @@ class FileState(SlotState):
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
+            if not self._filling and not self._slot.in_use():
+                raise StateError(
+                    f"{self.name}: nobody has a view of what was written, so it may have been "
+                    "dropped meanwhile"
+                )
             self._dirty = set(range(self.pieces))  # first: a dirty copy is not dropped
             self._filling = False
             if not write_back:

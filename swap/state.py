@@ -90,7 +90,7 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def wrote(self, *, write_back: bool = True) -> None:
-        """The compute side changed the buffer: start taking it home.
+        """The compute side changed the buffer, and still has a view of it: start taking it home.
 
         Without `write_back` it goes home only if its memory is needed for something else: the
         caller discards the buffer soon.
@@ -105,7 +105,8 @@ class State(abc.ABC):
     # the whole buffer in host memory (for loading and reading out; the same where the model
     # computes in host memory)
     def host_tensor(self) -> torch.Tensor:
-        """1D uint8 in host memory, valid. Changes count after `host_wrote`."""
+        """1D uint8 in host memory, valid. Changes count after `host_wrote`; until then the view has
+        to be kept, or another thread may drop what it shows."""
         return self.tensor()
 
     def host_blank(self) -> torch.Tensor:

@@ -58,7 +58,8 @@ class ParameterValues(WeightValues):
         group, index = self._find(param)
         spec = group.layout.params[index]
         out = np.zeros(spec.numel, dtype=np.float32)
-        for chunk in self._chunks(group, index, write=False):
+        host = self._host_weights(group)
+        for chunk in self._chunks(group, index, host, write=False):
             out[chunk.there] = (
                 self._master(chunk) if field == "master"
                 else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
@@ -81,7 +82,8 @@ class ParameterValues(WeightValues):
                 f"{tuple(spec.shape)}"
             )
         flat = flat_array(value.detach().to("cpu", torch.float32).contiguous())
-        for chunk in self._chunks(group, index, write=True):
+        host = self._host_weights(group)
+        for chunk in self._chunks(group, index, host, write=True):
             if field == "master":
                 self._set_master(flat[chunk.there], chunk)
             else:
@@ -89,15 +91,19 @@ class ParameterValues(WeightValues):
                 chunk.record_format.write_state(chunk.arrays, field, chunk.here, values)
         if field == "master":
             if not spec.trainable:
-                self._set_frozen(group, spec, flat)
+                self._set_frozen(group, host, spec, flat)
             group.state.host_wrote()
+        del host  # not before: a copy without views may be dropped
 
-    def _set_frozen(self, group: ParamGroup, spec: ParamSpec, values: Array) -> None:
+    def _host_weights(self, group: ParamGroup) -> torch.Tensor:
+        group.wait_for_update()
+        return group.state.host_tensor()
+
+    def _set_frozen(
+        self, group: ParamGroup, host: torch.Tensor, spec: ParamSpec, values: Array
+    ) -> None:
         part = self._state_of(group).part
-        frozen, weights = (
-            part.frozen,
-            part.frozen_in(array_of(group.state.host_tensor(), self._own)),
-        )
+        frozen, weights = part.frozen, part.frozen_in(array_of(host, self._own))
         lo, hi = max(spec.offset, frozen.start), min(spec.stop, frozen.stop)
         if lo < hi:
             mine = values[lo - spec.offset : hi - spec.offset]
@@ -125,15 +131,17 @@ class ParameterValues(WeightValues):
         if "master" in chunk.arrays:
             chunk.arrays["master"][chunk.here] = full
 
-    def _chunks(self, group: ParamGroup, index: int, *, write: bool) -> Iterator[_ParamInChunk]:
-        """The chunks of this rank's part of a group that a parameter lies in."""
+    def _chunks(
+        self, group: ParamGroup, index: int, host: torch.Tensor, *, write: bool
+    ) -> Iterator[_ParamInChunk]:
+        """The chunks of this rank's part of a group that a parameter lies in; `host` has the
+        group's weights."""
         state = self._state_of(group)
         if index not in state.parts:
             return
         part = state.parts[index]
         spec = part.spec
-        group.wait_for_update()
-        weights = state.part.trained_in(array_of(group.state.host_tensor(), self._own))
+        weights = state.part.trained_in(array_of(host, self._own))
         for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
             lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
             if lo >= hi:
@@ -145,8 +153,10 @@ class ParameterValues(WeightValues):
                 yield _ParamInChunk(
                     arrays, kept, weights[elements.start : elements.stop], here, there
                 )
-                arrays.clear()  # the caller's name for them must not keep the record in memory
-                del buffer
+            # not before it was marked as written: a copy without views may be dropped; but now, or
+            # the caller's name for the arrays would keep the record in memory
+            arrays.clear()
+            del buffer
 
     # ---------------------------------------------------------------- optimizer state of torch
     def is_trained(self, param: nn.Parameter) -> bool:
@@ -205,7 +215,8 @@ class ParameterValues(WeightValues):
 
     def _follow(self, group: ParamGroup, index: int) -> None:
         """A parameter was written: its master becomes that value."""
-        for chunk in self._chunks(group, index, write=True):
+        host = self._host_weights(group)
+        for chunk in self._chunks(group, index, host, write=True):
             if "low" in chunk.arrays:
                 chunk.arrays["low"][chunk.here] = 0
             elif "master" in chunk.arrays:

@@ -157,8 +157,8 @@ class StateConformance:
         view = state.tensor()
         self.synchronize()
         view.copy_(values)
-        del view
         state.wrote(**how)
+        del view  # not before: a copy without views may be dropped
 
     def piece_of(self, state: State, piece: int) -> torch.Tensor:
         """A copy of what the update side reads."""

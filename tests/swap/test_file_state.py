@@ -70,6 +70,21 @@ def make_bench(tmp_path, backend, file_pages=64) -> Iterator[Bench]:
         file.close()
 
 
+def test_a_write_that_nobody_kept_in_memory_is_refused(bench):
+    """Between the last view of it and `wrote`, another thread may have dropped it."""
+    state = bench.filled("s", 1)
+    view = state.tensor()
+    view.fill_(2)
+    del view
+    with pytest.raises(StateError, match="s: nobody has a view of what was written"):
+        state.wrote()
+    view = state.tensor()
+    view.fill_(3)
+    state.wrote()
+    del view
+    assert state.tensor().unique().tolist() == [3]
+
+
 def test_what_was_written_comes_back_after_its_memory_was_taken(bench):
     states = [bench.filled(str(i), i + 1, 2 * PAGE) for i in range(6)]  # three times the memory
     for number, state in enumerate(states):
