@@ -128,10 +128,10 @@ def edited(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_a_newer_format_says_which_version_wrote_it(engine: offload.Engine, saved: Path) -> None:
-    edited(saved, lambda m: m.update(version=2, offload="3.1", novelty={}))
+    edited(saved, lambda m: m.update(version=manifest.VERSION + 1, offload="3.1", novelty={}))
     message = refusal(engine, saved)
-    assert "format version 2 (written by offload 3.1)" in message
-    assert "reads up to 1; install a newer offload" in message
+    assert f"format version {manifest.VERSION + 1} (written by offload 3.1)" in message
+    assert f"reads up to {manifest.VERSION}; install a newer offload" in message
 
 
 @pytest.mark.parametrize(

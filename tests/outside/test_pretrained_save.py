@@ -74,7 +74,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
         (mixtral, {"max_shard_size": "20KB"}),
         (mixtral, {"save_original_format": False}),
     ],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_the_files_are_those_of_the_models_own_method(
     build_one: Any, keys: dict[str, Any], tmp_path: Path
