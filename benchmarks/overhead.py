@@ -154,11 +154,11 @@ def main() -> None:
     options = parser.parse_args()
     record = run(options)
     columns = (
-        Column("ms per block", number("seconds", 1e-3, 3)),
-        Column("overhead, ms", number("overhead_s", 1e-3, 3)),
-        Column("CPU ms per block", number("cpu_s", 1e-3, 3)),
-        Column("overhead, CPU ms", number("cpu_overhead_s", 1e-3, 3)),
-        *([Column("CUDA calls per block", number("cuda_calls", 1, 1))] if cuda_calls() else []),
+        Column("ms", number("seconds", 1e-3, 3)),
+        Column("over plain", number("overhead_s", 1e-3, 3)),
+        Column("CPU ms", number("cpu_s", 1e-3, 3)),
+        Column("over plain", number("cpu_overhead_s", 1e-3, 3)),
+        *([Column("CUDA calls", number("cuda_calls", 1, 1))] if cuda_calls() else []),
     )
     print_record(record, columns)
     if options.json is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from offload.config.optimizer_kinds import KINDS
 from offload.tiers.errors import ConfigError, UnsupportedError
 
-_CLASSES: dict[type, str] = {
+CLASSES: dict[type, str] = {
     torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.Adagrad: "adagrad",
     torch.optim.SGD: "sgd",
 }  # fmt: skip
@@ -29,15 +29,12 @@ class ClientOptimizer:
     given: torch.optim.Optimizer
 
     @classmethod
-    def of(cls, given: torch.optim.Optimizer) -> ClientOptimizer:
-        """UnsupportedError for a class without a rule, a number that its rule lacks, or one that
-        has states already."""
-        kind = _kind(given)
-        if any(float(state.get("step", 1)) for state in given.state.values()):
-            raise UnsupportedError(
-                f"{type(given).__name__} has states already; make it just before it is handed "
-                "over, and load its state dict into the optimizer that comes back"
-            )
+    def of(
+        cls, given: torch.optim.Optimizer, classes: Mapping[type, str] = CLASSES
+    ) -> ClientOptimizer:
+        """`classes`: those with a rule, and its name. UnsupportedError for another class, or a
+        number that its rule lacks."""
+        kind = _kind(given, classes)
         numbers = {key: given.defaults[key] for key in KINDS[kind].defaults}
         groups = [
             {key: value for key, value in group.items() if key not in _HOW}
@@ -70,12 +67,15 @@ class ClientOptimizer:
                 )
         return {**named, **self.section}
 
-    def lend(self, optimizer: torch.optim.Optimizer, schedulers: Iterable[Any] = ()) -> None:
-        """Schedulers that were made with the given optimizer change `optimizer`, the engine's, and
-        so does a program that kept the given one."""
+    def lend(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any] = ()) -> None:
+        """`optimizer`, the engine's, goes on where the given one was. A program that kept the given
+        one changes the engine's param groups, and so do `schedulers`, made with the given one."""
+        if self.given.state:
+            optimizer.load_state_dict(self.given.state_dict())
+            self.given.state.clear()
         self.given.param_groups = optimizer.param_groups
-        self.given.state.clear()  # Adagrad's are made with it
-        _Attached(optimizer)
+        if schedulers:
+            _Attached(optimizer)
         for scheduler in schedulers:
             _attach(scheduler, optimizer)
 
@@ -94,13 +94,13 @@ def _attach(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         _attach(inner, optimizer)
 
 
-def _kind(given: torch.optim.Optimizer) -> str:
-    kind = _CLASSES.get(type(given))
+def _kind(given: torch.optim.Optimizer, classes: Mapping[type, str]) -> str:
+    kind = classes.get(type(given))
     if kind is None:
-        names = ", ".join(each.__name__ for each in _CLASSES)
+        names = ", ".join(each.__name__ for each in classes)
         raise UnsupportedError(
             f"{type(given).__name__} has no rule here, and its states could not be kept in tiers; "
-            f"use one of torch.optim's {names}"
+            f"use one of {names}"
         )
     if kind not in ("adam", "adamw"):
         return kind

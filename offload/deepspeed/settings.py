@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from offload.client_optimizers import CLASSES, ClientOptimizer
 from offload.config import OffloadConfig
 from offload.deepspeed.batches import Batches
-from offload.deepspeed.client_optimizers import ClientOptimizer
 from offload.deepspeed.migration import Migration, migrate, read_ds_config
+from offload.deepspeed.ops.lion import FusedLion
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
+_CLASSES = {**CLASSES, FusedLion: "lion"}
 # Keys of our optimizer section that say how states are kept, and no client's optimizer has.
 _OF_STATES = ("master", "states", "chunk", "in_backward")
 
@@ -50,7 +52,7 @@ class Settings:
             raise ConfigError("train_batch_size: missing; set it or train_micro_batch_size_per_gpu")
         for warning in made.warnings:
             _log.warning("%s", warning)
-        client = None if optimizer is None else ClientOptimizer.of(optimizer)
+        client = None if optimizer is None else ClientOptimizer.of(optimizer, _CLASSES)
         if client is not None:
             kept = {
                 key: value for key, value in made.values.get("optimizer", {}).items()

@@ -68,7 +68,7 @@ def initialize(
         ours = engine.optimizer if settings.has_optimizer else None
         made = EngineModule(model, settings, engine, ranks, ours)
         if settings.client is not None:
-            settings.client.take_over(engine.optimizer)
+            settings.client.lend(engine.optimizer)
         if ours is not None:
             made.lr_scheduler = _scheduler(settings, ours, lr_scheduler)
         if training_data is not None:
