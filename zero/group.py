@@ -212,6 +212,7 @@ class ParamGroup:
             for param, view, classes in zip(self.params, views, self._classes, strict=True):
                 held(param, view)
                 param.__class__ = classes.own if stays else classes.gathered
+            views, view = [], flat  # they must not count
             self._addresses = self._find_addresses()
             self._uses = _uses(flat)
         self.residing = GroupState.GATHERED
