@@ -488,8 +488,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, open_engines: 
 
 # --------------------------------------------------------------------------- memory
 @pytest.mark.slow
-def test_saving_and_resuming_take_no_more_ram_than_training(tmp_path: Path) -> None:
+def test_saving_and_resuming_take_no_more_ram_than_training(tmp_path: Path, long: bool) -> None:
     """Of 100 M parameters, whose states are 1.5 GiB, under a budget of 256 MiB."""
+    if not long:
+        pytest.skip("half a minute: with --long")
     program = [sys.executable, "-m", "tests.outside.trainer_memory_program", str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
