@@ -60,7 +60,7 @@ class ClientOptimizer:
         """
         for key, value in self.section.items():
             ours = named.get(key)
-            if ours is not None and not _equal(ours, value):
+            if ours is not None and not equal_numbers(ours, value):
                 raise ConfigError(
                     f"optimizer.{key}: {ours} in the offload configuration, and the program's "
                     f"{type(self.given).__name__} has {key}={value}; name it in one of the two"
@@ -120,7 +120,8 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
-def _equal(ours: Any, theirs: Any) -> bool:
+def equal_numbers(ours: Any, theirs: Any) -> bool:
+    """Whether two settings are the same, as written in different formats."""
     try:
         if isinstance(ours, list | tuple):
             return [float(each) for each in ours] == [float(each) for each in theirs]

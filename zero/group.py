@@ -206,16 +206,20 @@ class ParamGroup:
 
     @_outside_inference
     def _gather(self) -> None:
-        flat, stays, held = self.flat(), self._stays, self._hold
+        flat = self.flat()
         with torch._C.DisableTorchFunctionSubclass():
-            views = self._views_of(flat)
-            for param, view, classes in zip(self.params, views, self._classes, strict=True):
-                held(param, view)
-                param.__class__ = classes.own if stays else classes.gathered
-            views, view = [], flat  # they must not count
+            self._show(flat)
             self._addresses = self._find_addresses()
-            self._uses = _uses(flat)
+            self._uses = _uses(flat)  # those of `_show` have ended, and do not count
         self.residing = GroupState.GATHERED
+
+    def _show(self, flat: torch.Tensor) -> None:
+        stays, held = self._stays, self._hold
+        for param, view, classes in zip(
+            self.params, self._views_of(flat), self._classes, strict=True
+        ):
+            held(param, view)
+            param.__class__ = classes.own if stays else classes.gathered
 
     def release(self) -> None:
         """Stop using the buffer (unless the home is used in place): it may be evicted now."""

@@ -423,10 +423,8 @@ class EngineModule(nn.Module):
 
         def __getattr__(self, name: str) -> Any:
             """What the model has, as DeepSpeed's engine."""
-            try:
+            if name in self.__dict__.get("_modules", {}):
                 return super().__getattr__(name)
-            except AttributeError:
-                pass
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)

@@ -22,6 +22,7 @@ import torch
 from offload.checkpoint.exporting import export
 from offload.checkpoint.reader import CheckpointReader
 from offload.deepspeed.plain_state import packed, unpacked
+from offload.runs.metrics import write_whole
 from offload.tiers.errors import CheckpointError, PathError
 
 if TYPE_CHECKING:
@@ -47,15 +48,15 @@ def save_all(
     engine.offload.save_checkpoint(path)
     with _agreed(engine, f"{path} was not saved"):
         if engine.global_rank == 0:
-            _write(beside, text)
+            write_whole(beside, text)
             if save_latest:
-                _write(folder / LATEST, tag)
+                write_whole(folder / LATEST, tag)
 
 
 def write_imported(folder: Path, tag: str, state: dict[str, Any]) -> None:
     """The loop's file, and `latest`, of a checkpoint that is there; values are `packed`."""
-    _write(_paths(folder, tag)[1], json.dumps({"format": _FORMAT, **state}, indent=1))
-    _write(folder / LATEST, tag)
+    write_whole(_paths(folder, tag)[1], json.dumps({"format": _FORMAT, **state}, indent=1))
+    write_whole(folder / LATEST, tag)
 
 
 def _text_of(engine: EngineModule, client: dict[str, Any]) -> str:
@@ -125,19 +126,6 @@ def save_weights(engine: EngineModule, folder: Path, name: str) -> None:
 def _paths(folder: Path, tag: str) -> tuple[Path, Path]:
     path = folder / tag
     return path, path.with_name(f"{path.name}.json")
-
-
-def _write(path: Path, text: str) -> None:
-    """As a whole, or not at all."""
-    pending = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        with pending.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        pending.replace(path)
-    except OSError as error:
-        raise PathError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

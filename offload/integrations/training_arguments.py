@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from offload.client_optimizers import equal_numbers
 from offload.config import OffloadConfig
 from offload.config.optimizer_kinds import KINDS
 from offload.config.source import load_source
@@ -98,22 +99,13 @@ def _pick(
     if ours is None or ours == "auto":
         return theirs
     says = not arguments or any(_is_named(args, name) for name in arguments)
-    if says and not _equal(ours, theirs):
+    if says and not equal_numbers(ours, theirs):
         texts = [f"{name}={getattr(args, name)!r}" for name in arguments]
         raise ConfigError(
             f"{section}{key}: {ours} in the offload configuration, and TrainingArguments say "
             f"{', '.join(texts) or theirs}; name it in one of the two"
         )
     return ours
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
-    try:
-        if isinstance(ours, list | tuple):
-            return [float(each) for each in ours] == [float(each) for each in theirs]
-        return bool(ours == theirs or float(ours) == float(theirs))
-    except (TypeError, ValueError):
-        return False
 
 
 # --------------------------------------------------------------------------- precision

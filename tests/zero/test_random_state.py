@@ -76,8 +76,15 @@ def test_another_bit_generator_of_numpy_is_asked_in_full() -> None:
         np.random.set_bit_generator(before)
 
 
-def test_words_are_found_where_this_python_and_numpy_keep_them() -> None:
-    random.random()
-    np.random.random()
-    assert type(random_state._state(GLOBAL["python"])[0]) is bytes
-    assert type(random_state._state(GLOBAL["numpy"])) is bytes
+def test_a_state_of_before_is_whole_when_it_is_set_again(generator: Any) -> None:
+    """The words are those of a state that was seen since, without the second number of a pair."""
+    draw = DRAWS["one of two normal"]
+    draw(generator)
+    half = random_state._state(generator)
+    draw(generator)
+    RandomState([generator])
+    RandomState([generator])._put([half], [None])
+    start = RandomState([generator])
+    expected = [draw(generator) for _ in range(3)]
+    with start.again():
+        assert [draw(generator) for _ in range(3)] == expected
