@@ -38,7 +38,9 @@ LONG_FILES = (
     "offload/test_train_comparison.py", "planning/test_activation_trace.py",
     "planning/test_activation_trace_transformers.py", "planning/test_memory_prediction.py",
     "planning/test_collective_sequence.py", "tools/test_memest_own_modules.py",
-    "outside/test_transformers_trainer.py", "kernels/test_generated_code.py",
+    "outside/test_transformers_trainer.py", "outside/test_offload_trainer.py",
+    "outside/test_pretrained.py", "outside/test_distributed_checkpoint.py",
+    "outside/test_trainer_zoo.py", "kernels/test_generated_code.py",
     "kernels/test_triton_generated_code.py",
 )  # fmt: skip
 
