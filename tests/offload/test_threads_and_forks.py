@@ -290,7 +290,7 @@ def test_states_that_are_updated_while_a_child_lives_take_no_more_ram(tmp_path: 
             step()
             grown = private_nbytes(other) - before
         assert engine.report().tiers["host"].used_nbytes > 100 << 20
-    assert grown < 16 << 20
+    assert grown < 32 << 20  # of more than 100 MiB; torch's own heap takes 6 to 17
 
 
 class Tokens(Dataset[Tensor]):
