@@ -7,7 +7,9 @@ BENCH_DIR ?= runs/bench
 # PYTHON=... given by the caller: gpu-check uses that interpreter as it is, and makes no .venv
 # a file's tests share what they set up: each file goes to one process as a whole, and they are begun
 # in the order of tests/conftest.py
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# a third of their time the tests wait for timeouts, disks and child processes: one process more than cores
+WORKERS := $(shell cores=$$(nproc); echo $$(( (cores < 4 ? cores : 4) + 1 )))
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # torch's CUDA wheel is needed, and no GPU
 NULL_GPU_PYTHON ?= $(BIN)/python
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
