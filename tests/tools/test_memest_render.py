@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from offload.pages.colours import DARK, LIGHT, Theme, ink_on
+from offload.pages.ticks import ticks
 from offload.planning.plan.estimate import (
     Estimate,
     LinkTime,
@@ -28,7 +30,6 @@ from offload.planning.plan.estimate import (
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
-from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on
 from offload.tools.memest.show.render_html import to_html
 from offload.tools.memest.show.render_json import SCHEMA, to_json
 from offload.tools.memest.show.render_png import draw, to_png
@@ -39,7 +40,6 @@ from offload.tools.memest.show.view import (
     lanes,
     span_colours,
     step_length,
-    ticks,
 )
 from tests.tools.estimates import GiB, estimate, memory
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
+from offload.pages.html_page import key, lines, page, table
 from offload.planning.plan.estimate import Change, Estimate, StepEstimate
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import svg, view
-from offload.tools.memest.show.html_page import key, lines, page, table
 from offload.tools.memest.show.view import Bar, bars, lanes, span_colours
 
 
@@ -18,7 +18,7 @@ def to_html(estimate: Estimate) -> str:
         f"{lines('Why not', (s.message for s in estimate.shortfalls))}{_changes(estimate)}"
         f"{_memory(estimate)}{_time(estimate)}{_homes(estimate)}{lines('Notes', estimate.notes)}"
     )
-    return page(f"{estimate.model}: memory and time", body)
+    return page(f"{estimate.model}: memory and time", body, by="memest")
 
 
 def _header(estimate: Estimate) -> str:

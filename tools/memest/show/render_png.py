@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from offload.pages.colours import DARK, LIGHT, Theme, ink_on
+from offload.pages.ticks import ticks
 from offload.planning.plan.estimate import Estimate, StepEstimate
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.show import view
-from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on
 from offload.tools.memest.show.view import (
     Bar,
     Piece,
@@ -18,7 +19,6 @@ from offload.tools.memest.show.view import (
     lanes,
     span_colours,
     step_length,
-    ticks,
 )
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.text import Text
 
+from offload.pages.colours import SPANS
+from offload.pages.html_page import key, lines, page, table
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Question
@@ -17,8 +19,6 @@ from offload.tools.memest.estimate.scaling import Point, Series
 from offload.tools.memest.hardware.parts import NCCL
 from offload.tools.memest.hardware.profiles import LINK_SHARE, MATMUL_SHARE, NETWORK_SHARE
 from offload.tools.memest.show import view
-from offload.tools.memest.show.colours import SPANS
-from offload.tools.memest.show.html_page import key, lines, page, table
 from offload.tools.memest.show.tables import bullets, ruled, show
 from offload.tools.memest.show.view import homes_text
 
@@ -170,7 +170,7 @@ def to_html(question: Question, found: Sequence[Series]) -> str:
         f'<h1>{escape(title)}</h1><p class="quiet">{escape(_workload(question))}</p>'
         f'<p class="verdict">simulated: nothing was measured on such a cluster</p>{series}{said}'
     )
-    return page(title, body, wide=True)
+    return page(title, body, by="memest", wide=True)
 
 
 def _workload(question: Question) -> str:

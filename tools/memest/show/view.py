@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from offload.pages.colours import SPANS
 from offload.planning.choice.durations import counted as counted
 from offload.planning.choice.durations import duration as duration
 from offload.planning.choice.durations import three_digits
@@ -28,15 +29,12 @@ from offload.planning.plan.estimate import (
 from offload.planning.plan.plan import Plan
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.tools.memest.show.colours import SPANS
 
 PLACE_TITLES = {
     Tier.DEVICE: "GPU memory",
     Tier.HOST: "RAM",
     Tier.NVME: "Disk (nvme)",
 }
-_UNITS = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), (1, "s"),
-          (1e-3, "ms"), (1e-6, "µs"))  # fmt: skip
 LEAST_WIDTH = 0.004  # of a piece that is there at all: it can be seen, and pointed at
 
 
@@ -94,14 +92,6 @@ class Lane:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A mark of the time axis."""
-
-    text: str
-    at: float
-
-
 def bars(memory: MemoryEstimate) -> tuple[Bar, ...]:
     """One bar per place, fastest first."""
     return tuple(_bar(tier, memory.places[tier]) for tier in Tier if tier in memory.places)
@@ -132,25 +122,6 @@ def span_colours(step: StepEstimate) -> dict[str, int]:
 def step_length(step: StepEstimate) -> float:
     """Seconds that the time axis covers."""
     return max([step.seconds, *(span.stop_s for span in step.spans)]) or 1.0
-
-
-def ticks(length_s: float, wanted: int = 5) -> tuple[Tick, ...]:
-    """Round times from 0 on, about `wanted` of them, in one unit."""
-    unit, name = next(each for each in _UNITS if length_s >= each[0] * 2 or each is _UNITS[-1])
-    width = _rounded(length_s / unit / wanted, by_sixty=name in ("min", "s") and length_s > 2)
-    count = int(length_s / unit / width * 1.000001)
-    return tuple(
-        Tick(f"{i * width:,.10g} {name}" if i else "0", min(1.0, i * width * unit / length_s))
-        for i in range(count + 1)
-    )
-
-
-def _rounded(value: float, *, by_sixty: bool) -> float:
-    """About that, as 1, 2, 5, 10, 20 ...; of minutes and seconds also 15 and 30."""
-    if by_sixty and 10 < value <= 30:
-        return 15.0 if value <= 15 else 30.0
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value * 0.75)
 
 
 def _bar(tier: Tier, place: PlaceEstimate) -> Bar:

@@ -1,11 +1,11 @@
-"""The frame of memest's HTML pages: one file, no scripts, nothing fetched, light or dark."""
+"""The frame of an HTML page: one file, no scripts, nothing fetched, light or dark."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-from offload.tools.memest.show.colours import DARK, LIGHT, Theme, ink_on
+from offload.pages.colours import DARK, LIGHT, Theme, ink_on
 
 _RULES = """
 *{box-sizing:border-box}
@@ -59,15 +59,17 @@ footer{margin-top:26px;font-size:13px;color:var(--quiet)}
 """
 
 
-def page(title: str, body: str, *, wide: bool = False) -> str:
-    """The file. `body` is HTML; `title` is escaped here, as by all that follow."""
+def page(title: str, body: str, *, by: str, wide: bool = False) -> str:
+    """The file. `body` is HTML; `title` is escaped here, as by all that follow. `by` is the
+    program that writes it."""
     width = "wide" if wide else "usual"
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_style_sheet()}</style></head>"
         f'<body><main class="{width}">{body}'
-        "<footer>Bytes in binary units: 1 GiB = 1,073,741,824 bytes. Written by memest.</footer>"
+        "<footer>Bytes in binary units: 1 GiB = 1,073,741,824 bytes. Written by "
+        f"{escape(by)}.</footer>"
         "</main></body></html>\n"
     )
 

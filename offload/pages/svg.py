@@ -1,0 +1,50 @@
+"""Inline SVG without a view box: positions are percentages of the width and heights are pixels, so
+that text keeps its size at any width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from offload.pages.ticks import Tick
+
+_LEAST_PX = 560  # width of a drawing on a small laptop
+_LETTER_PX = 7.2  # a wide letter of 12 px text, and its share of the margins
+_GAP = 0.0012  # between neighbours, as a fraction
+
+
+def drawing(kind: str, label: str, parts: Iterable[str]) -> str:
+    """The element of class `kind`, which sets its height; `label` is read out in its place."""
+    inside = "".join(parts)
+    return f'<svg class="{kind}" role="img" aria-label="{escape(label)}">{inside}</svg>'
+
+
+def percent(fraction: float) -> str:
+    """A position."""
+    return f"{fraction * 100:.4g}%"
+
+
+def stretch(start: float, stop: float, height: int, colour: int, label: str, tip: str) -> str:
+    """A coloured stretch of a bar or lane, with `label` where that is sure to fit at `_LEAST_PX`
+    and `tip` when it is pointed at. It lies in an inner <svg>, which clips it."""
+    width = max(stop - start - _GAP, 0.0015)
+    inside = f'<rect width="100%" height="100%" rx="2" class="c-{colour}"/>'
+    if width * _LEAST_PX >= len(label) * _LETTER_PX + 8:
+        inside += (
+            f'<text x="50%" y="{height / 2 + 4:g}" text-anchor="middle" class="i-{colour}">'
+            f"{escape(label)}</text>"
+        )
+    return (
+        f'<svg x="{percent(start)}" width="{percent(width)}" height="{height}">'
+        f"{inside}<title>{escape(tip)}</title></svg>"
+    )
+
+
+def mark(tick: Tick) -> str:
+    """A mark of the axis below lanes."""
+    anchor = "start" if tick.at < 0.03 else "end" if tick.at > 0.97 else "middle"
+    at = percent(tick.at)
+    return (
+        f'<rect x="{at}" y="0" width="1" height="4" fill="var(--quiet)"/>'
+        f'<text x="{at}" y="18" text-anchor="{anchor}" fill="var(--quiet)">{tick.text}</text>'
+    )
