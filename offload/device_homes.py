@@ -14,6 +14,7 @@ from offload.planning.plan.plan import Plan
 from offload.swap.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device_state import Links, MirroredState
 from offload.swap.fences import Fences, OpenReads
+from offload.swap.lanes import Lane
 from offload.swap.outbox import Outbox
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
@@ -103,6 +104,11 @@ class DeviceHomes:
         }
 
     # ---------------------------------------------------------------- waiting
+    def lanes(self) -> list[Lane]:
+        """The links, which the model's thread waits for."""
+        both = (self.links, self._update_links)
+        return [stream.lane for links in both for stream in (links.to_device, links.to_host)]
+
     def await_progress(self, otherwise: Callable[[], bool]) -> Callable[[], bool]:
         """For a pool that is out of room: copies on their way keep memory at both ends."""
 

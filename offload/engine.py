@@ -33,6 +33,7 @@ from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan, spare_host_nbytes
 from offload.report import Report, tier_reports
+from offload.swap.lanes import waits_s
 from offload.swap.shield import uninterrupted
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
@@ -332,7 +333,7 @@ class Engine:
 
     # ---------------------------------------------------------------- looking
     def report(self) -> Report:
-        """Bytes per tier, bytes moved and steps so far."""
+        """Bytes per tier, bytes moved, steps, and seconds waited so far."""
         runtime = self._open()
         last = self.optimizer.last_step
         with self._homes.lock:
@@ -349,6 +350,7 @@ class Engine:
             prefetch_misses=runtime.trace.misses,
             evictions=self._homes.pool.evictions,
             placements={str(c): p.describe() for c, p in self.plan.placements.items()},
+            waits=waits_s([*self._homes.lanes(), *runtime.lanes()]),
         )
 
     def check_integrity(self) -> None:

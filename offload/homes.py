@@ -26,6 +26,7 @@ from offload.swap.backends import open_backend
 from offload.swap.block_store import BlockStore
 from offload.swap.device_state import Links
 from offload.swap.file_state import FileState
+from offload.swap.lanes import Lane
 from offload.swap.measure import Bandwidth, measure_bandwidth
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
@@ -253,6 +254,11 @@ class TieredHomes:
             "nvme write": host.saved_writes_nbytes,
             "host to device": device.saved_reads_nbytes,
         }
+
+    def lanes(self) -> list[Lane]:
+        """What the model's thread waits for."""
+        files = [] if self.store is None else [self.store.backend.lane]
+        return [*files, *self._device.lanes()]
 
     def close(self) -> None:
         """Close files (their bytes are gone with that) and unpin memory."""

@@ -48,3 +48,8 @@ class Report:
     prefetch_misses: int = 0
     evictions: int = 0
     placements: dict[str, str] = field(default_factory=dict)
+    # Seconds for which the thread that trains has waited since the engine's start: for "nvme"
+    # (transfers from and to files), "link" (copies between host and device), "update" (a group's
+    # pending update, whatever that waits for) and "ranks" (collectives, and what their threads wait
+    # for). On a GPU the thread queues work and goes on: its own stream's waits are not in here.
+    waits: dict[str, float] = field(default_factory=dict)

@@ -232,7 +232,8 @@ class BlockStore:
                     return False
                 self._waiting += 1
                 try:
-                    self._freed.wait()
+                    with self.backend.lane.waiting():
+                        self._freed.wait()
                 finally:
                     self._waiting -= 1
             return True

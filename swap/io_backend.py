@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from offload.swap.io_request import IOPiece, IORequest, Operation, Priority
+from offload.swap.lanes import Lane, WaitFor
 from offload.swap.shield import uninterrupted
 from offload.swap.transfer import STALL_S, Transfer, UnobservedErrors
 from offload.tiers.errors import OffloadError, StateError, StorageError
@@ -74,6 +75,7 @@ class IOBackend(ABC):
         self._in_flight = {Operation.READ: 0, Operation.WRITE: 0}
         self._busy_since = {Operation.READ: 0.0, Operation.WRITE: 0.0}
         self._closed = False
+        self.lane = Lane(WaitFor.FILES)
         self._unobserved = UnobservedErrors()
         self._pid = os.getpid()
 
@@ -248,7 +250,7 @@ class IOBackend(ABC):
             raise ValueError(f"{operation.value} of {path}: the buffer is empty or not contiguous")
         if buffer.format != "B" or buffer.ndim != 1:
             buffer = buffer.cast("B")
-        transfer: Transfer[Any] = Transfer("")
+        transfer: Transfer[Any] = Transfer("", self.lane)
         request = IORequest(
             operation, fd, buffer, offset_bytes, path, priority, before, after,
             next(self._sequence), transfer,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from offload.swap.lanes import Lane, WaitFor
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.streams import WorkStream
 from offload.swap.transfer import Failure, Transfer
@@ -35,6 +36,7 @@ class OrderedWork:
 
     def __init__(self, name: str, device: torch.device) -> None:
         """On a GPU the thread has a stream of its own."""
+        self.lane = Lane(WaitFor.RANKS)
         self._stream = WorkStream(device)
         self._lock = threading.Lock()
         self._waiting: deque[_Job] = deque()
@@ -46,7 +48,7 @@ class OrderedWork:
     @uninterrupted
     def submit(self, what: object, run: Callable[[], T]) -> Transfer[T]:
         """Call `run` after all jobs submitted before; a transfer of its result."""
-        ended: Transfer[T] = Transfer(what)
+        ended: Transfer[T] = Transfer(what, self.lane)
         with self._lock:
             if self._closed:
                 raise StateError(f"{what} after the end of its thread")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from offload.swap.lanes import Lane, WaitFor, be_worker
 from offload.swap.transfer import Transfer
 from offload.tiers import accelerator
 from offload.tiers.pinning import pieces
@@ -30,16 +31,17 @@ class CopyMark:
     """A place in a stream: everything the stream was given before it. `event` is None where that
     is done when it returns."""
 
-    __slots__ = ("_device", "_stream", "_waiting", "event")
+    __slots__ = ("_device", "_lane", "_stream", "_waiting", "event")
 
     def __init__(
         self, event: accelerator.Event | None = None, stream: accelerator.Stream | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None, lane: Lane | None = None,
     ) -> None:  # fmt: skip
-        """`event` was recorded in `stream`, one of `device`."""
+        """`event` was recorded in `stream`, one of `device`; waits are counted for `lane`."""
         self.event = event
         self._stream = stream
         self._device = device
+        self._lane = lane
         self._waiting: accelerator.Stream | None = None  # the last one that was told to wait
 
     def done(self) -> bool:
@@ -61,7 +63,12 @@ class CopyMark:
 
     def wait(self) -> None:
         """Block this thread until it is done."""
-        if self.event is not None:
+        if self.event is None:
+            return
+        if self._lane is None or self.event.query():
+            self.event.synchronize()
+            return
+        with self._lane.waiting():
             self.event.synchronize()
 
     def replacing(self, marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
@@ -94,10 +101,10 @@ def _new_stream(device: torch.device) -> accelerator.Stream | None:
     return accelerator.of(device).stream(device) if found else None
 
 
-def _mark(stream: accelerator.Stream, device: torch.device) -> CopyMark:
+def _mark(stream: accelerator.Stream, device: torch.device, lane: Lane | None = None) -> CopyMark:
     event = accelerator.of(device).event(device)
     event.record(stream)
-    return CopyMark(event, stream, device)
+    return CopyMark(event, stream, device, lane)
 
 
 def keeping(*tensors: torch.Tensor) -> Callable[[], object]:
@@ -134,7 +141,8 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _new_stream(device)
-        self._watcher = _Watcher()
+        self.lane = Lane(WaitFor.LINK)
+        self._watcher = _Watcher(self.lane)
         self._counting = threading.Lock()
         self._moved_nbytes = 0
 
@@ -166,7 +174,7 @@ class CopyStream:
             mark.before(self._stream)
         with accelerator.of(self._device).entered(self._stream):
             _start(destination, source)
-        return _mark(self._stream, self._device)
+        return _mark(self._stream, self._device, self.lane)
 
     def transfer(
         self, mark: CopyMark, what: object, then: Callable[[], object] | None = None
@@ -226,7 +234,8 @@ class _Watcher:
     """Waits for marks of one stream, which are done in the order they were made. Its thread starts
     with the first mark that is not done when it comes: never, where copies are done at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
         self._watched: deque[_Watched] = deque()
         # One entry for each that is watched, and one for the end. A condition would do, whose waits
         # and wake-ups are Python's: they took longer than the copy's call.
@@ -238,7 +247,7 @@ class _Watcher:
     def watch(
         self, mark: CopyMark, what: object, then: Callable[[], object] | None
     ) -> Transfer[None]:
-        entry = _Watched(mark, Transfer(what), then)
+        entry = _Watched(mark, Transfer(what, self._lane), then)
         transfer = entry.transfer
         if mark.event is None:
             entry.end()
@@ -267,6 +276,7 @@ class _Watcher:
         return True
 
     def _loop(self) -> None:
+        be_worker()
         while True:
             self._told.get()
             with self._lock:

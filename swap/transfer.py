@@ -12,10 +12,12 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar, cast
 
+from offload.swap.lanes import Lane
 from offload.swap.shield import begin_wait, end_wait
 from offload.tiers.errors import StateError, StorageError
 
@@ -56,16 +58,18 @@ class Transfer(Generic[T]):
     """One move in flight, of value `T` once done. Thread-safe; any number may wait.
 
     `complete`, `fail` and `spread` are for the one who moves the bytes, exactly once.
-    `what` is shown in errors; it is turned into text only when one is raised.
+    `what` is shown in errors; it is turned into text only when one is raised. Waits for it are
+    counted for `lane`.
     """
 
     __slots__ = (
         "_callbacks", "_completing_thread", "_failure", "_gates", "_lock", "_state", "_value",
-        "what",
+        "lane", "what",
     )  # fmt: skip
 
-    def __init__(self, what: object) -> None:
+    def __init__(self, what: object, lane: Lane | None = None) -> None:
         self.what = what
+        self.lane = lane
         self._lock = threading.Lock()
         self._state = _State.PENDING
         self._value: T | None = None
@@ -116,7 +120,7 @@ class Transfer(Generic[T]):
 
     def map(self, function: Callable[[T], U], what: object = None) -> Transfer[U]:
         """A transfer of `function(value)`, applied in the completing thread; errors pass on."""
-        result: Transfer[U] = Transfer(self.what if what is None else what)
+        result: Transfer[U] = Transfer(self.what if what is None else what, self.lane)
 
         def settle(source: Transfer[T]) -> None:
             if source._failure is not None:
@@ -190,12 +194,15 @@ class Transfer(Generic[T]):
             if self.done() or self._completing_thread == threading.get_ident():
                 return True
             self._gates.append(gate)
+        began = time.perf_counter()
         try:
             begin_wait()
             if self._passes(gate, timeout_s):
                 return True
         finally:
             end_wait()
+            if self.lane is not None:
+                self.lane.waited(began)
         with self._lock:
             if self.done():  # it ended just after the timeout
                 return True
@@ -216,7 +223,9 @@ def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[li
     sources = list(transfers)
     if not sources:
         return Transfer.completed([], what="nothing")
-    result: Transfer[list[T]] = Transfer(what or f"{len(sources)} transfers, {sources[0].what} ...")
+    lane = next((source.lane for source in sources if source.lane is not None), None)
+    what = what or f"{len(sources)} transfers, {sources[0].what} ..."
+    result: Transfer[list[T]] = Transfer(what, lane)
     lock = threading.Lock()
     missing = len(sources)
 

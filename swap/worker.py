@@ -14,6 +14,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
+from offload.swap.lanes import be_worker
+
 _MIN_SHARE = 1 << 16  # elements; waking a thread costs more than it does for fewer
 
 
@@ -162,6 +164,7 @@ class Worker:
         self._wakes.put(None)
 
     def _loop(self) -> None:
+        be_worker()
         try:
             while not self._closing:
                 self._wakes.get()

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from offload.swap.lanes import Lane, WaitFor
 from offload.swap.streams import CopyMark, mark_here
 from offload.tiers import accelerator
 from offload.tiers.errors import RankError
@@ -68,6 +69,7 @@ class RankWatch:
         self._others = [other for other in ranks if other != rank]
         self._device = device
         self._records = RankRecords(store, rank)
+        self.lane = Lane(WaitFor.RANKS)
         self._lock = threading.Lock()  # of what follows; never held while anything blocks
         self._beat = 0
         self._numbers: dict[str, int] = {}  # collectives begun, by lane
@@ -104,7 +106,8 @@ class RankWatch:
             if not self._is_queued(watched):
                 for group in groups:
                     limit_waits(group, limit)
-            yield limit
+            with self.lane.waiting():
+                yield limit
         except RuntimeError as error:
             raise self._explain(watched, error) from error
         if self._is_queued(watched):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from offload.swap.fences import Fences
+from offload.swap.lanes import Lane
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
 from offload.swap.trace import Trace
@@ -81,6 +82,9 @@ class OneRankWeights:
 
     def moved_nbytes(self) -> dict[str, int]:
         return {}
+
+    def lanes(self) -> list[Lane]:
+        return []
 
     def finish(self) -> None:
         """No other rank waits."""
@@ -205,6 +209,10 @@ class RankWeights:
             "reduce-scatter": traffic.reduced_nbytes,
             "all-reduce": traffic.all_reduced_nbytes,
         }
+
+    def lanes(self) -> list[Lane]:
+        """What the model's thread waits for."""
+        return [self._gatherer.order.lane, self.ranks.watch.lane]
 
     def finish(self) -> None:
         """Before closing: wait until collectives that all ranks have issued end. Another rank may

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from offload.swap.lanes import Lane
 from offload.zero.collectives import Wire
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
@@ -118,6 +119,9 @@ class RankWork(RankWeights):
     def note(self, what: str) -> None:
         """All ranks should do this now (see `Ranks.note`)."""
         self.ranks.note(what)
+
+    def lanes(self) -> list[Lane]:
+        return [*super().lanes(), *self.reductions.lanes]
 
     # ---------------------------------------------------------------- ending
     def _drain(self, timeout_s: float) -> None:

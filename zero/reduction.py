@@ -24,6 +24,7 @@ import torch
 
 from offload.kernels.floats import Float
 from offload.swap.fences import Fences
+from offload.swap.lanes import Lane
 from offload.swap.ordered import OrderedWork
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
@@ -215,6 +216,7 @@ class NoReductions:
     has_others = False
     synchronising = True
     forward_order: Sequence[int] = ()
+    lanes: Sequence[Lane] = ()
 
     def reduce_skipped_groups(self, index: int) -> None:
         """Nothing is reduced."""
@@ -278,6 +280,7 @@ class Reductions:
         self._log = log
         self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
+        self.lanes = [self._thread.lane]
         self.synchronising = True  # False inside `no_sync`
         self._order: list[int] = []
         self._places: dict[int, int] = {}  # in it, of groups
@@ -418,7 +421,7 @@ class Reductions:
             group.bucket = self._memory.pool.demand(nbytes, name, StateClass.STAGING)
             for mark in self._memory.fences.claim(group.bucket.extent):
                 mark.before_compute()
-            group.landed = Transfer(f"the reduction of {group.name}")
+            group.landed = Transfer(f"the reduction of {group.name}", self._thread.lane)
             group.clear_gaps(group.bucket.tensor.view(dtype))
         return group.bucket.tensor.view(dtype)[: group.numel]
 

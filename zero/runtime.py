@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.kernels.floats import Float
 from offload.kernels.variants import Master
+from offload.swap.lanes import Lane
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
 from offload.swap.worker import ParallelRunner
@@ -407,6 +408,11 @@ class Runtime:
                         )
 
     # ---------------------------------------------------------------- the whole
+    def lanes(self) -> list[Lane]:
+        """What the model's thread waits for, beside its states."""
+        meshed = [] if self.tensor_parallel is None else [self.tensor_parallel.lane]
+        return [self.updates.lane, *self.rank_work.lanes(), *meshed]
+
     @interrupted_in_waits
     def settle(self) -> None:
         """Wait for every pending update and every byte on its way; raises what went wrong."""

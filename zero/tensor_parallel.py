@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from offload.swap.lanes import Lane, WaitFor
 from offload.tiers.errors import ConfigError, RankError, UnsupportedError
 from offload.zero.collectives import Group, all_gather_flat
 from offload.zero.local_tensors import is_dtensor
@@ -37,6 +38,7 @@ class TensorParallel:
 
     group: Group  # of its own: the model's collectives do not come between
     device: torch.device
+    lane: Lane = field(default_factory=lambda: Lane(WaitFor.RANKS))
 
     @classmethod
     def find(
@@ -104,7 +106,8 @@ class TensorParallel:
     def _together(self, what: str) -> Iterator[None]:
         """RankError where another rank does not come."""
         try:
-            yield
+            with self.lane.waiting():
+                yield
         except RuntimeError as error:
             ranks = tuple(dist.get_process_group_ranks(self.group))
             raise RankError(

@@ -24,6 +24,7 @@ import torch
 from offload.kernels.floats import Array, Float
 from offload.kernels.optimizer import optimizer_step
 from offload.kernels.rules import StateFormat
+from offload.swap.lanes import Lane, WaitFor
 from offload.swap.streams import mark_here
 from offload.swap.transfer import Transfer, all_of
 from offload.swap.worker import ParallelRunner, Worker
@@ -76,6 +77,7 @@ class UpdateQueue:
         self._active: deque[Chunk] = deque()
         self._on_device: list[tuple[Chunk, Transfer[None]]] = []  # queued there, not done yet
         self._leaving: deque[tuple[torch.Tensor | None, Transfer[list[None]]]] = deque()
+        self.lane = Lane(WaitFor.UPDATE)
         self._worker = Worker("offload-update", self._work, self._fail)
 
     # ---------------------------------------------------------------- for the model's thread
@@ -90,6 +92,7 @@ class UpdateQueue:
             self._raise_failure()  # a dead thread would never complete the updates submitted to it
             for update in updates:
                 update.after = so_far
+                update.ready.lane = self.lane
                 update.group.pending = update.ready
                 self._unfinished[update.group.index] = update
                 self._waiting.append(update)

@@ -132,6 +132,7 @@ def train(case: Case, folder: str) -> Outcome:
         report = engine.report()
         for tier in report.tiers.values():
             assert tier.peak_nbytes <= tier.budget_nbytes
+        assert report.waits["ranks"] > 0 or world_size == 1
         return Outcome(losses, norms, states, moved)
 
 

@@ -40,6 +40,7 @@ from offload.swap.fences import Fences
 from offload.swap.file_state import FileState
 from offload.swap.io_backend import IOBackend
 from offload.swap.io_request import Operation
+from offload.swap.lanes import Lane
 from offload.swap.transfer import Transfer
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
@@ -337,8 +338,8 @@ class CheckedWorld(World):
         events = {**vars(threading), "Event": lambda: _Wake(order)}
         self._patch.setattr(worker, "threading", types.SimpleNamespace(**events))
 
-        def make(self: Transfer[Any], what: object) -> None:
-            made(self, what)
+        def make(self: Transfer[Any], what: object, lane: Lane | None = None) -> None:
+            made(self, what, lane)
             self._lock = _Outcome(order, self)  # type: ignore[assignment]
 
         def is_done(self: Transfer[Any]) -> bool:

@@ -1,0 +1,68 @@
+"""`report().waits`: for what the thread that trains has waited."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from offload import homes
+from offload.swap.threads_backend import ThreadsBackend
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, seeded
+from tests.offload.plain_training import MakeEngine
+
+SLOW_S = 0.004
+
+
+@pytest.fixture
+def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(fd: int, buffers: Any, offset: int) -> int:
+        time.sleep(SLOW_S)
+        return os.preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(homes, "open_backend", lambda *_, **__: ThreadsBackend(preadv=slow))
+
+
+def train(engine: Any, steps: int = 2) -> tuple[dict[str, float], float]:
+    """The waits of some steps, and how long these took."""
+    before, began = engine.report().waits, time.perf_counter()
+    for tokens in batches(steps):
+        engine.module.loss(tokens).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    engine.module.loss(tokens)  # of the last update, too
+    seconds, now = time.perf_counter() - began, engine.report().waits
+    return {name: now[name] - before[name] for name in now}, seconds
+
+
+def test_slow_files_are_waited_for_and_updates_apart(make: MakeEngine, slow_files: None) -> None:
+    engine = make(seeded(TinyLM), NVME, budget={"host": "1MiB", "nvme": "64MiB"}, prefetch=1)
+    waits, seconds = train(engine)
+    assert waits["update"] >= SLOW_S  # an update reads its records: its wait is not one for nvme
+    assert waits["link"] == waits["ranks"] == 0.0
+    assert sum(waits.values()) <= seconds
+
+
+def test_reads_in_the_way_of_a_forward_are_waits_for_nvme(
+    make: MakeEngine, slow_files: None
+) -> None:
+    engine = make(
+        seeded(TinyLM), {**HOST, "parameters": "nvme"}, prefetch=1,
+        budget={"host": "1MiB", "nvme": "64MiB"},
+    )  # fmt: skip
+    engine.settle()
+    before, began = engine.report().waits, time.perf_counter()
+    for group in engine.runtime.groups:
+        group.state.drop()  # the copies that the host keeps
+    engine.module.loss(batches(1)[0])
+    seconds = time.perf_counter() - began
+    waits = {name: now - before[name] for name, now in engine.report().waits.items()}
+    assert SLOW_S <= waits["nvme"] <= seconds
+    assert waits["update"] == 0.0
+
+
+def test_states_in_memory_wait_for_no_transfer(make: MakeEngine) -> None:
+    waits, _ = train(make(seeded(TinyLM), HOST))
+    assert waits["nvme"] == waits["link"] == waits["ranks"] == 0.0
