@@ -135,6 +135,7 @@ class Scalars:
     rule: ClassVar[Rule]
     types: ClassVar[Mapping[str, Mapping[str, bool]]]  # optimizer.type -> numbers that it fixes
     defaults: ClassVar[Mapping[str, Any]]  # keys of a param group, with torch's values
+    type_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # where a type's differ
     states: ClassVar[tuple[str, ...]]  # all it may keep, in the order in which kernels take them
     counts_steps: ClassVar[bool] = True  # torch keeps `step` for each parameter
 
@@ -183,6 +184,7 @@ class AdamScalars(Scalars):
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False,
         "maximize": False,
     }  # fmt: skip
+    type_defaults: ClassVar = {"adam": {"weight_decay": 0.0}}
     states: ClassVar = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     lr: float

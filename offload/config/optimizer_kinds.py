@@ -19,11 +19,7 @@ class OptimizerKind:
 
     scalars: type[Scalars]
     fixed: Mapping[str, bool]  # numbers that the type decides
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Its keys of a param group, named as torch names them, with torch's values."""
-        return self.scalars.defaults
+    defaults: Mapping[str, Any]  # keys of a param group, named as torch names them, with its values
 
     def numbers(self, group: Mapping[str, Any]) -> dict[str, Number]:
         """Of a param group, for `scalars`."""
@@ -40,7 +36,7 @@ class OptimizerKind:
 
 
 KINDS = {
-    name: OptimizerKind(scalars, fixed)
+    name: OptimizerKind(scalars, fixed, {**scalars.defaults, **scalars.type_defaults.get(name, {})})
     for scalars in RULES
     for name, fixed in scalars.types.items()
 }

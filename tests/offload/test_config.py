@@ -105,6 +105,15 @@ def test_a_resolved_configuration_reads_back_equal(write: Any, precision: str) -
     assert OffloadConfig.load(write(config.to_yaml())) == config
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "SGD"])
+def test_numbers_that_are_left_out_are_torchs(name: str) -> None:
+    import torch
+
+    made = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(1))])
+    numbers = OffloadConfig.load({"optimizer": {"type": name.lower()}}).optimizer.numbers
+    assert numbers == {key: made.defaults[key] for key in numbers}
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_null_number_is_the_optimizers_default(write: Any, kind: str) -> None:
     nulls = "".join(f", {key}: null" for key in KINDS[kind].defaults)

@@ -63,9 +63,7 @@ def with_torch(info: OptimizerInfo, kwargs: dict[str, Any]) -> dict[str, Tensor]
 
 
 def defaults(info: OptimizerInfo) -> dict[str, Any]:
-    """Torch's own: Adam decays by nothing, AdamW by 0.01."""
-    kind = info.optim_cls.__name__.lower()
-    return {"type": kind, "weight_decay": 0.0 if kind == "adam" else 0.01}
+    return {"type": info.optim_cls.__name__.lower()}
 
 
 @pytest.mark.parametrize("through", ["config", "param groups"])
