@@ -139,8 +139,21 @@ def migrate(
 
 
 @config_app.command()
+def explain(
+    key: Annotated[
+        str, typer.Argument(metavar="[KEY]", help="For example optimizer.states, or a section.")
+    ] = "",
+) -> None:
+    """Say what KEY means: its type, default, an example, and what it interacts with; of a section,
+    or of all of the configuration, what there is."""
+    from offload.cli.explain import print_explanation
+
+    print_explanation(key)
+
+
+@config_app.command()
 def schema() -> None:
-    """Print the JSON Schema of the configuration, with every key described."""
+    """Print the JSON Schema of the configuration, for editors that check YAML files."""
     import json
 
     from offload.config import OffloadConfig

@@ -122,11 +122,12 @@ def _model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
     current: type[BaseModel] | None = model
     for part in path:
         field = current.model_fields.get(str(part)) if current else None
-        current = _section_of(field.annotation) if field else None
+        current = section_of(field.annotation) if field else None
     return current
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is a section, also of one that may be absent."""
     options: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         options = typing.get_args(annotation)

@@ -1,12 +1,13 @@
 """Field types of the configuration that a plain annotation cannot say.
 
 Each is one `Annotated` alias: parsed by one function whose ValueError is written for the user, and
-described for the JSON Schema.
+described for the JSON Schema and, by a `Kind`, for `offload config explain`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -45,6 +46,28 @@ class Section(BaseModel):
     """A part of the configuration: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the values of a type are, in words, for the reference."""
+
+    text: str
+    unit: str = ""
+    absent: str = ""  # what no value means
+
+
+def about(
+    *, unit: str = "", absent: str = "", needs: Mapping[str, Any] | None = None,
+    see: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """What the reference says of a key beside its description, as `json_schema_extra`.
+
+    `absent`: what a default of None means. `needs`: keys, by their full names, and values with
+    which this key is of use. `see`: keys that it interacts with.
+    """
+    said = {"x-unit": unit, "x-absent": absent, "x-needs": dict(needs or {}), "x-see": list(see)}
+    return {name: value for name, value in said.items() if value}
 
 
 @dataclass(frozen=True)
@@ -290,18 +313,20 @@ def _auto_schema(schema: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [schema, _AUTO]})
 
 
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_check_path), Kind("path")]
 Budget = Annotated[
     int | Percent | None,
     PlainValidator(_parse_budget),
     PlainSerializer(_dump_budget),
     WithJsonSchema(_SIZE_SCHEMA),
+    Kind("size (8GiB, 8GB or a number), percentage or auto", unit="bytes", absent="auto"),
 ]
 Split = Annotated[
     Placement | None,
     PlainValidator(_parse_split),
     PlainSerializer(_dump_split),
     WithJsonSchema(_SPLIT_SCHEMA),
+    Kind("tier, split over tiers, or auto", absent="auto"),
 ]
 _STATES_SCHEMA = {
     "anyOf": [
@@ -319,33 +344,42 @@ States = Annotated[
     PlainValidator(_parse_states),
     PlainSerializer(_dump_states),
     WithJsonSchema(_STATES_SCHEMA),
+    Kind("fp32, bf16, int8, or one of them per tier"),
 ]
 AutoBool = Annotated[
-    bool | Literal["auto"], PlainValidator(_parse_auto_bool), _auto_schema({"type": "boolean"})
+    bool | Literal["auto"],
+    PlainValidator(_parse_auto_bool),
+    _auto_schema({"type": "boolean"}),
+    Kind("true, false or auto"),
 ]
 Recompute = Annotated[
     bool | Literal["selective", "auto"],
     PlainValidator(_parse_recompute),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["selective", "auto"]}]}),
+    Kind("true, false, selective or auto"),
 ]
 MicroBatches = Annotated[
     int,
     PlainValidator(_parse_micro_batches),
     PlainSerializer(_dump_micro_batches),
     _auto_schema({"type": "integer", "minimum": 1}),
+    Kind("whole number from 1, or auto"),
 ]
 AutoThreads = Annotated[
     int | Literal["auto"],
     PlainValidator(_parse_threads),
     _auto_schema({"type": "integer", "minimum": 1, "maximum": MAX_THREADS}),
+    Kind(f"whole number from 1 to {MAX_THREADS}, or auto", unit="threads"),
 ]
 AutoDepth = Annotated[
     int | Literal["auto"],
     PlainValidator(_parse_depth),
     _auto_schema({"type": "integer", "minimum": 0}),
+    Kind(f"whole number from 0 to {_MAX_DEPTH}, or auto", unit="groups"),
 ]
 AutoChunk = Annotated[
     int | Literal["auto"],
     PlainValidator(_parse_chunk),
     _auto_schema({"type": "integer", "minimum": 1024, "multipleOf": 1024}),
+    Kind("multiple of 1024, or auto", unit="elements"),
 ]

@@ -27,6 +27,7 @@ from offload.config.fields import (
     Section,
     Split,
     TierText,
+    about,
 )
 from offload.config.file import dump_yaml
 from offload.config.optimizer import OptimizerConfig
@@ -49,9 +50,29 @@ _MASTERS_ALLOWED = {
 class BudgetConfig(Section):
     """Most bytes each tier may hold."""
 
-    device: Budget = Field(None, description="Device memory: bytes, 8GiB, 80%, or auto.")
-    host: Budget = Field(None, description="RAM: bytes, 6GiB, 50%, or auto.")
-    nvme: Budget = Field(None, description="Swap files: bytes, 100GiB, 50% of free, or auto.")
+    device: Budget = Field(
+        None,
+        description="Memory of the GPU for states, their copies and buffers; what a pass computes "
+        "with comes on top. A percentage is of what is free there. auto: what the plan can use, at "
+        "most 80%. Without a GPU: the part of RAM that the model computes with.",
+        examples=["16GiB"],
+        json_schema_extra=about(see=["device", "placement"]),
+    )
+    host: Budget = Field(
+        None,
+        description="RAM for states, their copies and buffers, of each rank; activations come on "
+        "top without a GPU. A percentage is of all RAM, or of the cgroup's limit. auto: what is "
+        "free less a twentieth (at least 1 GiB), and less what activations take: 30% of it where "
+        "the batch is not known.",
+        examples=["6GiB"],
+        json_schema_extra=about(see=["placement", "prefetch"]),
+    )
+    nvme: Budget = Field(
+        None,
+        description="Swap files. A percentage is of the free space in nvme.paths. auto: 90%.",
+        examples=["100GiB"],
+        json_schema_extra=about(see=["nvme.paths", "placement"]),
+    )
 
 
 class NvmeConfig(Section):
@@ -59,16 +80,31 @@ class NvmeConfig(Section):
 
     paths: Annotated[tuple[PathText, ...], Field(strict=False)] = Field(
         (),
-        description="Folders for swap files; several are striped. {rank} and {local_rank} stand "
-        "for the process's numbers under torchrun. Empty: a temporary folder.",
+        description="Folders for swap files, on one disk each; several are striped by their "
+        "measured speed. {rank} and {local_rank} stand for the process's numbers under torchrun. "
+        "Empty: the temporary folder.",
+        examples=[["/mnt/nvme0/offload", "/mnt/nvme1/offload"]],
+        json_schema_extra=about(see=["budget.nvme"]),
     )
     backend: Literal["auto", "threads", "libaio"] = Field(
-        "auto", description="I/O backend; auto takes the fastest that works."
+        "auto",
+        description="How files are read and written: by threads with plain calls, or by libaio "
+        "(`pip install libaio`). auto: the fastest that works there.",
     )
-    threads: AutoThreads = Field("auto", description="I/O threads per path, or auto.")
-    checksum: bool = Field(True, description="Check an XXH3 sum of every block read.")
+    threads: AutoThreads = Field(
+        "auto",
+        description="I/O threads per path, of backend: threads.",
+        examples=[4],
+        json_schema_extra=about(unit="threads per path", see=["nvme.backend"]),
+    )
+    checksum: bool = Field(
+        True, description="Compare an XXH3 sum of every block that is read with the written one."
+    )
     direct: AutoBool = Field(
-        "auto", description="O_DIRECT: true demands it, false never uses it, auto where it works."
+        "auto",
+        description="O_DIRECT, which keeps swapped bytes out of the page cache. true: required; "
+        "false: never; auto: where the file system has it.",
+        examples=[True],
     )
 
     @model_validator(mode="after")
@@ -89,34 +125,80 @@ class ActivationConfig(Section):
     tier: TierText = Field(
         "device",
         description="Where what forward saves waits for backward. host: of use with a GPU only.",
+        examples=["nvme"],
+        json_schema_extra=about(see=["placement.activations.checkpoint"]),
     )
     checkpoint: Recompute = Field(
         False,
-        description="Recompute each repeated block's activations in backward. selective: keep "
-        "those of matrix products and attention. auto: as a step is fastest and fits, where the "
-        "batch is known beforehand (`offload train`, memest); otherwise false.",
+        description="Recompute each repeated block's activations in backward, with the same bits. "
+        "selective: keep those of matrix products and attention. auto: as a step is fastest and "
+        "fits, where the batch is known beforehand (`offload train`, memest); otherwise false.",
+        examples=["selective"],
+        json_schema_extra=about(see=["micro_batches"]),
     )
 
 
 class PlacementConfig(Section):
     """Home of each class of state; an absent class is placed automatically."""
 
-    parameters: Split = Field(None, description="A tier, or a split like {host: 40%, nvme: 60%}.")
-    gradients: Split = Field(None, description="A tier or a split, as for parameters.")
-    optimizer: Split = Field(None, description="A tier or a split, as for parameters.")
+    parameters: Split = Field(
+        None,
+        description="Home of the parameters: a tier, or shares of several that sum to 100%.",
+        examples=["host"],
+    )
+    gradients: Split = Field(
+        None,
+        description="Home of the gradients between backward and update, as for parameters.",
+        examples=["host"],
+        json_schema_extra=about(see=["gradient_accumulation_steps", "optimizer.in_backward"]),
+    )
+    optimizer: Split = Field(
+        None,
+        description="Home of the optimizer's states and of master weights, as for parameters.",
+        examples=[{"host": "40%", "nvme": "60%"}],
+        json_schema_extra=about(see=["optimizer.states", "optimizer.chunk"]),
+    )
     activations: ActivationConfig = Field(
-        default_factory=ActivationConfig, description="Saved activations."
+        default_factory=ActivationConfig, description="What forward saves for backward."
     )
 
 
 class LossScaleConfig(Section):
     """Dynamic loss scaling, for precision: fp16."""
 
-    initial: float = Field(65536.0, gt=0, description="First scale.")
-    growth_interval: int = Field(2000, ge=1, description="Good steps before the scale grows.")
-    growth_factor: float = Field(2.0, gt=1, description="Factor on growth.")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="Factor after an overflow.")
-    min: float = Field(1.0, gt=0, description="Smallest scale; an overflow there is an error.")
+    initial: float = Field(
+        65536.0,
+        gt=0,
+        description="The loss is multiplied with this at first, and gradients are divided by it.",
+        examples=[1024.0],
+        json_schema_extra=about(see=["loss_scale.min"]),
+    )
+    growth_interval: int = Field(
+        2000,
+        ge=1,
+        description="Steps in a row without an overflow before the scale grows.",
+        examples=[1000],
+        json_schema_extra=about(unit="steps"),
+    )
+    growth_factor: float = Field(
+        2.0,
+        gt=1,
+        description="The scale grows by this factor.",
+        examples=[2.0],
+    )
+    backoff_factor: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="The scale shrinks by this factor after an overflow, whose step is skipped.",
+        examples=[0.5],
+    )
+    min: float = Field(
+        1.0,
+        gt=0,
+        description="Smallest scale; an overflow there is an error.",
+        examples=[1.0],
+    )
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -137,9 +219,12 @@ class ThreadsConfig(Section):
         "auto",
         description="Threads of the CPU optimizer. auto: all cores where the model computes on the "
         "CPU, too (it waits meanwhile, or both share); beside a GPU all but two.",
+        examples=[8],
     )
     torch: AutoThreads = Field(
-        "auto", description="PyTorch's threads on the CPU. auto: as PyTorch has them."
+        "auto",
+        description="PyTorch's threads on the CPU. auto: as PyTorch has them.",
+        examples=[8],
     )
 
 
@@ -147,7 +232,11 @@ class GroupsConfig(Section):
     """How parameters are grouped for moving together."""
 
     blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
-        (), description="Class names of the repeated blocks. Empty: found automatically."
+        (),
+        description="Class names of the modules whose parameters move together, as a model's "
+        "repeated blocks. Empty: found automatically.",
+        examples=[["LlamaDecoderLayer"]],
+        json_schema_extra=about(see=["micro_batches", "placement.activations.checkpoint"]),
     )
 
 
@@ -155,27 +244,44 @@ class ZeroConfig(Section):
     """Sharding over ranks."""
 
     stage: int = Field(
-        3, ge=0, le=3, description="What is sharded: 0 nothing, 1 optimizer states, 2 gradients as "
-        "well, 3 parameters as well. Of no effect on one rank."
-    )  # fmt: skip
+        3,
+        ge=0,
+        le=3,
+        description="What is sharded: 0 nothing, 1 optimizer states, 2 gradients as well, 3 "
+        "parameters as well. Of no effect on one rank.",
+        examples=[2],
+    )
     shard_group: int | None = Field(
-        None, ge=1, description="Neighbouring ranks that share one copy of the states; the others "
-        "have copies of their own (as HSDP, hpZ, MiCS). Absent: all ranks share one."
-    )  # fmt: skip
+        None,
+        ge=1,
+        description="Neighbouring ranks that share one copy of the states; the others have copies "
+        "of their own (as HSDP, hpZ, MiCS).",
+        examples=[8],
+        json_schema_extra=about(unit="ranks", absent="all ranks share one", see=["zero.stage"]),
+    )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Format that gradients are rounded to before they are summed over "
-        "ranks. fp32: none is; sums are in fp32 in any case."
-    )  # fmt: skip
+        "fp32",
+        description="Format that gradients are rounded to before they are summed over ranks. "
+        "fp32: none is; sums are in fp32 in any case.",
+    )
     quantized_weights: bool = Field(
-        False, description="Gather parameters in 8 bits per element (as ZeRO++): half the bytes of "
-        "bf16, and approximate. Only with stage: 3."
-    )  # fmt: skip
+        False,
+        description="Gather parameters in 8 bits per element (as ZeRO++): half the bytes of bf16, "
+        "and approximate.",
+        json_schema_extra=about(needs={"zero.stage": 3}, see=["zero.shard_group"]),
+    )
     quantized_gradients: bool = Field(
-        False, description="Send gradients to be summed in 8 bits per element (as ZeRO++): "
-        "approximate."
-    )  # fmt: skip
+        False,
+        description="Send gradients to be summed in 8 bits per element (as ZeRO++): approximate.",
+        json_schema_extra=about(see=["zero.stage", "zero.shard_group"]),
+    )
     timeout_s: float = Field(
-        600.0, gt=0, le=1e6, description="Longest wait for other ranks, in seconds."
+        600.0,
+        gt=0,
+        le=1e6,
+        description="Longest wait for other ranks; then a RankError names those that are missing.",
+        examples=[60.0],
+        json_schema_extra=about(unit="seconds"),
     )
 
     @model_validator(mode="after")
@@ -215,31 +321,58 @@ class ZeroConfig(Section):
 class OffloadConfig(Section):
     """Everything a run needs to know; every key is optional."""
 
-    device: DeviceName = Field("auto", description="Where the model computes.")
+    device: DeviceName = Field(
+        "auto",
+        description="Where the model computes. auto: on the GPU if PyTorch sees one. cuda is "
+        "ROCm's name, too.",
+        examples=["cuda"],
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Format of parameters and gradients; fp16 scales the loss."
+        "fp32",
+        description="Format that parameters and gradients have and the model computes in. 16 bits "
+        "keep master weights beside it (optimizer.master); fp16 scales the loss, and its loop "
+        "calls engine.backward(loss). Slow on CPUs without 16-bit products (`offload doctor`).",
+        json_schema_extra=about(see=["optimizer.master"]),
     )
     seed: int = Field(
-        0, ge=0, lt=1 << 63, description="Seed of initialisation, data order and sampling."
+        0,
+        ge=0,
+        lt=1 << 63,
+        description="Seed of the first values of a model on the meta device, of stochastic "
+        "rounding, and of data order and samples in `offload train`.",
+        examples=[42],
     )
     budget: BudgetConfig = Field(
-        default_factory=BudgetConfig, description="Most bytes per tier; auto where absent."
+        default_factory=BudgetConfig, description="Most bytes that each tier may hold."
     )
     nvme: NvmeConfig = Field(default_factory=NvmeConfig, description="The nvme tier.")
     placement: PlacementConfig = Field(
-        default_factory=PlacementConfig, description="auto, or the home of each class of state."
+        default_factory=PlacementConfig,
+        description="The home of each class of state. auto, or a class that is absent: the fastest "
+        "placement within the budgets, by predicted time (`offload plan` shows it).",
     )
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer and its states."
     )
     clip_grad_norm: float | None = Field(
-        None, gt=0, description="Largest gradient norm; absent: no clipping."
+        None,
+        gt=0,
+        description="Largest norm of all gradients together (2-norm): larger ones are scaled down "
+        "to it.",
+        examples=[1.0],
+        json_schema_extra=about(absent="no clipping", see=["optimizer.in_backward"]),
     )
     skip_nonfinite: AutoBool = Field(
-        "auto", description="Skip steps with infinite or NaN gradients. auto: true for fp16."
+        "auto",
+        description="Skip steps with infinite or NaN gradients: nothing is updated, and "
+        "engine.optimizer.step_was_skipped is true. auto: true for fp16.",
+        examples=[True],
+        json_schema_extra=about(see=["precision", "optimizer.in_backward"]),
     )
     loss_scale: LossScaleConfig | None = Field(
-        None, description="Dynamic loss scaling; only with precision: fp16."
+        None,
+        description="Dynamic loss scaling of precision: fp16.",
+        json_schema_extra=about(absent="its defaults, for fp16", needs={"precision": "fp16"}),
     )
     gradient_accumulation_steps: int = Field(
         1,
@@ -247,6 +380,8 @@ class OffloadConfig(Section):
         le=1 << 16,
         description="Backward passes whose gradients add up to one step. Says what the loop does: "
         "no step is skipped, and no loss is divided.",
+        examples=[4],
+        json_schema_extra=about(unit="passes", see=["micro_batches", "precision"]),
     )
     micro_batches: MicroBatches = Field(
         1,
@@ -254,8 +389,15 @@ class OffloadConfig(Section):
         "weights and gradients move once per step, activations of one piece at a time. auto: as "
         "many as make a step fastest and fit, where the batch is known beforehand (`offload "
         "train`, memest); otherwise 1. Another number rounds differently.",
+        examples=[4],
+        json_schema_extra=about(unit="pieces"),
     )
-    prefetch: AutoDepth = Field("auto", description="Groups fetched ahead; 0: none.")
+    prefetch: AutoDepth = Field(
+        "auto",
+        description="Groups fetched ahead of their use; 0: none. auto: from measured speed.",
+        examples=[4],
+        json_schema_extra=about(see=["budget.device"]),
+    )
     threads: ThreadsConfig = Field(
         default_factory=ThreadsConfig, description="How the cores are shared out."
     )
@@ -268,7 +410,9 @@ class OffloadConfig(Section):
         description="What `offload train` does; a loop of your own ignores it.",
     )
     written_for: WrittenFor | None = Field(
-        None, description="The model that this file was written for; absent: any."
+        None,
+        description="The model that this file was written for, which `memest --write` notes.",
+        json_schema_extra=about(absent="any model"),
     )
 
     @model_validator(mode="before")

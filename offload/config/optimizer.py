@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from offload.config.fields import AutoBool, AutoChunk, KeyedError, Section, StateFormats, States
+from offload.config.fields import (
+    AutoBool,
+    AutoChunk,
+    KeyedError,
+    Section,
+    StateFormats,
+    States,
+    about,
+)
 from offload.config.optimizer_kinds import KINDS
 from offload.kernels.rules import WHY_NOT_MUON
 
@@ -27,41 +35,84 @@ class OptimizerConfig(Section):
         description="adamw decays weights directly; adam adds the decay to the gradient; lion, "
         "adagrad and sgd keep one state instead of two (sgd without momentum none).",
     )
-    lr: float = Field(1e-3, ge=0, description="Learning rate.")
+    lr: float = Field(
+        1e-3,
+        ge=0,
+        description="Learning rate; schedulers of torch.optim change it on engine.optimizer.",
+        examples=[3e-4],
+    )
     betas: Annotated[tuple[float, float] | None, Field(strict=False)] = Field(
-        None, description="Decay rates of the moments, each in [0, 1). adamw, adam, lion."
+        None,
+        description="Decay rates of the moments, each from 0 to less than 1.",
+        examples=[[0.9, 0.95]],
     )
-    eps: float | None = Field(None, ge=0, description="Added to the denominator. Not lion, sgd.")
-    weight_decay: float = Field(0.01, ge=0, description="Weight decay.")
+    eps: float | None = Field(
+        None, ge=0, description="Added to the denominator of an update.", examples=[1e-6]
+    )
+    weight_decay: float = Field(
+        0.01,
+        ge=0,
+        description="Weight decay: adamw and lion shrink weights by lr x weight_decay, the others "
+        "add it times the weight to the gradient.",
+        examples=[0.1],
+    )
     amsgrad: bool | None = Field(
-        None, description="Use the largest second moment seen. adamw, adam."
+        None,
+        description="Use the largest second moment seen; keeps a third state.",
+        examples=[True],
+        json_schema_extra=about(see=["optimizer.states"]),
     )
-    momentum: float | None = Field(None, ge=0, description="Momentum of sgd.")
-    dampening: float | None = Field(None, ge=0, description="Dampening of sgd's momentum.")
-    nesterov: bool | None = Field(None, description="Nesterov's momentum. sgd.")
-    lr_decay: float | None = Field(None, ge=0, description="Decay of adagrad's learning rate.")
+    momentum: float | None = Field(
+        None, ge=0, description="Momentum; 0 keeps no state.", examples=[0.9]
+    )
+    dampening: float | None = Field(
+        None,
+        ge=0,
+        description="Dampening of the momentum.",
+        examples=[0.1],
+        json_schema_extra=about(needs={"optimizer.momentum": 0.9}),
+    )
+    nesterov: bool | None = Field(
+        None,
+        description="Nesterov's momentum; without dampening.",
+        examples=[True],
+        json_schema_extra=about(needs={"optimizer.momentum": 0.9}, see=["optimizer.dampening"]),
+    )
+    lr_decay: float | None = Field(
+        None,
+        ge=0,
+        description="Decay of the learning rate with the count of steps.",
+        examples=[1e-4],
+        json_schema_extra=about(unit="per step"),
+    )
     maximize: bool = Field(False, description="Ascend instead of descend.")
     master: Literal["auto", "split", "fp32", "none"] = Field(
         "auto",
         description="Master weights: split (bf16 weight + 16-bit remainder), fp32 (a full copy), "
         "none (fp32 weights are their own; bf16 weights are rounded stochastically, an "
         "approximation). auto: split for bf16, fp32 for fp16, none for fp32.",
+        examples=["fp32"],
+        json_schema_extra=about(needs={"precision": "bf16"}),
     )
     states: States = Field(
         StateFormats(),
         description="Format of the optimizer's states: fp32, bf16 or int8, or one per tier, like "
         "{host: fp32, nvme: int8}. bf16 and int8 are approximations.",
+        examples=[{"host": "fp32", "nvme": "int8"}],
     )
     in_backward: AutoBool = Field(
         "auto",
         description="Update each group as soon as its gradients are there, behind the rest of the "
         "backward; every begun step must then be taken. auto: only in `offload train`, and there "
         "where no clipping or skipping needs all gradients first.",
+        examples=[True],
     )
     chunk: AutoChunk = Field(
         "auto",
         description="Elements per piece streamed in the update: a multiple of 1024, rounded up to "
-        "one of 2048 where parameters have 16 bits (pieces are whole pages).",
+        "one of 2048 where parameters have 16 bits (pieces are whole pages). auto: from measured "
+        "speed and the budget.",
+        examples=[1 << 20],
     )
 
     @model_validator(mode="before")

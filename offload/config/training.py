@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from offload.config.fields import KeyedError, PathText
+from offload.config.fields import KeyedError, PathText, Section, about
 
 MOST_LAYERS = 4096  # deeper is a mistake, and would take long to count
 MOST_WIDTH = 1 << 24
@@ -15,11 +15,10 @@ MOST_PARAMS = 10**15
 MOST_TOKENS = 1 << 32  # of a pass
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+_COSINE = {"train.schedule.type": "cosine"}
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Size and shape of the built-in language model."""
 
     shape: Literal["llama", "gpt"] = Field(
@@ -27,28 +26,68 @@ class ModelConfig(_Section):
         description="llama: RMSNorm, rotary positions, SwiGLU. "
         "gpt: LayerNorm, learned positions, GELU.",
     )
-    layers: int = Field(6, ge=1, le=MOST_LAYERS, description="Number of transformer blocks.")
-    hidden: int = Field(384, ge=1, le=MOST_WIDTH, description="Width of the residual stream.")
-    heads: int = Field(6, ge=1, description="Attention heads; must divide hidden.")
-    kv_heads: int | None = Field(
-        None, ge=1, description="Key/value heads (llama shape); must divide heads. Default: heads."
+    layers: int = Field(
+        6, ge=1, le=MOST_LAYERS, description="Number of transformer blocks.", examples=[12]
     )
+    hidden: int = Field(
+        384,
+        ge=1,
+        le=MOST_WIDTH,
+        description="Width of the residual stream; a multiple of heads.",
+        examples=[768],
+        json_schema_extra=about(see=["train.model.heads"]),
+    )
+    heads: int = Field(6, ge=1, description="Attention heads.", examples=[6])
+    kv_heads: int | None = Field(
+        None,
+        ge=1,
+        description="Key/value heads; must divide heads.",
+        examples=[2],
+        json_schema_extra=about(
+            absent="as many as heads", needs={"train.model.shape": "llama"},
+            see=["train.model.heads"],
+        ),
+    )  # fmt: skip
     mlp: int | None = Field(
         None,
         ge=1,
         le=MOST_SIZE,
-        description="Width of the MLP. Default: 4 x hidden (gpt), 8/3 x hidden (llama).",
+        description="Width of the MLP.",
+        examples=[1024],
+        json_schema_extra=about(
+            absent="4 x hidden (gpt), 8/3 x hidden (llama)", see=["train.model.hidden"]
+        ),
     )
     vocab: int = Field(
-        256, ge=256, le=MOST_SIZE, description="Vocabulary size; bytes are tokens 0..255."
+        256,
+        ge=256,
+        le=MOST_SIZE,
+        description="Vocabulary size; bytes are tokens 0..255.",
+        examples=[32000],
+        json_schema_extra=about(unit="tokens"),
     )
     max_sequence: int = Field(
-        1024, ge=1, le=MOST_TOKENS, description="Longest sequence the model can read."
+        1024,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Longest sequence the model can read.",
+        examples=[2048],
+        json_schema_extra=about(unit="tokens", see=["train.sequence"]),
     )
     tied: bool = Field(True, description="Share the embedding with the output head.")
-    rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary frequencies (llama).")
-    norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the normalisation layers.")
-    init_std: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
+    rope_theta: float = Field(
+        10000.0,
+        gt=0,
+        description="Base of the rotary frequencies.",
+        examples=[500000.0],
+        json_schema_extra=about(needs={"train.model.shape": "llama"}),
+    )
+    norm_eps: float = Field(
+        1e-5, gt=0, description="Epsilon of the normalisation layers.", examples=[1e-6]
+    )
+    init_std: float = Field(
+        0.02, gt=0, description="Standard deviation of the initial weights.", examples=[0.01]
+    )
 
     @property
     def kv_head_count(self) -> int:
@@ -114,29 +153,51 @@ class ModelConfig(_Section):
         return self
 
 
-class ScheduleConfig(_Section):
+class ScheduleConfig(Section):
     """Learning rate over the steps, as a factor on optimizer.lr."""
 
     type: Literal["cosine", "constant"] = Field(
         "cosine", description="Shape of the learning rate after the warm-up."
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="Linear warm-up from zero.",
+        examples=[20],
+        json_schema_extra=about(unit="steps"),
+    )
     final: float = Field(
-        0.1, ge=0, le=1, description="Last learning rate as a share of optimizer.lr (cosine)."
+        0.1,
+        ge=0,
+        le=1,
+        description="Last learning rate as a share of optimizer.lr.",
+        examples=[0.0],
+        json_schema_extra=about(needs=_COSINE, see=["optimizer.lr"]),
     )
 
 
-class SampleConfig(_Section):
+class SampleConfig(Section):
     """Text generated before and after training."""
 
-    prompt: str = Field("ROMEO:", min_length=1, description="Text the sample continues.")
-    length: int = Field(160, ge=0, description="Bytes to generate; 0 prints no sample.")
+    prompt: str = Field(
+        "ROMEO:", min_length=1, description="Text the sample continues.", examples=["HAMLET:"]
+    )
+    length: int = Field(
+        160,
+        ge=0,
+        description="Bytes to generate; 0 prints no sample.",
+        examples=[0],
+        json_schema_extra=about(unit="bytes"),
+    )
     temperature: float = Field(
-        0.8, ge=0, description="0 takes the likeliest byte; higher is more random."
+        0.8,
+        ge=0,
+        description="0 takes the likeliest byte; higher is more random.",
+        examples=[0.0],
     )
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """What `offload train` trains, on what, and for how long."""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The built-in model.")
@@ -144,27 +205,61 @@ class TrainConfig(_Section):
         "shakespeare",
         description="shakespeare, python (the standard library's documentation and sources), "
         "or the path of a text file.",
+        examples=["book.txt"],
     )
     validation: float = Field(
-        0.05, ge=0, lt=1, description="Share of the text, at its end, kept for validation."
+        0.05,
+        ge=0,
+        lt=1,
+        description="Share of the text, at its end, kept for validation.",
+        examples=[0.1],
     )
-    steps: int = Field(200, ge=1, description="Optimizer steps.")
-    batch: int = Field(4, ge=1, description="Sequences per micro-step.")
-    sequence: int = Field(256, ge=1, description="Bytes per sequence.")
+    steps: int = Field(200, ge=1, description="Optimizer steps.", examples=[1000])
+    batch: int = Field(
+        4,
+        ge=1,
+        description="Sequences per backward pass.",
+        examples=[8],
+        json_schema_extra=about(
+            unit="sequences", see=["gradient_accumulation_steps", "micro_batches"]
+        ),
+    )
+    sequence: int = Field(
+        256,
+        ge=1,
+        description="Length of a sequence.",
+        examples=[512],
+        json_schema_extra=about(unit="bytes"),
+    )
     schedule: ScheduleConfig = Field(
         default_factory=ScheduleConfig, description="Learning rate over the steps."
     )
     evaluate_every: int = Field(
-        0, ge=0, description="Steps between validation losses; 0: at the end only."
+        0,
+        ge=0,
+        description="Steps between validation losses; 0: at the end only.",
+        examples=[100],
+        json_schema_extra=about(unit="steps"),
     )
     evaluate_batches: int = Field(
-        4, ge=0, description="Batches per validation loss; 0 evaluates nothing."
+        4,
+        ge=0,
+        description="Batches per validation loss; 0 evaluates nothing.",
+        examples=[8],
+        json_schema_extra=about(unit="batches", see=["train.validation"]),
     )
-    checkpoint_every: int = Field(0, ge=0, description="Steps between checkpoints; 0: none.")
+    checkpoint_every: int = Field(
+        0,
+        ge=0,
+        description="Steps between checkpoints; 0: none.",
+        examples=[100],
+        json_schema_extra=about(unit="steps"),
+    )
     compare_plain: bool = Field(
         False,
         description="Train the same in plain PyTorch afterwards, in a process of its own, and show "
         "both (one rank, optimizer.type: adamw, fp32 or bf16).",
+        json_schema_extra=about(see=["optimizer.type", "precision"]),
     )
     sample: SampleConfig = Field(
         default_factory=SampleConfig, description="The text to generate, to see what was learnt."

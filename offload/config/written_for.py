@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from offload.config.fields import Section
+from offload.config.fields import Section, about
 from offload.tiers.errors import ConfigError
 
 
 class WrittenFor(Section):
     """Written by `memest --write`; `offload plan` plans this model."""
 
-    model: str = Field(description="Its name.")
-    parameters: int = Field(ge=1, description="How many it has, frozen ones included.")
-    source: str | None = Field(
-        None, description="Where it is described: a file or folder, or module:function."
+    model: str = Field(description="Its name.", examples=["Llama-3-8B"])
+    parameters: int = Field(
+        ge=1, description="How many it has, frozen ones included.", examples=[8_030_261_248]
     )
-    batch: int = Field(1, ge=1, description="Sequences per pass that were planned with.")
-    sequence: int = Field(2048, ge=1, description="Tokens of each.")
+    source: str | None = Field(
+        None,
+        description="Where it is described: a file or folder, or module:function.",
+        examples=["Llama-3-8B/config.json"],
+    )
+    batch: int = Field(
+        1,
+        ge=1,
+        description="Sequences per pass that were planned with.",
+        examples=[1],
+        json_schema_extra=about(unit="sequences"),
+    )
+    sequence: int = Field(
+        2048,
+        ge=1,
+        description="Length of a sequence that was planned with.",
+        examples=[2048],
+        json_schema_extra=about(unit="tokens"),
+    )
 
     def __str__(self) -> str:
         return f"{self.model} ({self.parameters:,} parameters)"

@@ -1,0 +1,256 @@
+"""What every key of the configuration means: its models, in words.
+
+`offload config explain` and the site's reference show it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from offload.config.errors import section_of, suggestion
+from offload.config.fields import Kind
+from offload.config.file import dump_yaml
+from offload.config.model import OffloadConfig
+from offload.config.optimizer import OptimizerConfig
+from offload.config.optimizer_kinds import KINDS
+from offload.tiers.errors import ConfigError
+
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key, or a section with its keys."""
+
+    path: tuple[str, ...]
+    type: str
+    unit: str  # "" where numbers have none, or there are none
+    default: str
+    meaning: str
+    example: str  # YAML, a configuration by itself; "" for a section
+    needs: Mapping[str, Any]  # other keys, and values with which this one is of use
+    see: tuple[str, ...]  # other keys that it interacts with, or that say so of it
+    keys: tuple[Key, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """`optimizer.states`."""
+        return ".".join(self.path)
+
+    def all(self) -> Iterator[Key]:
+        """This one and those below it, in the order in which a file has them."""
+        yield self
+        for key in self.keys:
+            yield from key.all()
+
+
+@cache
+def reference() -> Key:
+    """The whole configuration."""
+    return _section((), OffloadConfig, "", "", {}, (), _interactions())
+
+
+def explained(name: str) -> Key:
+    """The key `name`, as `optimizer.states`; "" is the whole.
+
+    ConfigError with the nearest ones if there is none.
+    """
+    known = {key.name: key for key in reference().all()}
+    if name not in known:
+        raise ConfigError(f"{name}: unknown key{_near(name, known)}")
+    return known[name]
+
+
+def _near(name: str, known: Mapping[str, Key]) -> str:
+    parent, _, last = name.lower().rpartition(".")
+    while parent not in known:
+        parent = parent.rpartition(".")[0]
+    section = known[parent]
+    if not section.keys:
+        return f"; {parent} is a value, without keys of its own: explain `{parent}`"
+    alike = [key for key in known if key and key.rpartition(".")[2] == last]
+    below = [key.name for key in section.all() if last and key is not section]
+    alike += difflib.get_close_matches(name.lower(), below, n=1, cutoff=0.7)
+    if alike:
+        return f"; did you mean {' or '.join(f'`{key}`' for key in dict.fromkeys(alike))}?"
+    return suggestion(last, (key.path[-1] for key in section.keys))
+
+
+def _section(
+    path: tuple[str, ...], model: type[BaseModel], meaning: str, absent: str,
+    needs: Mapping[str, Any], see: tuple[str, ...], others: Mapping[str, list[str]],
+) -> Key:  # fmt: skip
+    keys = tuple(
+        _key((*path, name), model, field, needs, others)
+        for name, field in model.model_fields.items()
+    )
+    kind = "auto, or the keys below it" if path == ("placement",) else "the keys below it"
+    said = meaning or (model.__doc__ or "").strip()
+    return Key(path, kind, "", absent, said, "", needs, see, keys)
+
+
+def _key(
+    path: tuple[str, ...], model: type[BaseModel], field: FieldInfo, needed: Mapping[str, Any],
+    others: Mapping[str, list[str]],
+) -> Key:  # fmt: skip
+    name = ".".join(path)
+    said = _said(field)
+    needs = {**needed, **_needs(path, field)}
+    meaning, absent = field.description or "", said.get("x-absent", "")
+    mentioned = [*needs, *said.get("x-see", ()), *others.get(name, ())]
+    see = tuple(key for key in dict.fromkeys(mentioned) if key != name)
+    section = section_of(field.annotation)
+    if section is not None:
+        return _section(path, section, meaning, absent, needs, see, others)
+    kind = _kind_of(field)
+    return Key(
+        path, kind.text, said.get("x-unit", kind.unit), _default(path, model, field, kind), meaning,
+        _example(path, needs, model), needs, see,
+    )  # fmt: skip
+
+
+def _said(field: FieldInfo) -> dict[str, Any]:
+    extra = field.json_schema_extra
+    return dict(extra) if isinstance(extra, dict) else {}
+
+
+def _needs(path: tuple[str, ...], field: FieldInfo) -> dict[str, Any]:
+    """Other keys and their values. A number that few optimizers have needs one of those."""
+    needs = dict(_said(field).get("x-needs", {}))
+    if path[0] == "optimizer":
+        having = [name for name, kind in KINDS.items() if path[-1] in kind.defaults]
+        if having and OptimizerConfig.model_fields["type"].default not in having:
+            needs = {"optimizer.type": having[0], **needs}
+    return needs
+
+
+def _interactions() -> dict[str, list[str]]:
+    """Of each key those that name it: who interacts with a key is declared on one side alone."""
+    found: dict[str, list[str]] = {}
+
+    def look(path: tuple[str, ...], model: type[BaseModel]) -> None:
+        for name, field in model.model_fields.items():
+            inner = (*path, name)
+            for other in {**_needs(inner, field), **dict.fromkeys(_said(field).get("x-see", ()))}:
+                found.setdefault(other, []).append(".".join(inner))
+            section = section_of(field.annotation)
+            if section is not None:
+                look(inner, section)
+
+    look((), OffloadConfig)
+    return found
+
+
+# ---------------------------------------------------------------- types
+def _kind_of(field: FieldInfo) -> Kind:
+    found = [item for item in field.metadata if isinstance(item, Kind)]
+    kind = found[0] if found else Kind(_type_text(field.annotation))
+    return replace(kind, text=f"{kind.text} {_bounds(field)}".strip())
+
+
+def _type_text(annotation: Any) -> str:
+    """In words: `bool | None` is `true or false`."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return _listed([str(value) for value in inner])
+    if origin is typing.Annotated:
+        kinds = [item.text for item in inner[1:] if isinstance(item, Kind)]
+        return kinds[0] if kinds else _type_text(inner[0])
+    if origin is tuple:
+        number = "" if inner[-1] is ... else f"{len(inner)} "
+        return f"list of {number}{_type_text(inner[0])}s"
+    options = [option for option in inner if option is not type(None)]
+    return _listed([_type_text(option) for option in options]) if options else _WORDS[annotation]
+
+
+def _bounds(field: FieldInfo) -> str:
+    """`from 0 to 3`, `above 0 and below 1`; empty without any."""
+    found = {
+        name: f"{words} {_number(getattr(item, name))}"
+        for item in field.metadata
+        for name, words in _BOUNDS.items()
+        if hasattr(item, name)
+    }
+    return (" and " if "lt" in found else " ").join(found.values())
+
+
+def _number(value: float) -> str:
+    whole = int(value)
+    if whole > 1 << 16 and whole & (whole - 1) == 0:
+        return f"2^{whole.bit_length() - 1}"
+    return f"{whole:,}" if whole == value else f"{value:g}"
+
+
+def _listed(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+# ---------------------------------------------------------------- defaults and examples
+def _default(path: tuple[str, ...], model: type[BaseModel], field: FieldInfo, kind: Kind) -> str:
+    if field.is_required():
+        return "none: it has to be given"
+    if path[0] == "optimizer" and any(path[-1] in each.defaults for each in KINDS.values()):
+        return _by_type(path[-1])
+    if field.default is None:
+        return str(_said(field).get("x-absent", kind.absent)) or "none"
+    (value,) = model.model_construct().model_dump(mode="json", include={path[-1]}).values()
+    return _text(value)
+
+
+def _by_type(name: str) -> str:
+    """The default that a number of the optimizer has; each type has its own."""
+    types: dict[str, list[str]] = {}
+    for type_, kind in KINDS.items():
+        if name in kind.defaults:
+            types.setdefault(_text(_plain(kind.defaults[name])), []).append(type_)
+    if len(types) == 1 and sum(map(len, types.values())) == len(KINDS):
+        return next(iter(types))
+    return "; ".join(f"{value} ({', '.join(names)})" for value, names in types.items())
+
+
+def _example(path: tuple[str, ...], needs: Mapping[str, Any], model: type[BaseModel]) -> str:
+    """The key set, and what it needs, its section's required keys included: a line for each key
+    at the top."""
+    section, last = path[:-1], path[-1]
+    required = [name for name, field in model.model_fields.items() if field.is_required()]
+    given = {(*section, name): model.model_fields[name] for name in [*required, last]}
+    values: dict[str, Any] = {}
+    for name, value in needs.items():
+        _put(values, tuple(name.split(".")), value)
+    for each, field in given.items():
+        _put(values, each, _plain(_example_value(field)))
+    return "\n".join(f"{key}: {_text(value)}" for key, value in values.items())
+
+
+def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for part in path[:-1]:
+        values = values.setdefault(part, {})
+    values[path[-1]] = value
+
+
+def _example_value(field: FieldInfo) -> Any:
+    """The one that is given, or the first of a few words that is not the default."""
+    if field.examples:
+        return field.examples[0]
+    if typing.get_origin(field.annotation) is Literal:
+        return next(word for word in typing.get_args(field.annotation) if word != field.default)
+    assert field.annotation is bool, f"{field} needs an example"
+    return not field.default
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    """As a file has it."""
+    return dump_yaml(value, inline=True)

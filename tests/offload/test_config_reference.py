@@ -1,0 +1,147 @@
+"""The configuration in words: `offload config explain`, and what the site shows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.cli.explain import print_explanation
+from offload.config import OffloadConfig
+from offload.config.file import parse_document
+from offload.config.reference import Key, explained, reference
+from offload.errors import ConfigError
+
+KEYS = {key.name: key for key in reference().all()}
+VALUES = [key for key in KEYS.values() if not key.keys]
+
+
+def test_every_key_of_the_models_is_there() -> None:
+    def names(schema: dict[str, Any], section: dict[str, Any], prefix: str) -> set[str]:
+        found = set()
+        for name, inner in section["properties"].items():
+            found.add(f"{prefix}{name}")
+            for part in [inner, *inner.get("anyOf", ())]:
+                if "$ref" in part:
+                    below = schema["$defs"][part["$ref"].rpartition("/")[2]]
+                    found |= names(schema, below, f"{prefix}{name}.")
+        return found
+
+    schema = OffloadConfig.model_json_schema()
+    assert names(schema, schema, "") == KEYS.keys() - {""}
+    assert len(VALUES) > 60
+
+
+@pytest.mark.parametrize("key", VALUES, ids=lambda key: key.name)
+def test_an_example_is_a_configuration_that_has_the_key(key: Key) -> None:
+    given: Any = parse_document(key.example, "example").value
+    OffloadConfig.load(given)
+    for part in key.path:
+        given = given[part]
+    assert key.type
+    assert key.meaning.endswith(".")
+    assert max(map(len, key.example.splitlines())) < 96
+
+
+@pytest.mark.parametrize("key", VALUES, ids=lambda key: key.name)
+def test_the_default_that_is_shown_changes_nothing(key: Key) -> None:
+    """Where it is one value: `auto`, a number, a word."""
+    text = key.default.partition(" (")[0]
+    if text in ("none", "[]") or " " in text:
+        return
+    values: Any = parse_document(key.example, "example").value
+    inner = values
+    for part in key.path[:-1]:
+        inner = inner[part]
+    inner[key.path[-1]] = parse_document(text, "default").value
+    shown = OffloadConfig.load(values)
+    del inner[key.path[-1]]
+    assert OffloadConfig.load(values) == shown
+
+
+def test_interactions_are_keys_and_said_on_both_sides() -> None:
+    for key in KEYS.values():
+        for other in (*key.see, *key.needs):
+            assert other in KEYS, f"{key.name} names {other}"
+    one_sided = {
+        (key.name, other)
+        for key in KEYS.values()
+        for other in key.see
+        if key.name not in KEYS[other].see and key.path[0] not in KEYS[other].see
+    }
+    assert one_sided == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "type_", "unit", "default"),
+    [
+        ("zero.stage", "whole number from 0 to 3", "", "3"),
+        ("zero.timeout_s", "number above 0 to 1,000,000", "seconds", "600.0"),
+        ("budget.host", "size (8GiB, 8GB or a number), percentage or auto", "bytes", "auto"),
+        ("optimizer.states", "fp32, bf16, int8, or one of them per tier", "", "fp32"),
+        ("optimizer.eps", "number from 0", "", "1.0e-08 (adamw, adam); 1.0e-10 (adagrad)"),
+        ("optimizer.amsgrad", "true or false", "", "false (adamw, adam)"),
+        ("loss_scale.backoff_factor", "number above 0 and below 1", "", "0.5"),
+        ("seed", "whole number from 0 and below 2^63", "", "0"),
+        ("nvme.paths", "list of paths", "", "[]"),
+        ("clip_grad_norm", "number above 0", "", "no clipping"),
+        ("written_for.model", "text", "", "none: it has to be given"),
+    ],
+)  # fmt: skip
+def test_types_units_and_defaults_in_words(name: str, type_: str, unit: str, default: str) -> None:
+    key = explained(name)
+    assert (key.type, key.unit, key.default) == (type_, unit, default)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("optimizer.state", "did you mean `optimizer.states`?"),
+        ("states", "did you mean `optimizer.states`?"),
+        ("optimzer", "did you mean `optimizer`?"),
+        ("OPTIMIZER.LR", "did you mean `optimizer.lr`?"),
+        ("optimizer.", "allowed: type, lr, betas"),
+        ("optimizer.lr=3", "did you mean `optimizer.lr`?"),
+        ("checkpoint", "did you mean `placement.activations.checkpoint`?"),
+        ("optimizer.states.nvme", "optimizer.states is a value, without keys of its own"),
+        ("budget.xyz", "allowed: device, host, nvme"),
+        ("nonsense", "allowed: device, precision, seed"),
+        ("..", "allowed: device"),
+    ],
+)
+def test_a_key_that_is_not_there_names_the_nearest(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        explained(name)
+    assert str(caught.value).startswith(f"{name}: unknown key")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("name", KEYS, ids=lambda name: name or "all")
+def test_what_is_printed_fits_the_terminal(
+    name: str, columns: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_explanation(name)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    words = "".join(out.split())
+    key = KEYS[name]
+    for shown in [
+        key.example,
+        key.default if not key.keys else "",
+        *(k.path[-1] for k in key.keys),
+    ]:
+        assert "".join(shown.split()) in words
+
+
+def test_a_misspelt_key_ends_with_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "offload", "config", "explain", "optimizer.state"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: optimizer.state: unknown key; did you mean")
