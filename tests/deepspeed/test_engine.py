@@ -770,16 +770,6 @@ def test_a_backward_of_some_parameters_is_divided() -> None:
     assert torch.allclose(gradient(3) * 3, gradient(1))
 
 
-def test_the_program_of_the_page_runs(tmp_path: Path, monkeypatch: Any) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
-    program = text.partition("```python\n")[2].partition("```")[0]
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(program, names)
-    assert names["engine"].global_steps == 8
-    assert (tmp_path / "checkpoints/latest").read_text() == "global_step8"
-
-
 @pytest.mark.parametrize(
     "form",
     [
