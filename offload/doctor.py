@@ -1,6 +1,6 @@
-"""What this machine offers to a run: data first, one `Check` per line of the table.
+"""What this machine offers to a run: data first, one `Check` per line of the table, and a verdict.
 
-A check never fails: what cannot be found out is reported as `off` with the reason.
+No check raises: what cannot be found out is reported as `off` with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
-Status = Literal["ok", "warn", "off"]
+Status = Literal["ok", "warn", "off", "fail"]  # fail: nothing can be trained before it is mended
 
 _LOW_MEMORY_NBYTES = 2 << 30
 _LOW_DISK_NBYTES = 10 << 30
@@ -39,6 +39,37 @@ class Check:
     advice: str = ""
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What the machine can do, or what stands in the way."""
+
+    ready: bool
+    lines: tuple[str, ...]
+
+
+def verdict(checks: Sequence[Check]) -> Verdict:
+    """Of the checks of `run_checks`; ready where none of them failed."""
+    failed = [check for check in checks if check.status == "fail"]
+    if failed:
+        return Verdict(False, tuple(f"not ready: {c.name}: {c.found}; {c.advice}" for c in failed))
+    gpus = [check for check in checks if check.name.startswith("gpu ")]
+    tiers = "device, host and nvme" if gpus else "host and nvme"
+    lines = [f"ready: trains on {_computing(gpus)} with {tiers}"]
+    lines += [f"no GPU: {c.found.partition(';')[0]}" for c in checks if c.name == "gpu"]
+    warned = [check.name for check in checks if check.status == "warn"]
+    if warned:
+        lines.append(f"to look at, with the advice above: {', '.join(warned)}")
+    return Verdict(True, tuple(lines))
+
+
+def _computing(gpus: Sequence[Check]) -> str:
+    if not gpus:
+        return "the CPU"
+    name = gpus[0].found.partition(",")[0]
+    many = f"{len(gpus)} GPUs ({name}; torchrun --nproc-per-node {len(gpus)})"
+    return many if len(gpus) > 1 else name
+
+
 def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
     """Look at the machine and at each of `paths` (the temporary folder when there is none)."""
     checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), *_system()]
@@ -52,9 +83,9 @@ def check_path(path: Path) -> list[Check]:
     shown = str(path)
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        return [Check(shown, "warn", what, f"mkdir -p {path}, or correct nvme.paths")]
+        return [Check(shown, "fail", what, f"mkdir -p {path}, or correct nvme.paths")]
     if not os.access(path, os.W_OK | os.X_OK):
-        return [Check(shown, "warn", "not writable by this user", f"chown or chmod {path}")]
+        return [Check(shown, "fail", "not writable by this user", f"chown or chmod {path}")]
     checks = [_file_system(path), _free_space(path)]
     if _is_open_to_all(path):
         advice = f"chmod o-w {path}: others could replace its files"
@@ -67,7 +98,7 @@ def _software() -> list[Check]:
     for name in ("torch", "numba", "numpy"):
         version = machine.version_of(name)
         if version is None:
-            checks.append(Check(name, "warn", "not installed", f"pip install {name}"))
+            checks.append(Check(name, "fail", "not installed", f"pip install {name}"))
         else:
             checks.append(Check(name, "ok", version))
     libaio = machine.version_of("libaio")
@@ -167,7 +198,12 @@ def _no_gpu() -> Check:
 def _device(kind: accelerator.Accelerator, index: int) -> Check:
     import torch
 
-    facts = kind.facts(torch.device(kind.kind, index))
+    try:
+        facts = kind.facts(torch.device(kind.kind, index))
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        advice = "check the driver (nvidia-smi, rocm-smi), or train with device: cpu"
+        return Check(f"gpu {index}", "fail", f"cannot be used: {said}", advice)
     capability = facts.compute_capability and f"compute capability {facts.compute_capability}"
     found = (facts.name, format_bytes(facts.memory_nbytes), capability, kind.built_for())
     return Check(f"gpu {index}", "ok", ", ".join(filter(None, found)), kind.lacks_triton or "")
@@ -227,7 +263,7 @@ def _backends(path: Path) -> list[Check]:
     except (OSError, OffloadError) as error:
         found, _, remedy = str(error).partition("; ")
         advice = remedy or "name another folder in nvme.paths"
-        return [Check(f"{path} backends", "warn", f"cannot be tried: {found}", advice)]
+        return [Check(f"{path} backends", "fail", f"cannot be tried: {found}", advice)]
     checks = []
     for report in reports:
         status: Status = "ok" if report.available else "off"

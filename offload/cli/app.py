@@ -109,7 +109,8 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what this machine offers, what is missing, and what to do about it."""
+    """Say what this machine offers, what is missing, and what to do about it. Exit code 1 where
+    nothing can be trained."""
     from offload.cli.doctor import print_checks
 
     print_checks(paths or [], as_json)

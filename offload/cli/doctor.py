@@ -1,4 +1,4 @@
-"""`offload doctor`: the checks as a table or as JSON."""
+"""`offload doctor`: the checks and the verdict, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload.doctor import Check, run_checks
+from offload.cli.errors import EXIT_FAILED
+from offload.doctor import Check, run_checks, verdict
 
-_STYLES = {"ok": "green", "warn": "yellow", "off": "dim"}
+_STYLES = {"ok": "green", "warn": "yellow", "off": "dim", "fail": "red"}
 
 
 def print_checks(paths: Sequence[Path], as_json: bool) -> None:
-    """Look at the machine (and at `paths`) and print what was found."""
+    """Look at the machine (and at `paths`) and print what was found, and what it comes to.
+    Exit code 1 where nothing can be trained."""
     checks = run_checks(paths)
+    found = verdict(checks)
     if as_json:
-        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
-        return
-    console = Console()
-    console.print(_table(checks))
-    warnings = sum(check.status == "warn" for check in checks)
-    if warnings:
-        console.print(f"{warnings} to look at; the advice is below each.", style="yellow")
+        listed = [asdict(check) for check in checks]
+        typer.echo(json.dumps({**asdict(found), "checks": listed}, indent=2))
+    else:
+        console = Console(highlight=False, markup=False)
+        console.print(_table(checks))
+        console.print()
+        for line in found.lines:
+            console.print(line, style="green" if found.ready else "red")
+    if not found.ready:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _table(checks: Sequence[Check]) -> Table:

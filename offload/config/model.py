@@ -88,8 +88,8 @@ class NvmeConfig(Section):
     )
     backend: Literal["auto", "threads", "libaio"] = Field(
         "auto",
-        description="How files are read and written: by threads with plain calls, or by libaio "
-        "(`pip install libaio`). auto: the fastest that works there.",
+        description="How files are read and written: by threads, or by the system's libaio (extra "
+        "`aio`). auto: threads, as fast as any with requests of some MiB.",
     )
     threads: AutoThreads = Field(
         "auto",

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from offload.cli.doctor import print_checks
-from offload.doctor import check_path, run_checks
+from offload.doctor import Check, Status, check_path, run_checks, verdict
 
 
 def test_every_check_says_something_and_every_warning_advises(tmp_path: Path) -> None:
     checks = run_checks([tmp_path, tmp_path / "nothing"])
-    assert {check.status for check in checks} <= {"ok", "warn", "off"}
+    assert {check.status for check in checks} <= {"ok", "warn", "off", "fail"}
     assert all(check.found for check in checks)
-    assert all(check.advice for check in checks if check.status == "warn")
+    assert all(check.advice for check in checks if check.status in ("warn", "fail"))
     names = {check.name for check in checks}
     assert {"python", "torch", "memory available", "cores", "swap", "memlock limit"} <= names
     assert any(name.startswith("gpu") for name in names)
@@ -29,7 +30,7 @@ def test_backends_of_a_folder_are_listed(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_named_with_its_remedy(tmp_path: Path) -> None:
     (check,) = check_path(tmp_path / "nothing")
-    assert (check.status, check.found) == ("warn", "does not exist")
+    assert (check.status, check.found) == ("fail", "does not exist")
     assert check.advice.startswith(f"mkdir -p {tmp_path / 'nothing'}")
     (tmp_path / "file").touch()
     assert check_path(tmp_path / "file")[0].found == "is not a folder"
@@ -62,5 +63,61 @@ def test_the_table_fits_the_terminal(
 
 def test_json_holds_the_same_checks(tmp_path: Path, capsys: Any) -> None:
     print_checks([tmp_path], as_json=True)
-    checks = json.loads(capsys.readouterr().out)
-    assert {"name", "status", "found", "advice"} == set(checks[0])
+    found = json.loads(capsys.readouterr().out)
+    assert {"name", "status", "found", "advice"} == set(found["checks"][0])
+    assert found["ready"]
+    assert found["lines"][0].startswith("ready: trains on ")
+
+
+def checked(*checks: tuple[str, Status, str]) -> list[Check]:
+    """Those of a machine that has all it takes, and others."""
+    return [Check("torch", "ok", "2.13"), *(Check(*check, advice="do it") for check in checks)]
+
+
+def test_the_verdict_says_what_the_machine_can_do() -> None:
+    cpu = verdict(checked(("gpu", "off", "built for the CPU only; device: cpu is used")))
+    assert cpu.ready
+    assert cpu.lines == (
+        "ready: trains on the CPU with host and nvme",
+        "no GPU: built for the CPU only",
+    )
+    one = verdict(checked(("gpu 0", "ok", "H100, 80.0 GiB, CUDA 13.0"), ("swap", "warn", "full")))
+    assert one.lines == (
+        "ready: trains on H100 with device, host and nvme",
+        "to look at, with the advice above: swap",
+    )
+    two = verdict(checked(("gpu 0", "ok", "H100, 80 GiB"), ("gpu 1", "ok", "H100, 80 GiB")))
+    assert "2 GPUs (H100; torchrun --nproc-per-node 2)" in two.lines[0]
+
+
+def test_the_verdict_says_what_stands_in_the_way() -> None:
+    found = verdict(checked(("numba", "fail", "not installed"), ("/x", "fail", "does not exist")))
+    assert not found.ready
+    assert found.lines == (
+        "not ready: numba: not installed; do it", "not ready: /x: does not exist; do it"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_exit_code_agrees_with_the_verdict(as_json: bool, tmp_path: Path, capsys: Any) -> None:
+    print_checks([tmp_path], as_json)
+    capsys.readouterr()
+    with pytest.raises(typer.Exit) as ended:
+        print_checks([tmp_path / "nothing"], as_json)
+    assert ended.value.exit_code == 1
+    assert "not ready: " in capsys.readouterr().out
+
+
+def test_a_device_that_cannot_be_asked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        kind = "cuda"
+
+        def device_count(self) -> int:
+            return 1
+
+        def facts(self, device: object) -> object:
+            raise RuntimeError("CUDA unknown error\nsecond line")
+
+    monkeypatch.setattr("offload.tiers.accelerator.default", Broken)
+    (found,) = [check for check in run_checks() if check.name.startswith("gpu")]
+    assert (found.status, found.found) == ("fail", "cannot be used: CUDA unknown error")
