@@ -127,11 +127,25 @@ class HostRegion(mmap.mmap):
                 self._many = 2 * len(self._given) + 64
         return made
 
+    def give_back(self) -> None:
+        """The RAM of all that nobody else can see: nothing is read there any more, although the
+        tensors that were given out may live on. What somebody keeps has its values on."""
+        with self._lock:
+            end = 0
+            for start, stop in [*self._seen(), (len(self), len(self))]:
+                if start > end:
+                    self.madvise(mmap.MADV_DONTNEED, end, start - end)
+                end = stop
+
+    def _seen(self) -> list[Range]:
+        """What tensors beside those that were given out view, in whole pages."""
+        return _joined(given.range for given in list(self._given) if given.is_seen())
+
     # ---------------------------------------------------------------- around a fork
     def keep_what_is_seen(self) -> None:
         """Let a child that is forked now inherit that."""
         self._kept = []
-        seen = _joined(given.range for given in list(self._given) if given.is_seen())
+        seen = self._seen()
         for start, stop in seen if len(seen) <= _MOST_RANGES else [(0, len(self))]:
             self.madvise(_MADV_KEEPONFORK, start, stop - start)
             self._kept.append((start, stop))

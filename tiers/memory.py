@@ -69,10 +69,12 @@ class HostMemory:
         return memoryview(self._region)[offset_bytes : offset_bytes + nbytes]
 
     def close(self) -> None:
-        """Unpin. The pages go when the last tensor over them goes."""
+        """Unpin, and give back the RAM of all that nobody keeps a tensor of; the rest goes with
+        the last tensor over it. A closed engine's model keeps the leases themselves alive."""
         pins, self._pins = self._pins, None
         if pins is not None:
             pins.close()
+        self._region.give_back()
 
 
 class DeviceMemory:

@@ -187,6 +187,31 @@ def test_nothing_is_left_after_close(tmp_path: Path, backend: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_close_gives_back_ram_although_the_model_lives_on() -> None:
+    def linear() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
+
+    def trained(placement: dict[str, Any]) -> tuple[nn.Module, int, int]:
+        budget = {"host": "128MiB", "nvme": "1GiB"}
+        model = seeded(linear)
+        keys = {"device": "cpu", "placement": placement, "budget": budget}
+        with offload.initialize(model, keys) as engine:
+            model(torch.ones(2, 1024)).sum().backward()
+            engine.optimizer.step()
+            engine.settle()
+            held = engine.report().tiers["host"].used_nbytes
+            before = process.memory_info().rss
+        return model, held, before - process.memory_info().rss
+
+    process = psutil.Process()
+    for placement in (HOST, NVME):
+        model, held, freed = trained(placement)
+        assert held > 8 << 20
+        assert freed > held // 3  # not all of it was touched
+        with pytest.raises(StateError, match="closed"):
+            model(torch.ones(2, 1024))
+
+
 def test_an_engine_dropped_without_close_leaves_nothing_behind(tmp_path: Path) -> None:
     import torch.distributed.pipelining  # noqa: F401 - who has it is looked at for its schedules
 

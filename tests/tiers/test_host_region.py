@@ -189,6 +189,20 @@ def test_memory_that_was_closed_is_inherited_while_it_is_viewed():
     assert in_child(view.tolist) == "[6, 6]"
 
 
+def test_closing_gives_back_what_nobody_else_views_although_its_tensors_live():
+    before = proportional_nbytes(os.getpid())
+    host = tier(64 * MIB)
+    unseen, seen = lease_of(host, 32 * MIB, 1), lease_of(host, PAGE, 2)
+    rest = lease_of(host, 31 * MIB, 3)
+    view = seen.tensor[:2]
+    assert proportional_nbytes(os.getpid()) - before > 60 * MIB
+    host.close()
+    assert proportional_nbytes(os.getpid()) - before < 8 * MIB
+    assert view.tolist() == [2, 2]
+    assert not unseen.freed
+    assert not rest.freed
+
+
 def test_children_forked_by_several_threads_at_once_have_what_is_seen():
     lease = lease_of(tier(MIB), 16 * PAGE, 3)
     view, found = lease.tensor[:2], []
