@@ -24,6 +24,7 @@ from offload.tools.memest.commands.options import (
     MachineOptions,
     ModelOptions,
     Nodes,
+    NoMeasure,
     Sequence,
 )
 
@@ -148,11 +149,12 @@ def largest(
     batch: Annotated[int, Batch] = 1,
     sequence: Annotated[int, Sequence] = 2048,
     as_json: Json = False,
+    no_measure: Annotated[bool, NoMeasure] = False,
 ) -> None:
-    """The largest model of FAMILY that trains on the hardware, under every system."""
+    """The largest model of FAMILY that trains on the hardware, under every system, and its step."""
     from offload.tools.memest.commands.run_systems import run_max
 
-    run_max(family, machine, batch, sequence, as_json=as_json)
+    run_max(family, machine, batch, sequence, as_json=as_json, measure=not no_measure)
 
 
 @_command("history")

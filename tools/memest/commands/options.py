@@ -23,6 +23,9 @@ Batch = _given(_WORK, "Sequences per pass.")
 Sequence = _given(_WORK, "Tokens of each.")
 Gpus = _given(_MACHINE, "GPUs per node.")
 Nodes = _given(_MACHINE, "Nodes.")
+NoMeasure = _given(
+    _ANSWER, "No times, rather than measuring this machine (once, some seconds).", "--no-measure"
+)
 
 
 class Format(enum.StrEnum):
@@ -177,13 +180,7 @@ class OutputOptions:
         Path | None, _given(_ANSWER, "Write a configuration to train with.", metavar="FILE")
     ] = None
     force: Annotated[bool, _given(_ANSWER, "Replace the file of --write.", "--force")] = False
-    no_measure: Annotated[
-        bool,
-        _given(
-            _ANSWER, "No times, rather than measuring this machine (once, some seconds).",
-            "--no-measure",
-        ),
-    ] = False  # fmt: skip
+    no_measure: Annotated[bool, NoMeasure] = False
     advise: Annotated[
         bool, _given(_ANSWER, "Say what would make a step faster, too.", "--advise")
     ] = False

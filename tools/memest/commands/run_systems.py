@@ -25,6 +25,7 @@ from offload.tools.memest.commands.run_estimate import (
     profile_of,
     read_question,
     source_of,
+    speeds_of,
 )
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import HardwareProfile
@@ -33,7 +34,7 @@ from offload.tools.memest.show import view
 from offload.tools.memest.show.render_json import places
 from offload.tools.memest.show.tables import bullets, ruled, show, show_json
 from offload.tools.memest.show.view import PLACE_TITLES, model_text, workload_text
-from offload.tools.memest.systems.compare import Row, compare
+from offload.tools.memest.systems.compare import ROUGH, Row, compare
 from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
 from offload.tools.memest.systems.headlines import Finding, findings
 from offload.tools.memest.systems.largest import Largest, largest_of_all
@@ -107,20 +108,23 @@ def _row_values(row: Row) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- max
 def run_max(
-    family: str, machine: MachineOptions, batch: int, sequence: int, *, as_json: bool
-) -> None:
+    family: str, machine: MachineOptions, batch: int, sequence: int, *, as_json: bool,
+    measure: bool,
+) -> None:  # fmt: skip
     """The largest model of a family that trains on the hardware, under every system."""
     from offload.config import OffloadConfig
 
     if batch < 1 or sequence < 1 or batch * sequence > 1 << 32:
         raise ConfigError(f"--batch {batch} --sequence {sequence}: at least 1 token, at most 2^32")
-    profile = profile_of(machine, OffloadConfig())
-    found = largest_of_all(family, profile, Workload(batch, sequence))
+    config = OffloadConfig()
+    profile = profile_of(machine, config)
+    speeds = speeds_of(profile, config, measure=measure)
+    found = largest_of_all(family, profile, Workload(batch, sequence), speeds)
     if as_json:
         show_json({"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]})
     else:
         title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam"
-        notes = [*_taken_aside(profile), *(each.note for each in found if each.note)]
+        notes = [*_taken_aside(profile), *_times(found), *(each.note for each in found if each.note)]
         show(Text(title), max_table(found), "", bullets(notes))
 
 
@@ -136,13 +140,25 @@ def _taken_aside(profile: HardwareProfile) -> Iterator[str]:
         yield profile.reserve_note
 
 
+def _times(found: Sequence[Largest]) -> Iterator[str]:
+    """What the seconds per step are of."""
+    if all(each.step_s is None for each in found):
+        yield "no times: speeds are not known of this hardware, or of the network between its ranks"
+        return
+    yield "a step is of a model as large as named, with its activations by formula"
+    yield ROUGH if found[0].step_s else "steps of other systems over several ranks: not known"
+
+
 def max_table(found: Sequence[Largest]) -> Table:
-    """One line per system: its largest model, and what the next one does not fit into."""
-    table = ruled("system", "largest", "shape", "bound by", left=["shape", "bound by"])
+    """One line per system: its largest model, a step of it, and what the next does not fit into."""
+    columns = ("system", "largest", "shape", "step", "tokens/s", "bound by")
+    table = ruled(*columns, left=["shape", "bound by"])
     for each in found:
         bound = ", ".join(_NODE_TITLES[tier] for tier in each.bound)
         size = view.counted(each.numel) if each.shape else "none"
-        table.add_row(str(each.system), size, each.shape.label if each.shape else "-", bound or "-")
+        label = each.shape.label if each.shape else "-"
+        step, rate = view.step_cells(each.step_s, each.tokens_per_s)
+        table.add_row(str(each.system), size, label, step, rate, bound or "-")
     return table
 
 
@@ -151,6 +167,8 @@ def _largest_values(each: Largest) -> dict[str, Any]:
         "system": str(each.system),
         "parameters": each.numel,
         "shape": each.shape.label if each.shape else None,
+        "step_s": each.step_s,
+        "tokens_per_s": each.tokens_per_s,
         "bound": [str(tier) for tier in each.bound],
         "places": places(each.places),
         "note": each.note,

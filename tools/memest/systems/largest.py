@@ -8,15 +8,19 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import PlaceEstimate
+from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.workload import Workload
+from offload.planning.step.step_time import estimate_step
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.systems.memory import OTHERS, Numbers, System, memory_of
-from offload.tools.memest.systems.ours import plan_ours
+from offload.tools.memest.systems.ours import OurPlan, plan_ours
 from offload.tools.memest.systems.shapes import (
     FamilyName,
     Shape,
@@ -25,9 +29,11 @@ from offload.tools.memest.systems.shapes import (
     shapes_of,
     subject_from,
 )
+from offload.tools.memest.systems.step_time import rough_step_s
 from offload.tools.memest.systems.subject import Ranks, Room, places_of, ranks_of, room_of, too_full
 
 WORKLOAD = Workload(batch=1, sequence=2048)
+_PRECISION = "bf16"
 _LEAST_EXPERTS = 8
 
 
@@ -48,24 +54,42 @@ class Largest:
     places: Mapping[Tier, PlaceEstimate]  # with that model; without one, with the smallest
     bound: tuple[Tier, ...]  # what the next larger model does not fit into
     note: str = ""
+    step_s: float | None = None  # of one step of it; None: not known
+    tokens: int = 0  # of a step, of all ranks
 
     @property
     def numel(self) -> int:
         return self.shape.numel if self.shape else 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.step_s if self.step_s else None
 
 
 Trying = Callable[[Shape], Trial]
 
 
 def largest(
-    family: str, profile: HardwareProfile, system: System, workload: Workload = WORKLOAD
-) -> Largest:
-    """bf16 with Adam, every block recomputed, fused attention. ConfigError for no such family."""
+    family: str, profile: HardwareProfile, system: System, workload: Workload = WORKLOAD,
+    speeds: Speeds | None = None,
+) -> Largest:  # fmt: skip
+    """bf16 with Adam, every block recomputed, fused attention; timed where `speeds`, one rank's,
+    are known. ConfigError for no such family."""
     ranks, room = ranks_of(profile), room_of(profile)
     name = _family(family)
     experts = max(_LEAST_EXPERTS, ranks.count) if name is FamilyName.MOE else 0
     if experts:
         ranks = Ranks(ranks.per_node, ranks.nodes, experts=math.gcd(experts, ranks.count))
+    found = _fitting(system, name, ranks, room, workload, experts)
+    if found.shape is None or speeds is None:
+        return found
+    step_s = _step_s(system, found.shape, ranks, room, workload, speeds)
+    return replace(found, step_s=step_s, tokens=workload.tokens * ranks.count)
+
+
+def _fitting(
+    system: System, name: FamilyName, ranks: Ranks, room: Room, workload: Workload, experts: int
+) -> Largest:
     if system is not System.OURS:
         return largest_shape(system, name, ranks, room, workload, experts=experts, scores=False)
     shapes = shapes_of(name, experts)
@@ -75,10 +99,11 @@ def largest(
 
 
 def largest_of_all(
-    family: str, profile: HardwareProfile, workload: Workload = WORKLOAD
-) -> list[Largest]:
+    family: str, profile: HardwareProfile, workload: Workload = WORKLOAD,
+    speeds: Speeds | None = None,
+) -> list[Largest]:  # fmt: skip
     """Every system, ours last."""
-    return [largest(family, profile, system, workload) for system in (*OTHERS, System.OURS)]
+    return [largest(family, profile, each, workload, speeds) for each in (*OTHERS, System.OURS)]
 
 
 def largest_shape(
@@ -123,21 +148,45 @@ def _other(system: System, workload: Workload, ranks: Ranks, room: Room, *, scor
 
 
 def _ours(workload: Workload, ranks: Ranks, room: Room) -> Trying:
-    from offload.config import OffloadConfig  # pydantic: a tenth of a second
-
-    plain = {"precision": "bf16", "placement": {"activations": {"checkpoint": True}}}
-
     def trial(shape: Shape) -> Trial:
-        chunk = _LONG_CHUNK if shape.numel > _LONG_CHUNK_FROM * ranks.count else _CHUNK
-        config = OffloadConfig.load({**plain, "optimizer": {"chunk": chunk}})
-        facts = facts_of(shape, workload, itemsize=2, scores=False)
-        subject = subject_from(shape, facts)
-        ours = plan_ours(config, model_of(shape), subject, ranks, room)
+        ours = _our_plan(shape, workload, ranks, room)
         places = places_of(ours.held, room, ranks.per_node)
         full = tuple(too_full(places))
         return Trial(places, full or ours.short_tiers)
 
     return trial
+
+
+def _our_plan(shape: Shape, workload: Workload, ranks: Ranks, room: Room) -> OurPlan:
+    from offload.config import OffloadConfig  # pydantic: a tenth of a second
+
+    chunk = _LONG_CHUNK if shape.numel > _LONG_CHUNK_FROM * ranks.count else _CHUNK
+    keys = {"placement": {"activations": {"checkpoint": True}}, "optimizer": {"chunk": chunk}}
+    config = OffloadConfig.load({"precision": _PRECISION, **keys})
+    subject = subject_from(shape, _facts(shape, workload))
+    return plan_ours(config, model_of(shape), subject, ranks, room)
+
+
+def _facts(shape: Shape, workload: Workload) -> ActivationFacts:
+    return facts_of(shape, workload, itemsize=ITEMSIZE[_PRECISION], scores=False)
+
+
+def _step_s(
+    system: System, shape: Shape, ranks: Ranks, room: Room, workload: Workload, speeds: Speeds
+) -> float | None:
+    """Of ours as the planner predicts it; of others roughly, and on one GPU alone."""
+    facts = _facts(shape, workload)
+    if system is System.OURS:
+        ours = _our_plan(shape, workload, ranks, room)
+        network = speeds.network
+        if ranks.count > 1 and (network is None or not network.knows(ours.plan.sharding)):
+            return None
+        model = model_of(shape)
+        return estimate_step(ours.plan, ours.config, model, facts, workload, speeds).seconds
+    if ranks.count > 1:
+        return None
+    subject = subject_from(shape, facts)
+    return rough_step_s(system, subject, facts, workload, _PRECISION, Numbers(), speeds)
 
 
 def _room_nbytes(ranks: Ranks, room: Room) -> int:

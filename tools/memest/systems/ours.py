@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.kernels.variants import Master
-from offload.planning.choice.planner import lay_out_plan
+from offload.planning.choice.solver import solve
 from offload.planning.plan.estimate import MemoryClass as M
 from offload.planning.plan.estimate import Shortfall
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
@@ -45,6 +45,7 @@ _CLASS = {
 class OurPlan:
     """A plan of one rank and the bytes of GPU, node and disks; what of it cannot work."""
 
+    config: OffloadConfig  # settled
     plan: Plan
     held: Bytes
     short: tuple[Shortfall, ...]
@@ -63,8 +64,9 @@ def plan_ours(
     """
     hardware = _hardware(config, room, ranks)
     config = _with_budgets(config, hardware, subject.activation_nbytes)
-    plan = lay_out_plan(config, model, hardware)
-    return OurPlan(plan, _held(plan, subject, ranks), shortfalls(plan, hardware))
+    best = solve(config, model, hardware).best
+    held = _held(best.plan, subject, ranks)
+    return OurPlan(best.config, best.plan, held, shortfalls(best.plan, hardware))
 
 
 def _hardware(config: OffloadConfig, room: Room, ranks: Ranks) -> Hardware:
