@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -103,11 +103,19 @@ class _Stored:
         return _DTYPES[self.tensor.info.dtype]
 
     def read(self, *, rounded: bool) -> torch.Tensor:
-        info = self.tensor.info
-        flat = torch.empty(info.nbytes, dtype=torch.uint8)
-        if info.nbytes:
-            self.file.read_into(flat.numpy().data, self.tensor.offset_bytes)
-        return flat.view(self.dtype).reshape(info.shape)
+        return self._bytes(0, self.tensor.info.nbytes).reshape(self.tensor.info.shape)
+
+    def pieces(self, numel: int) -> Iterator[torch.Tensor]:
+        nbytes = self.tensor.info.nbytes
+        step = numel * self.dtype.itemsize
+        for start in range(0, nbytes, step):
+            yield self._bytes(start, min(step, nbytes - start))
+
+    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self.file.read_into(flat.numpy().data, self.tensor.offset_bytes + offset)
+        return flat.view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +216,14 @@ class LazyTensor(torch.Tensor):
     def value(self) -> torch.Tensor:
         """The values, read now, as an ordinary tensor."""
         return self.source.read(rounded=True)
+
+    def pieces(self, numel: int) -> Iterator[torch.Tensor]:
+        """The values in order, 1D, `numel` at a time; read so, where nothing was done to them."""
+        source = self.source
+        if isinstance(source, _Stored):
+            yield from source.pieces(numel)
+        else:
+            yield from self.value().reshape(-1).split(numel)
 
     @classmethod
     def __torch_function__(

@@ -10,7 +10,6 @@ Streams: one piece of one parameter is in memory at a time.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -31,6 +30,7 @@ from offload.checkpoint.model_files import (
     carry,
     cut,
     index_text,
+    read_json,
     write_json,
 )
 from offload.checkpoint.reader import CheckpointReader
@@ -136,10 +136,7 @@ def _content(model: ModelRecord | None, source: Path | None, name: str) -> dict[
         return dict(model.config) if name == CONFIG else model.generation_config
     if source is None or not (source / name).is_file():
         return None
-    try:
-        return dict(json.loads((source / name).read_text()))
-    except (TypeError, ValueError) as error:
-        raise PathError(f"{source / name} is damaged: {error}; name another folder") from None
+    return read_json(source / name)
 
 
 def _write_file(path: Path, tensors: Sequence[_Tensor]) -> None:

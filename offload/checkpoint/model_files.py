@@ -4,12 +4,14 @@ index, and what lies beside them."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.disk import storage_errors
+from offload.tiers.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -57,15 +59,82 @@ def index_text(files: Mapping[str, Iterable[str]], total_nbytes: int) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
+def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[Path]:
+    """Of a folder's weights: the first of `names` that is there, or, if that is an index, the files
+    that it names. None where there is none.
+
+    CheckpointError for an index that is damaged, or names what is missing or lies elsewhere.
+    """
+    for name in names:
+        _check_name(folder, name, folder)
+        if not os.path.isfile(folder / name):
+            continue
+        path = own_file(folder, name)
+        if not name.endswith(".json"):
+            return [path]
+        shards = read_json(path).get("weight_map")
+        named = list(shards.values()) if isinstance(shards, dict) else []
+        if not named or not all(isinstance(each, str) for each in named):
+            raise CheckpointError(f"{path} is damaged: it has no weight_map; get the folder again")
+        return [_named_by(path, shard) for shard in sorted(set(named))]
+    return []
+
+
+def _named_by(index: Path, name: str) -> Path:
+    _check_name(index.parent, name, index)
+    if not os.path.isfile(index.parent / name):  # of a pipe, too: to open it would wait
+        raise CheckpointError(
+            f"{index} names {name!r}, and there is no such file; get the whole folder"
+        )
+    return own_file(index.parent, name)
+
+
+def _check_name(folder: Path, name: str, where: Path) -> None:
+    if os.path.isabs(name) or ".." in Path(name).parts:
+        raise CheckpointError(
+            f"{where} names {name!r}, outside of its folder, and nothing else is read; get the "
+            "folder from where you trust it"
+        )
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """A file that is there. CheckpointError if it is a link that leads out of the folder, but for
+    one of a hub's cache: files of a folder in `snapshots` are links to the `blobs` beside it."""
+    home, path = Path(os.path.realpath(folder)), folder / name
+    real = Path(os.path.realpath(path))
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if real.is_relative_to(home) or real.parent == blobs:
+        return path
+    raise CheckpointError(
+        f"{path} is a link to {real}, outside of its folder, and nothing else is read; if you "
+        "trust it, put that file in the link's place"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. CheckpointError for all else."""
+    try:
+        with storage_errors("reading", path):
+            found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; get the folder again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no object; get the folder again")
+    return found
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     with storage_errors("writing", path):
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """What of a model's folder belongs to its tokenizer or processor."""
+    """What of a model's folder belongs to its tokenizer or processor. CheckpointError for a link
+    that leads elsewhere: what is exported may be published."""
     found = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path for path in found if path.suffix not in (".safetensors", ".bin"))
+    return sorted(
+        own_file(folder, path.name) for path in found if path.suffix not in (".safetensors", ".bin")
+    )
 
 
 def carry(files: Iterable[Path], into: Path) -> list[str]:

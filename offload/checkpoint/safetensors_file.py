@@ -39,6 +39,7 @@ from offload.tiers.units import round_up
 
 _WRITEBACK_NBYTES = 8 << 20
 _HEADER_LIMIT_NBYTES = 100_000_000  # as the safetensors library has it
+_MOST_NUMEL = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ def parse_header(
 ) -> dict[str, StoredTensor]:
     """The tensors of a file of `nbytes`; `read(offset, nbytes)` gives its bytes.
 
-    CheckpointError, naming it as `what`, unless every tensor lies within the file.
+    CheckpointError, naming it as `what`, unless its tensors fill the file.
     """
     length = int.from_bytes(read(0, 8), "little") if nbytes >= 8 else nbytes
     if length > min(nbytes - 8, _HEADER_LIMIT_NBYTES):
@@ -185,21 +186,37 @@ def parse_header(
     try:
         entries = json.loads(read(8, length))
         entries.pop("__metadata__", None)
-        return {
-            name: _stored(name, entry, file, 8 + length, nbytes) for name, entry in entries.items()
-        }
+        found = {name: _stored(name, entry, file, 8 + length) for name, entry in entries.items()}
+        _check_places(found, 8 + length, nbytes)
+        return found
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{what} has a damaged header ({error!s:.200}); load another checkpoint"
         ) from None
 
 
-def _stored(name: str, entry: Any, file: str, data_start: int, nbytes: int) -> StoredTensor:
+def _stored(name: str, entry: Any, file: str, data_start: int) -> StoredTensor:
+    if entry["dtype"] not in ITEMSIZE:
+        raise ValueError(f"{name} has dtype {entry['dtype']!s:.20}, which is not known here")
     info = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
     start, stop = entry["data_offsets"]
     if any(type(number) is not int for number in (*info.shape, start, stop)):
         raise TypeError(f"{name} has sizes that are no integers")
-    negative = start < 0 or min(info.shape, default=0) < 0
-    if negative or stop - start != info.nbytes or data_start + stop > nbytes:
+    if min(info.shape, default=0) < 0 or math.prod(max(1, n) for n in info.shape) > _MOST_NUMEL:
+        raise ValueError(f"{name} has shape {info.shape}")
+    if stop - start != info.nbytes:
         raise ValueError(f"{name} lies at {start}..{stop}")
     return StoredTensor(info, file, data_start + start)
+
+
+def _check_places(tensors: Mapping[str, StoredTensor], data_start: int, nbytes: int) -> None:
+    """One tensor after another, and nothing else: also of two tensors of one name, of which JSON
+    keeps the last, the other would leave a gap."""
+    end = data_start
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset_bytes, t.info.nbytes)):
+        if tensor.offset_bytes != end:
+            at = tensor.offset_bytes - data_start
+            raise ValueError(f"{tensor.info.name} lies at {at}, and not at {end - data_start}")
+        end += tensor.info.nbytes
+    if end != nbytes:
+        raise ValueError(f"it describes {end} bytes, and the file has {nbytes}")

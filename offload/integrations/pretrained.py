@@ -7,16 +7,23 @@ heads and the report of what is missing are its own. What it is given are lazy t
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from offload.checkpoint.model_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    SINGLE,
+    read_json,
+    weight_files,
+)
 from offload.config import OffloadConfig
 from offload.engine import DTYPES, Engine, ParamGroups, initialize
 from offload.lazy_tensors import LazyTensor, lazy_tensors
@@ -27,7 +34,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload")
 _LEAST = (5, 17)
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _DOWNLOAD = "download the folder (hf download ID --local-dir FOLDER) and name it"
@@ -122,24 +128,13 @@ def open_pretrained(
     named = getattr(settings, "transformers_weights", None)
     tensors = lazy_tensors(_files(folder, variant, named))
     generation_class = transformers.GenerationConfig
-    if (folder / "generation_config.json").is_file():
+    if (folder / GENERATION_CONFIG).is_file():
         generation = generation_class.from_pretrained(str(folder))
     else:  # config.json may hold what is for `generate`, which `settings` leaves out
-        generation = generation_class.from_model_config(_read_json(folder / "config.json"))
-    report = _Report(folder)
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(report)
-    try:
-        model: Any = kind.from_pretrained(
-            None, config=settings, state_dict=tensors, dtype=dtype, generation_config=generation,
-            **kwargs,
-        )  # fmt: skip
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{folder} does not fit {kind.__name__}: {str(report) or error}"
-        ) from error
-    finally:
-        logger.removeFilter(report)
+        generation = generation_class.from_model_config(read_json(folder / CONFIG))
+    model: Any = built(
+        kind, settings, tensors, folder, dtype=dtype, generation_config=generation, **kwargs
+    )
     model.name_or_path = model.config.name_or_path = str(folder)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -148,18 +143,38 @@ def open_pretrained(
     return model  # type: ignore[no-any-return]
 
 
+def built(
+    kind: Any, settings: Any, tensors: Mapping[str, LazyTensor], folder: Path, **kwargs: Any
+) -> Any:
+    """A model of transformers' class `kind` out of the tensors of `folder`, by its own
+    `from_pretrained`. CheckpointError where these do not fit."""
+    report = _Report(folder)
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(report)
+    try:
+        return kind.from_pretrained(None, config=settings, state_dict=dict(tensors), **kwargs)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{folder} does not fit {kind.__name__}: {str(report) or error}"
+        ) from error
+    finally:
+        logger.removeFilter(report)
+
+
 def _settings(
     transformers: Any, folder: Path, model_class: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
     """The model's configuration, its class, and what of `kwargs` is for the class."""
-    text = _read_json(folder / "config.json")
+    text = read_json(folder / CONFIG)
     if text.get("quantization_config") is not None:
-        method = text["quantization_config"].get("quant_method", "quantization_config")
+        settings = text["quantization_config"]
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise UnsupportedError(f"{folder} has quantised weights ({method}); {_QUANTISED}")
     if model_class is None:
-        name = next(iter(text.get("architectures") or []), "")
+        named = text.get("architectures")
+        name = str(named[0]) if isinstance(named, list) and named else ""
         model_class = getattr(transformers, name, None) if name else None
-        if model_class is None:
+        if not _is_model_class(transformers, model_class):  # the file may name anything
             raise ConfigError(
                 f"{folder / 'config.json'} names {f'the class {name}' if name else 'no class'}, "
                 f"and transformers {transformers.__version__} has none of that name; pass "
@@ -185,14 +200,8 @@ def _settings(
     return settings, model_class, left
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}; get the folder again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no object; get the folder again")
-    return found
+def _is_model_class(transformers: Any, found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 
 def _check_version(found: str) -> None:
@@ -207,7 +216,7 @@ def _check_version(found: str) -> None:
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder here, and offload downloads nothing; {_DOWNLOAD}")
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{folder} has no config.json; name a folder that model.save_pretrained or "
             "`offload checkpoint export` wrote"
@@ -220,24 +229,15 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _files(folder: Path, variant: str | None, named: str | None) -> Iterator[Path]:
+def _files(folder: Path, variant: str | None, named: str | None) -> list[Path]:
     """Those that transformers reads: other safetensors files may lie beside them."""
-    names = [_SINGLE, _INDEX] if named is None else [named]
+    names = [SINGLE, INDEX] if named is None else [str(named)]
     if variant is not None:
         names = [f".{variant}.".join(name.rsplit(".", 1)) for name in names]
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is None:
+    found = weight_files(folder, names)
+    if not found:
         raise ConfigError(_without(folder, names))
-    if not found.name.endswith(".json"):
-        yield found
-        return
-    shards = _read_json(found).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
-        raise CheckpointError(f"{found} is damaged: it has no weight_map; get the folder again")
-    for name in sorted(set(shards.values())):
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{found} names {name}, outside of its folder")
-        yield folder / name
+    return found
 
 
 def _without(folder: Path, names: list[str]) -> str:

@@ -29,7 +29,6 @@ from offload.checkpoint.weights import stream_weights
 from offload.config import OffloadConfig
 from offload.engine import Engine, initialize
 from offload.integrations.adapters import AdapterSave, is_adapted
-from offload.integrations.pretrained_load import load_weights
 from offload.integrations.training_arguments import Source, named_keys, settle
 from offload.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -42,6 +41,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < _LEAST:
         "write the loop with offload.initialize"
     )
 
+from offload.integrations.pretrained_load import load_weights  # noqa: E402
 from offload.integrations.pretrained_save import StreamedSave  # noqa: E402
 
 STATES = "offload"  # the folder of the engine's states in a checkpoint of Trainer's

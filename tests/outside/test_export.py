@@ -18,7 +18,7 @@ from offload.checkpoint.exporting import export
 from offload.checkpoint.model_files import cut
 from offload.checkpoint.reader import CheckpointReader
 from offload.engine import DTYPES
-from offload.errors import PathError
+from offload.errors import CheckpointError
 from tests.offload.engine_cases import HOST, bits, config, seeded
 from tests.offload.test_checkpoint_cli import run
 from tests.outside.pretrained_cases import assert_same_model, opened, saved
@@ -141,7 +141,7 @@ def test_of_a_model_that_is_not_of_transformers_the_configuration_is_given(tmp_p
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert found == {"model_type": "mine", "dtype": "bfloat16"}
     (source / "config.json").write_text("[")
-    with pytest.raises(PathError, match=r"config\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
         export(tmp_path / "checkpoint", tmp_path / "another", None, source)
     assert not (tmp_path / "another").exists()
 

@@ -451,7 +451,7 @@ def configured(**keys: Any) -> Callable[[Path], None]:
         (without_config, ConfigError, "has no config.json"),
         (cut_short, CheckpointError, "damaged header"),
         (no_file_of_its_kind, CheckpointError, "no safetensors file"),
-        (a_shard_is_missing, CheckpointError, "cannot open .*model-00001.safetensors"),
+        (a_shard_is_missing, CheckpointError, "names .model-00001.safetensors."),
         (a_shard_lies_outside, CheckpointError, "outside of its folder"),
         (index_is_damaged, CheckpointError, "index.json is damaged"),
         (adapter, UnsupportedError, "holds an adapter .*PeftModel.from_pretrained"),

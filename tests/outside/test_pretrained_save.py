@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 import offload
-from offload.errors import NoSpaceError, StateError
-from tests.offload.engine_cases import NVME, assert_same_bits, config
+from offload.errors import CheckpointError, NoSpaceError, StateError
+from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
 from tests.outside.test_causal_lm_zoo import NAMES, build
-from tests.outside.trainer_cases import quiet, tiny_llama, transformers
+from tests.outside.trainer_cases import quiet, tiny_llama, transformers, values_of
 
 safetensors = pytest.importorskip("safetensors.torch")
-loading = importlib.import_module("transformers.core_model_loading")
+conversion = importlib.import_module("transformers.core_model_loading")
+loading = importlib.import_module("offload.integrations.pretrained_load")
 saving = importlib.import_module("offload.integrations.pretrained_save")
 SPLIT = {
     "parameters": {"host": "40%", "nvme": "60%"}, "gradients": "host", "optimizer": "nvme",
@@ -97,20 +98,45 @@ def test_every_architectures_files_are_its_own(model_type: str, tmp_path: Path, 
         model.save_pretrained(tmp_path / "expected")
     except Exception as error:  # noqa: BLE001 - whatever keeps transformers from saving it
         pytest.skip(f"{type(error).__name__}: {error}".split("\n")[0][:90])
-    with with_engine(model, tmp_path, optimizer={"chunk": 65536}):
+    with with_engine(model, tmp_path, optimizer={"chunk": 65536}) as engine:
         model.save_pretrained(tmp_path / "found")
+        before = values_of(model)
+        with torch.no_grad(), engine.gathered():
+            for param in model.parameters():
+                param.zero_()
+        loading.load_weights(engine, tmp_path / "found")
+        assert_same_bits(values_of(model), before)
     assert_same_files(tmp_path / "found", tmp_path / "expected")
 
 
+def test_experts_one_by_one_are_loaded_into_packed_ones(tmp_path: Path) -> None:
+    """In shards, and by ranges where they can be; of fewer experts nothing is loaded."""
+    expected, model = seeded(mixtral), seeded(mixtral, 1)
+    expected.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    with with_engine(model, tmp_path) as engine:
+        before = values_of(model)
+        other = transformers.MixtralConfig(num_local_experts=2, **SMALL)
+        transformers.MixtralForCausalLM(other).save_pretrained(tmp_path / "other")
+        with pytest.raises(CheckpointError, match="does not fit MixtralForCausalLM"):
+            loading.load_weights(engine, tmp_path / "other")
+        tiny_llama().save_pretrained(tmp_path / "llama")
+        with pytest.raises(CheckpointError, match="has no"):
+            loading.load_weights(engine, tmp_path / "llama")
+        assert_same_bits(values_of(model), before)
+        loading.load_weights(engine, tmp_path / "saved")
+        assert_same_bits(values_of(model), values_of(expected))
+
+
 CONVERSIONS: dict[str, tuple[Any, Any, list[Any]]] = {
-    "transposed": ("mlp.up.weight", "mlp.up_proj.weight", [loading.Transpose(0, 1)]),
+    "transposed": ("mlp.up.weight", "mlp.up_proj.weight", [conversion.Transpose(0, 1)]),
     "one of two": (
-        "attn.kv.weight", ["attn.k_proj.weight", "attn.v_proj.weight"], [loading.Chunk(dim=0)],
+        "attn.kv.weight", ["attn.k_proj.weight", "attn.v_proj.weight"], [conversion.Chunk(dim=0)],
     ),
     "two of one": (
-        ["mlp.up_a.weight", "mlp.up_b.weight"], "mlp.up_proj.weight", [loading.Concatenate(dim=1)],
+        ["mlp.up_a.weight", "mlp.up_b.weight"], "mlp.up_proj.weight",
+        [conversion.Concatenate(dim=1)],
     ),
-    "interleaved": ("mlp.up_i.weight", "mlp.up_proj.weight", [loading.Interleave(dim=0)]),
+    "interleaved": ("mlp.up_i.weight", "mlp.up_proj.weight", [conversion.Interleave(dim=0)]),
 }  # fmt: skip
 
 
@@ -118,7 +144,7 @@ CONVERSIONS: dict[str, tuple[Any, Any, list[Any]]] = {
 def test_tensors_are_converted_to_the_format_of_the_files(what: str, tmp_path: Path) -> None:
     model = tiny_llama()
     files, own, operations = CONVERSIONS[what]
-    model._weight_conversions = [loading.WeightConverter(files, own, operations)]
+    model._weight_conversions = [conversion.WeightConverter(files, own, operations)]
     model.save_pretrained(tmp_path / "expected")
     with with_engine(model, tmp_path, placement=SPLIT, optimizer={"chunk": 1024}):
         model.save_pretrained(tmp_path / "found")

@@ -1,0 +1,303 @@
+"""Names in a model's folder may be anybody's: nothing outside of it is read, and what is damaged is
+named, whether the folder is opened or loaded into an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import offload
+from offload.checkpoint.model_files import carried_files
+from offload.errors import CheckpointError
+from tests.offload.engine_cases import HOST, assert_same_bits, config
+from tests.outside.trainer_cases import quiet, tiny_llama, values_of
+
+loading = pytest.importorskip("offload.integrations.pretrained_load")
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]:
+    keys = config(tmp_path_factory.mktemp("swap"), HOST)
+    model = tiny_llama()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    with offload.initialize(model, keys) as engine:
+        yield engine
+
+
+def index(folder: Path, *files: Any) -> None:
+    """Instead of the one file."""
+    (folder / FILE).unlink(missing_ok=True)
+    weight_map = {f"tensor {number}": file for number, file in enumerate(files)}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def outside(folder: Path) -> Path:
+    """A whole file that could be read."""
+    elsewhere = folder.parent / "elsewhere.safetensors"
+    (folder / FILE).rename(elsewhere)
+    return elsewhere
+
+
+def raw(folder: Path, text: bytes) -> None:
+    (folder / FILE).unlink()
+    (folder / INDEX).write_bytes(text)
+
+
+def header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Another header, of any length, before the same data."""
+    content = (folder / FILE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    changed = change(entries)
+    text = changed if isinstance(changed, bytes) else json.dumps(entries).encode()
+    (folder / FILE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def first(entries: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(e for name, e in entries.items() if name != "__metadata__")
+    return found
+
+
+def by_two_dots(folder: Path) -> None:
+    index(folder, f"../{outside(folder).name}")
+
+
+def by_an_absolute_path(folder: Path) -> None:
+    index(folder, str(outside(folder)))
+
+
+def by_dots_within(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    index(folder, f"sub/../../{outside(folder).name}")
+
+
+def by_a_link(folder: Path) -> None:
+    (folder / "shard.safetensors").symlink_to(outside(folder))
+    index(folder, "shard.safetensors")
+
+
+def by_a_linked_folder(folder: Path) -> None:
+    elsewhere = outside(folder)
+    (folder / "sub").symlink_to(folder.parent)
+    index(folder, f"sub/{elsewhere.name}")
+
+
+def as_the_only_file(folder: Path) -> None:
+    (folder / FILE).symlink_to(outside(folder))
+
+
+def by_a_linked_index(folder: Path) -> None:
+    elsewhere = outside(folder)
+    index(folder, elsewhere.name)
+    (folder / INDEX).rename(folder.parent / INDEX)
+    (folder / INDEX).symlink_to(folder.parent / INDEX)
+
+
+def a_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "shard.safetensors")
+    index(folder, "shard.safetensors")
+
+
+def in_two_files(folder: Path) -> None:
+    tensors = load_file(folder / FILE)
+    name = next(iter(tensors))
+    save_file(tensors, folder / "a.safetensors")
+    save_file({name: tensors[name]}, folder / "b.safetensors")
+    index(folder, "a.safetensors", "b.safetensors")
+
+
+def cut_short(folder: Path) -> None:
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-100])
+
+
+def cut_in_the_header(folder: Path) -> None:
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:20])
+
+
+def of_five_bytes(folder: Path) -> None:
+    (folder / FILE).write_bytes(b"\0" * 5)
+
+
+def with_more_behind(folder: Path) -> None:
+    with (folder / FILE).open("ab") as file:
+        file.write(b"more")
+
+
+def with_a_huge_header(folder: Path) -> None:
+    (folder / FILE).write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+
+
+def one_name_twice(folder: Path) -> None:
+    def again(entries: dict[str, Any]) -> bytes:
+        names = [name for name in entries if name != "__metadata__"]
+        text = json.dumps(entries)
+        return text.replace(json.dumps(names[0]), json.dumps(names[1]), 1).encode()
+
+    header(folder, again)
+
+
+def overlapping(folder: Path) -> None:
+    def change(entries: dict[str, Any]) -> None:
+        alike = [e for n, e in entries.items() if n.endswith("_layernorm.weight")]
+        alike[0]["data_offsets"] = alike[1]["data_offsets"]
+
+    header(folder, change)
+
+
+def first_is(key: str, value: Any) -> Callable[[Path], None]:
+    return lambda folder: header(folder, lambda entries: first(entries).update({key: value}))
+
+
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "..": (by_two_dots, r"index\.json names '\.\./elsewhere.*outside of its folder"),
+    "absolute": (by_an_absolute_path, "outside of its folder"),
+    "dots within": (by_dots_within, "outside of its folder"),
+    "link": (by_a_link, r"shard\.safetensors is a link to .*/elsewhere.* outside of its folder"),
+    "linked folder": (by_a_linked_folder, "is a link to .* outside of its folder"),
+    "link of the only file": (as_the_only_file, "is a link to .* outside of its folder"),
+    "link of the index": (by_a_linked_index, r"index\.json is a link to .* outside"),
+    "missing": (lambda f: index(f, "x.safetensors"), r"'x\.safetensors'.* get the whole folder"),
+    "pipe": (a_pipe, "no such file"),
+    "folder": (lambda f: index(f, "."), "no such file"),
+    "no name": (lambda f: index(f, ""), "no such file"),
+    "NUL": (lambda f: index(f, "a\0b"), r"a\\x00b"),
+    "half a character": (lambda f: raw(f, b'{"weight_map": {"a": "\\ud800"}}'), r"'\\ud800'"),
+    "long": (lambda f: index(f, "x" * 5000), "no such file"),
+    "no text": (lambda f: raw(f, b"\xff\xfe"), r"index\.json is damaged: .*get the folder again"),
+    "no object": (lambda f: raw(f, b"[1]"), r"index\.json is damaged"),
+    "deep": (lambda f: raw(f, b"[" * 200_000), r"index\.json is damaged"),
+    "no map": (lambda f: raw(f, b"{}"), "no weight_map"),
+    "a list": (lambda f: raw(f, b'{"weight_map": ["a"]}'), "no weight_map"),
+    "empty map": (lambda f: index(f), "no weight_map"),
+    "numbers": (lambda f: index(f, 3), "no weight_map"),
+    "no safetensors": (lambda f: index(f, "config.json"), r"config\.json is no safetensors file"),
+    "in two files": (in_two_files, r"is in .*a\.safetensors and in .*b\.safetensors"),
+    "cut short": (cut_short, "damaged header"),
+    "cut in the header": (cut_in_the_header, "no safetensors file: its header would be"),
+    "five bytes": (of_five_bytes, "no safetensors file"),
+    "more behind": (with_more_behind, r"describes \d+ bytes, and the file has \d+"),
+    "huge header": (with_a_huge_header, "its header would be 4611686018427387904 bytes"),
+    "no header": (lambda f: header(f, lambda e: b"[]"), "damaged header"),
+    "deep header": (lambda f: header(f, lambda e: b"[" * 200_000), "damaged header"),
+    "one name twice": (one_name_twice, "damaged header .*lies at"),
+    "overlapping": (overlapping, "damaged header .*lies at"),
+    "unknown dtype": (first_is("dtype", "F6_E2M3"), "dtype F6_E2M3, which is not known"),
+    "dtype of a list": (first_is("dtype", ["F32"]), "damaged header"),
+    "negative": (first_is("shape", [-1, 4]), "damaged header"),
+    "fractions": (first_is("shape", [0.5]), "damaged header"),
+    "far too large": (first_is("shape", [1 << 62, 1 << 62]), "damaged header"),
+    "nothing of too much": (first_is("shape", [0, 1 << 62, 1 << 62]), "damaged header"),
+    "negative place": (first_is("data_offsets", [-8, 8]), "damaged header"),
+    "no place": (first_is("data_offsets", None), "damaged header"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", ["opened", "loaded"])
+def test_what_is_damaged_or_elsewhere_is_refused(
+    way: str, case: str, folder: Path, engine: offload.Engine
+) -> None:
+    change, message = CASES[case]
+    before = values_of(engine.module)
+    change(folder)
+    read = offload.open_pretrained if way == "opened" else partial(loading.load_weights, engine)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(folder)
+    assert str(folder) in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert_same_bits(values_of(engine.module), before)
+
+
+def test_a_configuration_names_no_file_elsewhere(folder: Path) -> None:
+    elsewhere = outside(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    for name in (f"../{elsewhere.name}", str(elsewhere)):
+        settings["transformers_weights"] = name
+        (folder / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(CheckpointError, match="outside of its folder"):
+            offload.open_pretrained(folder)
+
+
+@pytest.mark.parametrize("named", ["set_seed", "AutoConfig", "Trainer", 3, {"a": 1}])
+def test_a_configuration_names_no_other_class_than_a_models(named: Any, folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "architectures": [named]}))
+    with pytest.raises(offload.ConfigError, match="pass model_class="):
+        offload.open_pretrained(folder)
+
+
+def in_a_folder_of_its_own(folder: Path) -> Path:
+    (folder / "sub").mkdir()
+    (folder / FILE).rename(folder / "sub/shard.safetensors")
+    index(folder, "sub/shard.safetensors")
+    return folder
+
+
+def by_a_link_within(folder: Path) -> Path:
+    (folder / FILE).rename(folder / "real")
+    (folder / FILE).symlink_to("real")
+    return folder
+
+
+def by_a_link_to_all_of_it(folder: Path) -> Path:
+    (folder.parent / "link").symlink_to(folder)
+    return folder.parent / "link"
+
+
+def in_a_cache_of_the_hub(folder: Path) -> Path:
+    blobs, snapshot = folder.parent / "blobs", folder.parent / "snapshots/abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+@pytest.mark.parametrize(
+    "move",
+    [in_a_folder_of_its_own, by_a_link_within, by_a_link_to_all_of_it, in_a_cache_of_the_hub],
+)
+def test_files_of_the_folder_are_read_wherever_they_are(
+    move: Callable[[Path], Path], folder: Path, engine: offload.Engine
+) -> None:
+    moved = move(folder)
+    assert_same_bits(
+        {n: p.detach().value() for n, p in offload.open_pretrained(moved).named_parameters()},  # type: ignore[operator]
+        dict(tiny_llama().named_parameters()),
+    )
+    loading.load_weights(engine, moved)
+    assert_same_bits(values_of(engine.module), values_of(tiny_llama()))
+    with torch.no_grad(), engine.gathered():
+        for param in engine.module.parameters():
+            param.add_(1)
+
+
+def test_an_export_carries_no_file_from_elsewhere(folder: Path) -> None:
+    (folder.parent / "secret").write_text("key")
+    (folder / "tokenizer.json").symlink_to(folder.parent / "secret")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to .*secret"):
+        carried_files(folder)
