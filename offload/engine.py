@@ -32,8 +32,10 @@ from offload.optimizer import OffloadOptimizer
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan, spare_host_nbytes
+from offload.recording import Recording
 from offload.report import Report, tier_reports
 from offload.swap.lanes import waits_s
+from offload.swap.recorder import Recorder
 from offload.swap.shield import uninterrupted
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
@@ -352,6 +354,25 @@ class Engine:
             placements={str(c): p.describe() for c, p in self.plan.placements.items()},
             waits=waits_s([*self._homes.lanes(), *runtime.lanes()]),
         )
+
+    def record(self, steps: int = 3) -> Recording:
+        """Record what happens when, on every thread and link, until `stop()` or the end of a
+        `with`: the last `steps` steps are kept, for `write("trace.json")`.
+
+        StateError while another recording of this engine is under way.
+        """
+        runtime = self._open()
+        if runtime.store.recorder is not None:
+            raise StateError("this engine is being recorded already; stop() that recording first")
+
+        homes = self._homes  # and not the engine: a recording that is kept does not keep it
+
+        def tell(recorder: Recorder | None) -> None:
+            runtime.record(recorder)
+            for lane in homes.lanes():
+                lane.recorder = recorder
+
+        return Recording(steps, homes.held_nbytes, tell)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every tier's books balance."""

@@ -235,6 +235,11 @@ class TieredHomes:
         self._staging += buffers
         return [lease.tensor for lease in buffers]
 
+    def held_nbytes(self) -> dict[str, int]:
+        """Bytes that each tier holds now."""
+        with self.lock:
+            return {str(tier): each.used_nbytes for tier, each in self.ledger.accounts.items()}
+
     def bytes_moved(self) -> dict[str, int]:
         """Bytes over each link since the start."""
         io = self.store.statistics().io if self.store is not None else None

@@ -166,7 +166,7 @@ class BlockStore:
             moved = self.backend.submit_write(
                 file.fd, source, extent.offset_bytes, path=file.path, priority=priority,
                 before=write.compute_checksum if self._checksum else None,
-                after=lambda: self._commit(write),
+                after=lambda: self._commit(write), owner=owner,
             )  # fmt: skip
         except BaseException:
             self._roll_back(write)
@@ -197,6 +197,7 @@ class BlockStore:
         try:
             moved = self.backend.submit_read(
                 file.fd, destination, extent.offset_bytes, path=file.path, priority=priority,
+                owner=block.owner,
                 after=None if block.checksum is None else lambda: self._verify(block, destination),
             )  # fmt: skip
         except BaseException:
@@ -232,7 +233,7 @@ class BlockStore:
                     return False
                 self._waiting += 1
                 try:
-                    with self.backend.lane.waiting():
+                    with self.backend.lane.waiting("room in the tier"):
                         self._freed.wait()
                 finally:
                     self._waiting -= 1

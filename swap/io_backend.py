@@ -84,7 +84,7 @@ class IOBackend(ABC):
     def submit_read(
         self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
         priority: Priority = Priority.NORMAL, after: Callable[[], None] | None = None,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None, owner: str = "",
     ) -> Transfer[None]:  # fmt: skip
         """Fill `buffer` from `offset_bytes` on. Returns at once.
 
@@ -94,12 +94,14 @@ class IOBackend(ABC):
         """
         if buffer.readonly:
             raise ValueError(f"read of {path}: the buffer is read-only")
-        return self._submit(Operation.READ, fd, buffer, offset_bytes, path, priority, before, after)
+        return self._submit(
+            Operation.READ, fd, buffer, offset_bytes, path, priority, before, after, owner
+        )
 
     def submit_write(
         self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
         priority: Priority = Priority.NORMAL, before: Callable[[], None] | None = None,
-        after: Callable[[], Any] | None = None,
+        after: Callable[[], Any] | None = None, owner: str = "",
     ) -> Transfer[Any]:  # fmt: skip
         """Write `buffer` to `offset_bytes` on. Returns at once; see `submit_read`.
 
@@ -107,7 +109,7 @@ class IOBackend(ABC):
         what `after` returns.
         """
         return self._submit(
-            Operation.WRITE, fd, buffer, offset_bytes, path, priority, before, after
+            Operation.WRITE, fd, buffer, offset_bytes, path, priority, before, after, owner
         )
 
     @uninterrupted
@@ -167,6 +169,13 @@ class IOBackend(ABC):
     def _stop(self) -> None:
         """End and join all threads. Nothing is in flight."""
 
+    def _begin(self, request: IORequest) -> None:
+        """The first piece of `request` is about to move."""
+        if self.lane.recorder is not None:
+            request.began_s = time.perf_counter()
+        if request.before is not None:
+            request.before()
+
     def _cut(self, request: IORequest) -> list[IOPiece]:
         """Cut a request into pieces of at most `io_block_nbytes`."""
         total, step = request.buffer.nbytes, self.io_block_nbytes
@@ -219,6 +228,12 @@ class IOBackend(ABC):
                 transfer.complete(value)
             else:
                 transfer.fail(request.error)
+            recorder = self.lane.recorder
+            if recorder is not None and request.began_s:
+                recorder.add(
+                    f"nvme {request.operation}", request.owner, request.began_s,
+                    time.perf_counter(), request.buffer.nbytes,
+                )  # fmt: skip
             if transfer.failure is not None:  # also of a callback
                 self._unobserved.keep(transfer.failure)
         finally:
@@ -245,6 +260,7 @@ class IOBackend(ABC):
     def _submit(
         self, operation: Operation, fd: int, buffer: memoryview, offset_bytes: int, path: str,
         priority: Priority, before: Callable[[], None] | None, after: Callable[[], Any] | None,
+        owner: str,
     ) -> Transfer[Any]:  # fmt: skip
         if not buffer.c_contiguous or buffer.nbytes == 0:
             raise ValueError(f"{operation.value} of {path}: the buffer is empty or not contiguous")
@@ -253,7 +269,7 @@ class IOBackend(ABC):
         transfer: Transfer[Any] = Transfer("", self.lane)
         request = IORequest(
             operation, fd, buffer, offset_bytes, path, priority, before, after,
-            next(self._sequence), transfer,
+            next(self._sequence), transfer, owner=owner,
         )  # fmt: skip
         transfer.what = request
         self._count_on(request)

@@ -61,6 +61,8 @@ class IORequest:
     error: BaseException | None = None  # the first one; the pieces not yet moved are skipped
     pieces_left: int = 1
     finished: bool = False
+    owner: str = ""  # of the bytes, for recordings
+    began_s: float = 0.0  # by the clock of recordings, if there is one
 
     def __str__(self) -> str:
         return (

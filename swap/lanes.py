@@ -6,6 +6,8 @@
 Each thing that a thread may have to wait for is of a lane. A clock is read only where a thread does
 wait. One thread waits for one thing at a time, so no second is counted twice; a wait for an update
 that itself waits for files is one for the update.
+
+While a `Recorder` is set, a lane also notes what happens when.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from offload.swap.ranges import profiled
+from offload.swap.recorder import MODEL, Recorder
 
 
 class WaitFor(enum.StrEnum):
@@ -27,40 +32,55 @@ class WaitFor(enum.StrEnum):
 
 
 class _ThisThread(threading.local):
+    name = MODEL
     is_worker = False
 
 
 _this_thread = _ThisThread()
 
 
-def be_worker() -> None:
-    """This thread works for the model's: it may wait, and nobody's training stands still."""
+def be_worker(name: str) -> None:
+    """This thread works for the model's: it may wait, and nobody's training stands still. `name` is
+    shown in recordings."""
     _this_thread.is_worker = True
+    _this_thread.name = name
 
 
 class Lane:
     """One of them. The waits of threads that are no workers are counted: of the model's thread, one
     at a time."""
 
-    __slots__ = ("kind", "waited_s")
+    __slots__ = ("kind", "recorder", "waited_s")
 
     def __init__(self, kind: WaitFor) -> None:
         self.kind = kind
         self.waited_s = 0.0
+        self.recorder: Recorder | None = None  # of what happens here, while somebody asks for that
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around a wait."""
+    def waiting(self, what: object) -> Iterator[None]:
+        """Around a wait for `what`, which is turned into text only for a recording."""
         began = time.perf_counter()
         try:
-            yield
+            with profiled(f"wait for {self.kind}"):
+                yield
         finally:
-            self.waited(began)
+            ended = time.perf_counter()
+            if not _this_thread.is_worker:
+                self.waited_s += ended - began
+            recorder = self.recorder
+            if recorder is not None:
+                name = f"wait for {self.kind}"
+                recorder.add(_this_thread.name, name, began, ended, detail=str(what))
 
-    def waited(self, began: float) -> None:
-        """A wait ends now that began then, by `time.perf_counter`."""
-        if not _this_thread.is_worker:
-            self.waited_s += time.perf_counter() - began
+    @contextmanager
+    def doing(self, name: str) -> Iterator[None]:
+        """Around work of this thread."""
+        with profiled(f"{self.kind} of {name}"):
+            recorder, began = self.recorder, time.perf_counter()
+            yield
+            if recorder is not None:
+                recorder.add(_this_thread.name, name, began, time.perf_counter())
 
 
 def waits_s(lanes: Iterable[Lane]) -> dict[str, float]:

@@ -159,8 +159,7 @@ class LibaioBackend(IOBackend):
     def _open(self, whole: IOPiece) -> IOPiece:
         """Run `before`, cut the request, queue all pieces but the first and return that."""
         request = whole.request
-        if request.before is not None:
-            request.before()
+        self._begin(request)
         first, *others = self._cut(request)
         with self._changed:
             for index, piece in enumerate(others, start=1):

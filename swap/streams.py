@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from offload.swap.lanes import Lane, WaitFor, be_worker
+from offload.swap.recorder import Recorder
 from offload.swap.transfer import Transfer
 from offload.tiers import accelerator
 from offload.tiers.pinning import pieces
@@ -68,7 +70,7 @@ class CopyMark:
         if self._lane is None or self.event.query():
             self.event.synchronize()
             return
-        with self._lane.waiting():
+        with self._lane.waiting("a copy"):
             self.event.synchronize()
 
     def replacing(self, marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
@@ -145,6 +147,7 @@ class CopyStream:
         self._watcher = _Watcher(self.lane)
         self._counting = threading.Lock()
         self._moved_nbytes = 0
+        self._ended_s = 0.0  # when the copy that was recorded last had ended
 
     @property
     def moved_nbytes(self) -> int:
@@ -174,7 +177,23 @@ class CopyStream:
             mark.before(self._stream)
         with accelerator.of(self._device).entered(self._stream):
             _start(destination, source)
-        return _mark(self._stream, self._device, self.lane)
+        mark = _mark(self._stream, self._device, self.lane)
+        recorder = self.lane.recorder
+        if recorder is not None:
+            way = "host to device" if source.is_cpu else "device to host"
+            self._record(recorder, mark, way, nbytes)
+        return mark
+
+    def _record(self, recorder: Recorder, mark: CopyMark, way: str, nbytes: int) -> None:
+        """When a copy began is not known: not before it was asked for, nor before the end of the
+        one before it."""
+        asked_s = time.perf_counter()
+
+        def ended() -> None:
+            start_s, self._ended_s = max(asked_s, self._ended_s), time.perf_counter()
+            recorder.add(way, "copy", start_s, self._ended_s, nbytes)
+
+        self._watcher.watch(mark, way, ended)
 
     def transfer(
         self, mark: CopyMark, what: object, then: Callable[[], object] | None = None
@@ -276,7 +295,7 @@ class _Watcher:
         return True
 
     def _loop(self) -> None:
-        be_worker()
+        be_worker("copies")
         while True:
             self._told.get()
             with self._lock:

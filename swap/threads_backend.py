@@ -106,8 +106,7 @@ class ThreadsBackend(IOBackend):
     def _open(self, whole: IOPiece) -> IOPiece:
         """Run `before`, cut the request, queue all pieces but the first and return that."""
         request = whole.request
-        if request.before is not None:
-            request.before()
+        self._begin(request)
         if whole.nbytes <= self.io_block_nbytes:
             return whole
         first, *others = self._cut(request)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Generic, TypeVar, cast
 
@@ -194,15 +194,13 @@ class Transfer(Generic[T]):
             if self.done() or self._completing_thread == threading.get_ident():
                 return True
             self._gates.append(gate)
-        began = time.perf_counter()
-        try:
-            begin_wait()
-            if self._passes(gate, timeout_s):
-                return True
-        finally:
-            end_wait()
-            if self.lane is not None:
-                self.lane.waited(began)
+        with nullcontext() if self.lane is None else self.lane.waiting(self.what):
+            try:
+                begin_wait()
+                if self._passes(gate, timeout_s):
+                    return True
+            finally:
+                end_wait()
         with self._lock:
             if self.done():  # it ended just after the timeout
                 return True

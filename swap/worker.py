@@ -157,6 +157,7 @@ class Worker:
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # an event's are Python's, slow
         self._closing = False
         self.failure: BaseException | None = None
+        self._name = name.removeprefix("offload-")
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -164,7 +165,7 @@ class Worker:
         self._wakes.put(None)
 
     def _loop(self) -> None:
-        be_worker()
+        be_worker(f"{self._name} thread")
         try:
             while not self._closing:
                 self._wakes.get()

@@ -44,6 +44,7 @@ class GroupUpdate:
     done: Callable[[], None]  # called after the last chunk: gradients are not read any more
     weight_writes: list[Transfer[None]] = field(default_factory=list)
     begun: bool = False
+    begun_s: float = 0.0  # by `time.perf_counter`
     chunks_left: int = 0  # once begun: those that are not on their way home
     after: CopyMark = field(default_factory=CopyMark)  # of the model's stream, when submitted
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from offload.swap.codec import Codec
+from offload.swap.ranges import profiled
 from offload.zero.block_codes import add_decoded, encode
 from offload.zero.rank_watch import RankWatch
 from offload.zero.sharding import codes_nbytes
@@ -108,7 +109,8 @@ class Collectives:
         the next call. `contribution` (1D, any float format), of the group `name`, is equally long
         on every rank. RankError if a rank does not take part."""
         what = f"the reduce-scatter of {_named(name)}"
-        with self.watch.during("reduce", what, self.reduce_group, self.replica_group) as limit:
+        groups = self.reduce_group, self.replica_group
+        with profiled(what), self.watch.during("reduce", what, *groups) as limit:
             return self._reduce(contribution, work, _Arrival(what, limit))
 
     def _reduce(

@@ -24,6 +24,7 @@ import torch
 import xxhash
 from torch._prims_common import make_contiguous_strides_for
 
+from offload.swap.ranges import profiled
 from offload.swap.state import State
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
@@ -206,7 +207,8 @@ class ParamGroup:
 
     @_outside_inference
     def _gather(self) -> None:
-        flat = self.flat()
+        with profiled(f"gather {self.name}"):
+            flat = self.flat()
         with torch._C.DisableTorchFunctionSubclass():
             self._show(flat)
             self._addresses = self._find_addresses()

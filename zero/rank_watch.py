@@ -106,7 +106,7 @@ class RankWatch:
             if not self._is_queued(watched):
                 for group in groups:
                     limit_waits(group, limit)
-            with self.lane.waiting():
+            with self.lane.waiting(what):
                 yield limit
         except RuntimeError as error:
             raise self._explain(watched, error) from error

@@ -19,6 +19,7 @@ from torch import nn
 from offload.kernels.floats import Float
 from offload.kernels.variants import Master
 from offload.swap.lanes import Lane
+from offload.swap.recorder import Recorder
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
 from offload.swap.worker import ParallelRunner
@@ -369,6 +370,9 @@ class Runtime:
             return self._step(hyper_of)
 
     def _step(self, hyper_of: HyperOf) -> StepOutcome:
+        recorder = self.store.recorder
+        if recorder is not None:
+            recorder.turn_to("step")
         self.store.check_usable()
         self._check_params()
         self._refuse_amid_use()
@@ -378,6 +382,9 @@ class Runtime:
         outcome = self.stepper.step(hyper_of)
         self.gradients.complete()
         self.rank_work.refresh_updated()
+        if recorder is not None:
+            recorder.turn_to("between steps")
+            recorder.end_step(self.stepper.taken + self.stepper.skipped)
         return outcome
 
     @uninterrupted
@@ -412,6 +419,12 @@ class Runtime:
         """What the model's thread waits for, beside its states."""
         meshed = [] if self.tensor_parallel is None else [self.tensor_parallel.lane]
         return [self.updates.lane, *self.rank_work.lanes(), *meshed]
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Note in `recorder` what this thread and the lanes do from here on; None: no more."""
+        self.store.recorder = recorder
+        for lane in self.lanes():
+            lane.recorder = recorder
 
     @interrupted_in_waits
     def settle(self) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from offload.swap.recorder import Recorder, shown
 from offload.swap.shield import check_whole
 from offload.swap.state import State
 from offload.tiers.errors import StateError
@@ -79,6 +80,7 @@ class WeightStore:
         self._values: Values | None = None
         self._repeats = 0  # uses of the group used last, beside the first one
         self.hooks: UnitHooks | None = None  # once started
+        self.recorder: Recorder | None = None  # of what this thread does, while somebody asks
 
     # ---------------------------------------------------------------- building
     def _add_group(self, plan: GroupPlan) -> None:
@@ -155,6 +157,10 @@ class WeightStore:
         if self._is_repeated(group, backward=backward):
             self.one_thread.check()
             return
+        recorder = self.recorder
+        if recorder is not None:
+            way = "backward" if backward else "forward"
+            recorder.turn_to(f"{way} {shown(group.name)}")
         with self.one_thread:
             self.check_usable()
             self.fetcher.need(group, backward=backward)

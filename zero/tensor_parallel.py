@@ -106,7 +106,7 @@ class TensorParallel:
     def _together(self, what: str) -> Iterator[None]:
         """RankError where another rank does not come."""
         try:
-            with self.lane.waiting():
+            with self.lane.waiting(what):
                 yield
         except RuntimeError as error:
             ranks = tuple(dist.get_process_group_ranks(self.group))

@@ -15,6 +15,7 @@ worked on.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -207,6 +208,7 @@ class UpdateQueue:
             self._waiting.remove(update)
             update.begun = True
         update.chunks_left = len(update.state.chunks)
+        update.begun_s = time.perf_counter()
         update.after.before_compute()
         return update
 
@@ -253,7 +255,8 @@ class UpdateQueue:
 
     def _compute(self, chunk: Chunk) -> None:
         if not chunk.by_device:
-            self._step_here(chunk)
+            with self.lane.doing(chunk.update.group.name):
+                self._step_here(chunk)
             self._send_home(chunk)
             return
         ended = self._device_update.step(chunk)
@@ -312,6 +315,9 @@ class UpdateQueue:
     def _announce(self, update: GroupUpdate, written: Transfer[list[None]]) -> None:
         with self._lock:
             self._unfinished.pop(update.group.index, None)
+        recorder = self.lane.recorder
+        if recorder is not None:
+            recorder.add("update", update.group.name, update.begun_s, time.perf_counter())
         if written.failure is not None:
             update.ready.spread(written.failure)
         else:

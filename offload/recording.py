@@ -1,0 +1,186 @@
+"""A recording of an engine's last steps, and the file that https://ui.perfetto.dev shows.
+
+The file is in the Trace Event Format: JSON with a list `traceEvents`. A lane is a thread there;
+what overlaps on one lane is shown on several rows of it. Times are microseconds since the first
+recorded step began, bytes are arguments of an event, bytes that tiers hold are counters.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from offload.swap.recorder import MODEL, MOST_EVENTS, Event, Held, RecordedStep, Recorder
+from offload.tiers.errors import StateError
+
+_log = logging.getLogger("offload")
+
+_ORDER = (
+    MODEL, "update thread", "update", "gather thread", "reduce thread", "nvme read", "nvme write",
+    "host to device", "device to host",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a recording holds: whole steps, what happened in them, and bytes held by each tier."""
+
+    steps: tuple[RecordedStep, ...]
+    events: tuple[Event, ...]  # by their beginning
+    held: tuple[Held, ...]
+    truncated: bool  # there were more than `MOST_EVENTS`: the first step lacks its first events
+
+    def lanes(self) -> dict[str, list[list[Event]]]:
+        """By name, the model's thread first: rows, in each of which events follow each other or
+        lie within one another."""
+        names = dict.fromkeys(event.lane for event in self.events)
+        known = [name for name in _ORDER if name in names]
+        return {
+            name: rows_of(event for event in self.events if event.lane == name)
+            for name in [*known, *sorted(set(names) - set(known))]
+        }
+
+
+def rows_of(events: Iterable[Event]) -> list[list[Event]]:
+    """Events, given by their beginning, on as few rows as have no two that overlap in part."""
+    rows: list[list[Event]] = []
+    open_: list[list[float]] = []  # of each row, the ends of the events around now
+    for event in events:
+        for row, ends in zip(rows, open_, strict=True):
+            while ends and ends[-1] <= event.start_s:
+                ends.pop()
+            if not ends or event.stop_s <= ends[-1]:
+                row.append(event)
+                ends.append(event.stop_s)
+                break
+        else:
+            rows.append([event])
+            open_.append([event.stop_s])
+    return rows
+
+
+class Recording:
+    """Of one engine, from when it is made until `stop`. A context manager."""
+
+    def __init__(
+        self, steps: int, held: Callable[[], Mapping[str, int]],
+        tell: Callable[[Recorder | None], None],
+    ) -> None:  # fmt: skip
+        """The last `steps` steps are kept. `tell` gives the recorder to all that happens, and None
+        at the end."""
+        if steps < 1:
+            raise StateError(f"a recording of {steps} steps; record 1 or more")
+        self._recorder = Recorder(steps, held)
+        self._tell: Callable[[Recorder | None], None] | None = tell
+        tell(self._recorder)
+
+    @property
+    def ended_steps(self) -> int:
+        """Steps that have ended since the recording began, kept or not."""
+        return self._recorder.ended_steps
+
+    def stop(self) -> None:
+        """Nothing is recorded any more. Calling it again does nothing."""
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            self._recorder.stopped = True
+            tell(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.stop()
+
+    def recorded(self) -> Recorded:
+        """The whole steps so far."""
+        recorder = self._recorder
+        steps = tuple(recorder.steps)
+        if not steps:
+            return Recorded((), (), (), truncated=False)
+        first, last = steps[0].start_s, steps[-1].stop_s
+        events = [
+            replace(e, start_s=max(e.start_s, first))
+            for e in list(recorder.events) if e.stop_s > first and e.start_s < last
+        ]  # fmt: skip
+        truncated = len(recorder.events) == MOST_EVENTS
+        if truncated:
+            _log.warning(
+                "more than %d events in %d steps: the earliest are left out of the recording; "
+                "record fewer steps", MOST_EVENTS, len(steps),
+            )  # fmt: skip
+        # of two that begin at once the longer one is around the other
+        events.sort(key=lambda event: (event.start_s, -event.stop_s))
+        held = tuple(each for each in list(recorder.held) if first <= each.at_s <= last)
+        return Recorded(steps, tuple(events), held, truncated)
+
+    def write(self, path: str | Path, *, rank: int = 0) -> None:
+        """Write the whole steps so far as a trace (see the top of this file). StateError where no
+        step has ended yet, OSError where the file cannot be written."""
+        recorded = self.recorded()
+        if not recorded.steps:
+            raise StateError("no step has ended since the recording began: take a step first")
+        Path(path).write_text(trace_json(recorded, rank))
+
+
+def trace_json(recorded: Recorded, rank: int = 0) -> str:
+    """The file's text; `rank` is the number of the process in it."""
+    other = {"steps": [step.number for step in recorded.steps], "truncated": recorded.truncated}
+    events = ",\n".join(json.dumps(each) for each in _trace_events(recorded, rank))
+    return (
+        f'{{"traceEvents":[\n{events}\n],"displayTimeUnit":"ms","otherData":{json.dumps(other)}}}\n'
+    )
+
+
+def _trace_events(recorded: Recorded, pid: int) -> Iterator[dict[str, Any]]:
+    start = recorded.steps[0].start_s
+
+    def micros(at_s: float) -> float:
+        return round((at_s - start) * 1e6, 3)
+
+    def span(event: Event, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+        began = micros(event.start_s)
+        return {
+            "ph": "X", "pid": pid, "tid": tid, "name": event.name, "cat": event.lane, "ts": began,
+            "dur": round(micros(event.stop_s) - began, 3), "args": args,
+        }  # fmt: skip
+
+    yield _named(pid, 0, "process_name", {"name": f"offload, rank {pid}"})
+    steps = [Event("steps", f"step {s.number}", s.start_s, s.stop_s) for s in recorded.steps]
+    rows = [("steps", steps)]
+    for lane, found in recorded.lanes().items():
+        rows += [(lane if not n else f"{lane} ({n + 1})", row) for n, row in enumerate(found)]
+    for tid, (name, row) in enumerate(rows, 1):
+        yield _named(pid, tid, "thread_name", {"name": name})
+        yield _named(pid, tid, "thread_sort_index", {"sort_index": tid})
+        for event in row:
+            yield span(event, tid, _arguments(event))
+    for held in recorded.held:
+        for tier, nbytes in held.nbytes.items():
+            yield {
+                "ph": "C", "pid": pid, "name": f"{tier} holds", "ts": micros(held.at_s),
+                "args": {"bytes": nbytes},
+            }  # fmt: skip
+
+
+def _arguments(event: Event) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if event.nbytes:
+        found["bytes"] = event.nbytes
+        if event.stop_s > event.start_s:
+            found["GB/s"] = round(event.nbytes / (event.stop_s - event.start_s) / 1e9, 3)
+    if event.detail:
+        found["for"] = event.detail
+    return found
+
+
+def _named(pid: int, tid: int, what: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": dict(args)}
