@@ -21,7 +21,7 @@ from offload.tiers.errors import StateError
 _log = logging.getLogger("offload")
 
 _ORDER = (
-    MODEL, "update thread", "update", "gather thread", "reduce thread", "nvme read", "nvme write",
+    MODEL, "update thread", "updates", "gather thread", "reduce thread", "nvme read", "nvme write",
     "host to device", "device to host",
 )  # fmt: skip
 

@@ -317,7 +317,7 @@ class UpdateQueue:
             self._unfinished.pop(update.group.index, None)
         recorder = self.lane.recorder
         if recorder is not None:
-            recorder.add("update", update.group.name, update.begun_s, time.perf_counter())
+            recorder.add("updates", update.group.name, update.begun_s, time.perf_counter())
         if written.failure is not None:
             update.ready.spread(written.failure)
         else:

@@ -47,7 +47,7 @@ def test_the_last_steps_are_kept_with_what_happened_in_them(recording: Recording
     assert all(start <= event.start_s <= event.stop_s for event in found.events)
     assert all(event.start_s <= stop for event in found.events)
     lanes = found.lanes()
-    assert list(lanes)[:3] == [MODEL, "update thread", "update"]
+    assert list(lanes)[:3] == [MODEL, "update thread", "updates"]
     assert {"nvme read", "nvme write"} <= set(lanes)
     moved = [event for row in lanes["nvme write"] for event in row]
     assert all(event.nbytes > 0 for event in moved)

@@ -399,7 +399,7 @@ class CheckedWorld(World):
 
         def submitted(
             backend: IOBackend, operation: Operation, fd: int, buffer: memoryview, offset: int,
-            path: str, priority: Any, before: Any, after: Any,
+            path: str, priority: Any, before: Any, after: Any, owner: str,
         ) -> Any:  # fmt: skip
             moved = self._file_access(operation, buffer)
             first, last = [before], [after]
@@ -408,7 +408,7 @@ class CheckedWorld(World):
             else:
                 first.insert(0, moved)
             calls = (_in_turn(first), _in_turn(last))
-            return submit(backend, operation, fd, buffer, offset, path, priority, *calls)
+            return submit(backend, operation, fd, buffer, offset, path, priority, *calls, owner)
 
         self._patch.setattr(IOBackend, "_submit", submitted)
 
