@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 from offload.pages.colours import DARK, LIGHT, Theme, ink_on
+from offload.pages.svg import colour_class
 
 _RULES = """
 *{box-sizing:border-box}
@@ -15,7 +16,8 @@ body{margin:0;background:var(--page);color:var(--ink);
 main{max-width:980px;margin:0 auto;padding:28px 20px 40px}
 h1{font-size:22px;line-height:1.25;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:16px;margin:30px 0 10px}
-p{margin:0 0 6px}
+h3{font-size:14px;margin:0 0 8px}
+p{margin:0 0 6px;overflow-wrap:anywhere}
 .quiet{color:var(--quiet)}
 .verdict{display:inline-block;margin:10px 0 2px;padding:3px 12px;border-radius:14px;
  font-weight:600;border:1.5px solid currentColor}
@@ -23,102 +25,128 @@ p{margin:0 0 6px}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:10px;
  margin-top:18px}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px 16px}
-.figures .card{padding:10px 14px}
+.card+.card{margin-top:12px}
+.figures .card{padding:10px 14px;margin:0;overflow-wrap:anywhere}
 .figures b{display:block;font-size:20px;line-height:1.3}
-.place+.place{margin-top:12px}
-.head{display:flex;justify-content:space-between;gap:12px;flex-wrap:wrap;margin-bottom:8px}
 svg{display:block;width:100%}
-.gauge{height:14px;margin-bottom:8px}
-.stack{height:34px}
+.stack{height:26px}
 .lane{height:26px}
 .axis{height:22px}
 svg text{font-size:12px;font-family:inherit}
-.keys{display:grid;grid-template-columns:repeat(auto-fill,minmax(250px,1fr));gap:3px 28px;
- margin:12px 0 0;padding:0;list-style:none;font-size:14px}
-.keys li{display:flex;align-items:center;gap:8px;white-space:nowrap}
-.keys .value{margin-left:auto}
-.keys .part{min-width:52px;text-align:right;color:var(--quiet)}
-.swatch{width:11px;height:11px;border-radius:3px;flex:none}
-.lanes{display:grid;grid-template-columns:max-content 1fr;gap:5px 12px;align-items:center}
-.name{font-size:14px;white-space:nowrap}
-.scroll{overflow-x:auto}
+.keys{display:flex;flex-wrap:wrap;gap:3px 20px;margin:12px 0 0;padding:0;list-style:none;
+ font-size:14px}
+.keys li,.named{white-space:nowrap}
+.swatch{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
+.rows{display:grid;grid-template-columns:max-content 1fr;grid-auto-flow:row dense;gap:6px 12px;
+ align-items:center;font-size:14px}
+.rows.valued{grid-template-columns:max-content 1fr max-content}
+.rows span{overflow-wrap:anywhere}
+.rows .value{text-align:right}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);
- vertical-align:top}
+ vertical-align:top;overflow-wrap:break-word}
+th:last-child,td:last-child{padding-right:0}
 tr:last-child td{border-bottom:0}
-th{font-weight:600;color:var(--quiet)}
-td.number,th.number{text-align:right;white-space:nowrap}
-code{font:13px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;white-space:nowrap}
+th{font-weight:600;color:var(--quiet);vertical-align:bottom}
+.number{text-align:right}td.number{white-space:nowrap}
+code{font:13px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;overflow-wrap:anywhere}
 ul.lines{margin:0;padding-left:20px}
 ul.lines li{overflow-wrap:anywhere;margin-bottom:3px}
 .after{margin:10px 0 0}
-.wide{max-width:1240px}.wide td,.wide th{padding-right:9px;font-size:13px}
-.bars td{border-bottom:0;padding:2px 14px 2px 0}.bars svg{height:16px}
-.bars td:last-child{width:100%}
 footer{margin-top:26px;font-size:13px;color:var(--quiet)}
+@media (max-width:760px){
+ .rows{grid-template-columns:1fr}.rows.valued{grid-template-columns:1fr max-content}
+ .rows svg{grid-column:1/-1}.rows .none{display:none}
+ .stacked,.stacked tbody,.stacked tr{display:block}.stacked thead{display:none}
+ .stacked tr{padding:8px 0;border-bottom:1px solid var(--line)}
+ .stacked tr:last-child{border-bottom:0}
+ .stacked td{display:flex;justify-content:space-between;gap:14px;padding:2px 0;border:0}
+ .stacked td::before{content:attr(data-head);color:var(--quiet)}
+ .stacked td:first-child{font-weight:600}
+}
+@media (max-width:440px){
+ main{padding:20px 14px 30px}.card{padding:12px 13px}table{font-size:13px}
+ th,td{padding-right:8px}
+}
+@media (max-width:400px){.on{display:none}}
+@media print{
+ *{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+ main{max-width:none;padding:0}.card,tr{break-inside:avoid}h2,h3{break-after:avoid}
+}
 """
 
 
-def page(title: str, body: str, *, by: str, wide: bool = False) -> str:
+def page(title: str, body: str, *, by: str) -> str:
     """The file. `body` is HTML; `title` is escaped here, as by all that follow. `by` is the
     program that writes it."""
-    width = "wide" if wide else "usual"
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_style_sheet()}</style></head>"
-        f'<body><main class="{width}">{body}'
+        f"<body><main>{body}"
         "<footer>Bytes in binary units: 1 GiB = 1,073,741,824 bytes. Written by "
         f"{escape(by)}.</footer>"
         "</main></body></html>\n"
     )
 
 
-def lines(title: str, texts: Iterable[str]) -> str:
-    """A heading and a list; nothing where there are no texts."""
+def lines(texts: Iterable[str]) -> str:
+    """A list; nothing where there are no texts."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    if not items:
-        return ""
-    return f'<h2>{escape(title)}</h2><div class="card"><ul class="lines">{items}</ul></div>'
+    return f'<ul class="lines">{items}</ul>' if items else ""
 
 
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,),
-    kind: str = "plain",
+    stacked: bool = False,
 ) -> str:  # fmt: skip
-    """Cells are HTML; columns are of numbers but for those at `left`."""
+    """Heads are text, cells are HTML; columns are of numbers but for those at `left`. `stacked`: a
+    page with no room for the columns shows each row as lines, a head before each cell."""
+    kinds = ["" if index in left else ' class="number"' for index in range(len(heads))]
 
-    def row(tag: str, cells: Sequence[str]) -> str:
-        of = ("" if index in left else ' class="number"' for index in range(len(cells)))
-        return "".join(f"<{tag}{k}>{c}</{tag}>" for k, c in zip(of, cells, strict=True))
+    def row(cells: Sequence[str]) -> str:
+        of = zip(kinds, heads, cells, strict=True)
+        return "".join(f'<td{k} data-head="{escape(h)}">{c}</td>' for k, h, c in of)
 
-    head = f"<tr>{row('th', heads)}</tr>" if heads else ""
-    body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in rows)
-    return f'<table class="{kind}">{head}{body}</table>'
-
-
-def key(pieces: Iterable[tuple[int, str]]) -> str:
-    """Colours and what they stand for, which is HTML."""
-    items = "".join(
-        f'<li><span class="swatch c-{colour}"></span>{text}</li>' for colour, text in pieces
+    head = "".join(
+        f'<th scope="col"{k}>{escape(h)}</th>' for k, h in zip(kinds, heads, strict=True)
     )
-    return f'<ul class="keys">{items}</ul>'
+    head = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
+    body = "".join(f"<tr>{row(cells)}</tr>" for cells in rows)
+    kind = ' class="stacked"' if stacked else ""
+    return f"<table{kind}>{head}<tbody>{body}</tbody></table>"
+
+
+def swatch(meaning: str) -> str:
+    """A spot of the colour of a meaning."""
+    return f'<span class="swatch {colour_class(meaning)}"></span>'
+
+
+def key(named: Iterable[tuple[str, str]]) -> str:
+    """Meanings of colours, and what they are called here; nothing where there are none."""
+    items = "".join(f"<li>{swatch(meaning)}{escape(text)}</li>" for meaning, text in named)
+    return f'<ul class="keys">{items}</ul>' if items else ""
 
 
 def _style_sheet() -> str:
-    """All rules; colours are variables that follow what the reader's system prefers."""
-    dark = f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}"
-    scheme = ":root{color-scheme:light dark;" + _variables(LIGHT) + "}"
-    colours = "".join(
-        f".c-{n}{{fill:var(--c{n});background:var(--c{n})}}.i-{n}{{fill:var(--on{n})}}"
-        for n in range(len(LIGHT.colours))
+    """All rules; colours are variables that follow what the reader's system prefers, and are those
+    of light pages on paper."""
+    light, dark = _variables(LIGHT), _variables(DARK)
+    schemes = (
+        f":root{{color-scheme:light dark;{light}}}"
+        f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
     )
-    return f"{scheme}{dark}{_RULES}{colours}"
+    colours = "".join(
+        f".{name}{{fill:var(--{name});background:var(--{name})}}.on.{name}{{fill:var(--on-{name})}}"
+        for name in map(colour_class, LIGHT.of)
+    )
+    return f"{schemes}{_RULES}{colours}"
 
 
 def _variables(theme: Theme) -> str:
     names = ("page", "card", "ink", "quiet", "line", "track", "good", "bad")
     named = {name: getattr(theme, name) for name in names}
-    for index, colour in enumerate(theme.colours):
-        named |= {f"c{index}": colour, f"on{index}": ink_on(colour)}
+    for meaning, colour in theme.of.items():
+        name = colour_class(meaning)
+        named |= {name: colour, f"on-{name}": ink_on(colour)}
     return "".join(f"--{name}:{value};" for name, value in named.items())

@@ -8,7 +8,7 @@ from html import escape
 
 from offload.pages.ticks import Tick
 
-_LEAST_PX = 560  # width of a drawing on a small laptop
+LEAST_PX = 330  # width of a drawing on a page of 420 px, or beside names and numbers on one of 800
 _LETTER_PX = 7.2  # a wide letter of 12 px text, and its share of the margins
 _GAP = 0.0012  # between neighbours, as a fraction
 
@@ -24,15 +24,20 @@ def percent(fraction: float) -> str:
     return f"{fraction * 100:.4g}%"
 
 
-def stretch(start: float, stop: float, height: int, colour: int, label: str, tip: str) -> str:
-    """A coloured stretch of a bar or lane, with `label` where that is sure to fit at `_LEAST_PX`
+def colour_class(meaning: str) -> str:
+    """The CSS class that fills with the colour of a meaning."""
+    return f"c-{meaning.replace(' ', '-')}"
+
+
+def stretch(start: float, stop: float, height: int, meaning: str, label: str, tip: str) -> str:
+    """A coloured stretch of a bar or lane, with `label` where that is sure to fit at `LEAST_PX`
     and `tip` when it is pointed at. It lies in an inner <svg>, which clips it."""
     width = max(stop - start - _GAP, 0.0015)
-    inside = f'<rect width="100%" height="100%" rx="2" class="c-{colour}"/>'
-    if width * _LEAST_PX >= len(label) * _LETTER_PX + 8:
+    inside = f'<rect width="100%" height="100%" rx="2" class="{colour_class(meaning)}"/>'
+    if width * LEAST_PX >= len(label) * _LETTER_PX + 8:
         inside += (
-            f'<text x="50%" y="{height / 2 + 4:g}" text-anchor="middle" class="i-{colour}">'
-            f"{escape(label)}</text>"
+            f'<text x="50%" y="{height / 2 + 4:g}" text-anchor="middle" '
+            f'class="on {colour_class(meaning)}">{escape(label)}</text>'
         )
     return (
         f'<svg x="{percent(start)}" width="{percent(width)}" height="{height}">'
@@ -41,7 +46,7 @@ def stretch(start: float, stop: float, height: int, colour: int, label: str, tip
 
 
 def mark(tick: Tick) -> str:
-    """A mark of the axis below lanes."""
+    """A mark of the axis below bars or lanes."""
     anchor = "start" if tick.at < 0.03 else "end" if tick.at > 0.97 else "middle"
     at = percent(tick.at)
     return (

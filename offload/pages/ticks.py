@@ -1,4 +1,4 @@
-"""Round numbers along an axis of time."""
+"""Round numbers along an axis of time or of bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A mark of the time axis."""
+    """A mark of the axis."""
 
     text: str
     at: float
@@ -24,6 +24,18 @@ def ticks(length_s: float, wanted: int = 5) -> tuple[Tick, ...]:
     count = int(length_s / unit / width * 1.000001)
     return tuple(
         Tick(f"{i * width:,.10g} {name}" if i else "0", min(1.0, i * width * unit / length_s))
+        for i in range(count + 1)
+    )
+
+
+def byte_ticks(length_nbytes: int, wanted: int = 5) -> tuple[Tick, ...]:
+    """Round sizes from 0 on, about `wanted` of them, in one binary unit."""
+    power = max(0, min(4, (length_nbytes.bit_length() - 2) // 10))
+    unit, name = 1 << 10 * power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    width = max(_rounded(length_nbytes / unit / wanted, by_sixty=False), 0.0 if power else 1.0)
+    count = int(length_nbytes / unit / width * 1.000001)
+    return tuple(
+        Tick(f"{i * width:,.10g} {name}" if i else "0", min(1.0, i * width * unit / length_nbytes))
         for i in range(count + 1)
     )
 

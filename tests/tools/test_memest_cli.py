@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 
 from offload import __version__
+from offload.planning.choice.durations import duration
+from offload.tiers.units import format_bytes
 from offload.tools.memest.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -269,6 +272,25 @@ def test_compare_has_every_system_and_ours_last(capsys: Any) -> None:
     assert "ZeRO-Infinity, nvme" in capsys.readouterr().out
 
 
+def test_compare_s_page_and_picture_have_the_numbers_of_its_json(
+    tmp_path: Path, capsys: Any
+) -> None:
+    page, picture = tmp_path / "compare.html", tmp_path / "compare.png"
+    assert run("compare", *SMALL, "--format", "json") == 0
+    systems = json.loads(capsys.readouterr().out)["systems"]
+    assert run("compare", *SMALL, "--out", str(page)) == 0
+    text = re.sub(r"<[^>]*>", " ", page.read_text())
+    for row in systems:
+        assert row["system"] in text
+        assert duration(row["step_s"]) in text
+        for place in row["places"].values():
+            assert place["peak_nbytes"] == 0 or format_bytes(place["peak_nbytes"]) in text
+            assert format_bytes(place["capacity_nbytes"]) in text
+    assert "<script" not in page.read_text()
+    assert run("compare", *SMALL, "--out", str(picture)) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_compare_says_nothing_of_one_rank_above_numbers_of_a_node(capsys: Any) -> None:
     assert run("compare", *SMALL, "--gpus", "4", "--format", "json") == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
@@ -320,8 +342,10 @@ def test_max_says_what_the_next_larger_model_does_not_fit_into(capsys: Any) -> N
     sizes = {row["system"]: row["parameters"] for row in systems}
     assert 0 < sizes["DDP"] < sizes["ZeRO-Offload"] < sizes["offload"]
     assert all(row["bound"] for row in systems)
+    assert all(row["tokens_per_s"] == pytest.approx(2048 / row["step_s"]) for row in systems)
     assert run("max", "gpt", *MACHINE) == 0
     text = " ".join(capsys.readouterr().out.split())
+    assert all(duration(row["step_s"]) in text for row in systems)
     assert "are taken to need 3.0 GiB of RAM" in text
     assert "2.0 GiB are left to the system" in text
 
@@ -407,7 +431,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*TINY, "--out", "."], "it is a folder"),
     ([*TINY, "--write", "missing/x.yaml"], "there is no folder missing"),
     ([*TINY, "--out", "a.html", "--write", "a.html"], "--write names the same file"),
-    (["compare", *TINY, "--format", "html"], "compare: prints a table or --format json"),
+    (["compare", *TINY, "--write", "a.yaml"], "compare: writes no configuration"),
     (["max", "bert"], "bert"),
     (["max", "llama", "--batch", "0"], "--batch 0"),
     (["deepspeed"], "which model?"),

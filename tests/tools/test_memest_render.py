@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
@@ -15,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from offload.pages.colours import DARK, LIGHT, Theme, ink_on
-from offload.pages.ticks import ticks
+from offload.pages.colours import DARK, LIGHT
+from offload.pages.svg import LEAST_PX
+from offload.pages.ticks import byte_ticks, ticks
 from offload.planning.plan.estimate import (
     Estimate,
     LinkTime,
@@ -30,20 +33,34 @@ from offload.planning.plan.estimate import (
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
-from offload.tools.memest.show.render_html import to_html
-from offload.tools.memest.show.render_json import SCHEMA, to_json
-from offload.tools.memest.show.render_png import draw, to_png
-from offload.tools.memest.show.render_table import to_table
-from offload.tools.memest.show.view import (
+from offload.tools.memest.show.bars import (
     LEAST_WIDTH,
-    bars,
+    Held,
+    byte_bars,
+    capacity_bars,
     lanes,
-    span_colours,
     step_length,
+)
+from offload.tools.memest.show.estimate_sheet import estimate_sheet
+from offload.tools.memest.show.render_html import to_html
+from offload.tools.memest.show.render_json import SCHEMA, to_dict
+from offload.tools.memest.show.render_png import draw, text_width, to_png, wrapped
+from offload.tools.memest.show.render_table import to_table
+from offload.tools.memest.show.sheet import (
+    Bar,
+    Bars,
+    Figures,
+    Lines,
+    Piece,
+    Sheet,
+    Table,
+    as_cell,
+    stretches,
 )
 from tests.tools.estimates import GiB, estimate, memory
 
 CASES = {
+    "much too large": estimate(gpu=True, memory=memory(gpu=True, scale=50)),
     "fits": estimate(),
     "does not": estimate(gpu=True, fits=False),
     "tiny": estimate(gpu=True, scale=1e-6),
@@ -67,28 +84,91 @@ def text_of(case: Estimate, width: int) -> str:
     return text
 
 
+def sheet_of(case: Estimate) -> Sheet:
+    return estimate_sheet(case)
+
+
+def page_of(case: Estimate) -> str:
+    return to_html(sheet_of(case))
+
+
+def bars_of(case: Estimate) -> Bars:
+    return capacity_bars("", [Held.of(str(t), place) for t, place in view.places_of(case)])
+
+
 # ---------------------------------------------------------------- bars and lanes
 sizes = st.lists(st.integers(0, 1 << 50), min_size=1, max_size=len(MemoryClass)).filter(any)
 
 
 @settings(deadline=None)
-@given(sizes, st.integers(0, 1 << 45))
-def test_segments_touch_and_none_is_too_thin_to_see(nbytes: list[int], capacity: int) -> None:
-    (bar,) = bars(held(*nbytes, capacity=capacity).memory)
-    assert sum(nbytes) == bar.peak_nbytes
-    assert [s.value for s in bar.pieces] == [format_bytes(n) for n in nbytes if n > 0]
-    assert len(bar.pieces) == sum(n > 0 for n in nbytes)
-    edges = [0.0, *(s.stop for s in bar.pieces)]
-    assert [s.start for s in bar.pieces] == edges[:-1]
-    assert edges[-1] == pytest.approx(1.0)
-    assert all(s.stop - s.start >= LEAST_WIDTH * 0.999 for s in bar.pieces)
-    assert max(bar.gauge_peak, bar.gauge_capacity) == 1.0
-    assert bar.fits is (sum(nbytes) <= capacity)
+@given(sizes, st.integers(1, 1 << 45))
+def test_pieces_touch_and_none_is_too_thin_to_see(nbytes: list[int], capacity: int) -> None:
+    case = held(*nbytes, capacity=capacity)
+    for (bar,) in (bars_of(case).bars, byte_bars("", [Held.of("", *places(case))]).bars):
+        present = [format_bytes(n) for n in nbytes if n > 0]
+        assert [each.value for each in bar.pieces] == present[: len(bar.pieces)]
+        assert bar.broken or len(bar.pieces) == len(present)
+        edges = [0.0, *(each.stop for each in bar.pieces)]
+        assert [each.start for each in bar.pieces] == edges[:-1]
+        assert edges[-1] <= 1.0 + 1e-9
+        assert all(b - a >= LEAST_WIDTH * 0.999 for a, b in pairwise(edges[:-1]))
+        assert 0 <= bar.track <= 1
+        assert (bar.state == "bad") is (sum(nbytes) > capacity)
 
 
-def test_widths_follow_bytes_where_all_can_be_seen() -> None:
-    (bar,) = bars(held(6 * GiB, 2 * GiB).memory)
-    assert [s.stop for s in bar.pieces] == pytest.approx([0.75, 1.0])
+def places(case: Estimate) -> list[PlaceEstimate]:
+    return [place for _, place in view.places_of(case)]
+
+
+def test_a_full_bar_ends_at_capacity_and_one_half_full_at_half_of_it() -> None:
+    half, full = held(6 * GiB, 2 * GiB, capacity=16 * GiB), held(24 * GiB)
+    assert [s.stop for s in bars_of(half).bars[0].pieces] == pytest.approx([0.375, 0.5])
+    assert [s.stop for s in bars_of(full).bars[0].pieces] == pytest.approx([1.0])
+    assert [(tick.text, tick.at) for tick in bars_of(half).ticks][-1] == ("capacity", 1.0)
+
+
+def test_all_capacities_of_a_picture_are_at_one_line() -> None:
+    """GPU 24 GiB, RAM 64 GiB, disk 500 GiB; RAM holds one and a half times what it can."""
+    found = bars_of(estimate(gpu=True, memory=memory(gpu=True, scale=2.45)))
+    assert len(found.bars) == 3
+    (line,) = {bar.track for bar in found.bars}
+    assert 1 / 3 < line < 1
+    assert all(bar.mark and not bar.broken for bar in found.bars)
+    assert [t.at for t in found.ticks if t.text == "capacity"] == [pytest.approx(line)]
+
+
+def test_what_is_fifty_times_too_large_is_broken_off_and_leaves_the_others_their_room() -> None:
+    big = Held.of("RAM", PlaceEstimate(1 * GiB, {MemoryClass.OPTIMIZER: 50 * GiB}))
+    small = Held.of("GPU", PlaceEstimate(24 * GiB, {MemoryClass.STAGING: 24 * GiB}))
+    ram, gpu = capacity_bars("", [big, small]).bars
+    assert (ram.broken, gpu.broken) == (True, False)
+    assert ram.pieces[-1].stop == 1.0
+    assert gpu.pieces[-1].stop == pytest.approx(1 / 3)
+    assert ram.value == "50.0 GiB of 1.0 GiB (x 50.0)"
+
+
+def test_a_place_that_is_not_there_is_drawn_with_what_it_would_hold() -> None:
+    (bar,) = bars_of(held(GiB, GiB, capacity=0)).bars
+    assert (bar.track, bar.state, bar.pieces[-1].stop) == (0.0, "bad", pytest.approx(1.0))
+    (bar,) = bars_of(held(0, capacity=0)).bars
+    assert (bar.pieces, bar.state) == ((), "")
+
+
+def test_one_scale_of_bytes_is_one() -> None:
+    bars = byte_bars("", [Held.of("", place) for place in places(CASES["does not"])]).bars
+    longest = max(place.peak_nbytes for place in places(CASES["does not"]))
+    for bar, place in zip(bars, places(CASES["does not"]), strict=True):
+        assert bar.pieces[-1].stop == pytest.approx(place.peak_nbytes / longest, abs=0.02)
+
+
+def test_a_line_crosses_no_label() -> None:
+    pieces = (Piece("optimizer", "optimizer", "", "", 0.2, 0.8),)
+    bar = Bar("", pieces, track=0.4, mark=True)
+    assert [(a, b, label) for a, b, label, _ in stretches(bar)] == [
+        (0.2, 0.4, ""), (0.4, 0.8, "optimizer"),
+    ]  # fmt: skip
+    without = Bar("", pieces, track=0.4)
+    assert [label for *_, label, _ in stretches(without)] == ["optimizer"]
 
 
 @settings(deadline=None)
@@ -101,6 +181,26 @@ def test_ticks_are_few_round_and_inside(length: float) -> None:
     assert all(b.at > a.at for a, b in pairwise(marks))
     assert all(re.fullmatch(r"[\d,.]+ \S+", mark.text) for mark in marks[1:])
     assert max(len(mark.text) for mark in marks) <= 13
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 62), st.integers(2, 5))
+def test_ticks_of_bytes_are_few_round_and_inside(length: int, wanted: int) -> None:
+    marks = byte_ticks(length, wanted)
+    assert 2 <= len(marks) <= 9
+    assert all(0 <= mark.at <= 1 for mark in marks)
+    assert all(b.at > a.at for a, b in pairwise(marks))
+    assert all(re.fullmatch(r"[\d,.]+ ([KMGT]i)?B", mark.text) for mark in marks[1:])
+
+
+@settings(deadline=None)
+@given(st.floats(1e-6, 1e10))
+def test_the_axis_of_a_narrow_page_has_room_for_its_texts(length: float) -> None:
+    for marks in (ticks(length, 3), byte_ticks(max(1, int(length * 1e6)), 3)):
+        ends = [(mark.at * LEAST_PX, 6.7 * len(mark.text)) for mark in marks]
+        for (left, wide), (right, next_wide) in pairwise(ends):
+            half = wide / 2 if left else wide
+            assert left + half <= right - (next_wide if right > 0.97 * LEAST_PX else next_wide / 2)
 
 
 def test_ticks_of_hours_are_hours() -> None:
@@ -118,20 +218,24 @@ def test_ticks_of_hours_are_hours() -> None:
 def test_lanes_keep_the_order_of_links_and_spans() -> None:
     step = CASES["fits"].step
     assert step is not None
-    assert [lane.link for lane in lanes(step)] == [
-        "compute",
-        "optimizer",
-        "nvme read",
-        "nvme write",
-    ]
-    assert list(span_colours(step))[:2] == ["forward", "fetch parameters"]
+    found = lanes(step)
+    assert [bar.name for bar in found.bars] == ["compute", "optimizer", "nvme read", "nvme write"]
+    assert [piece.label for piece in found.bars[0].pieces] == ["forward", "backward"]
+    assert found.keys[:3] == (
+        ("compute", "forward"),
+        ("backward", "backward"),
+        ("update", "update"),
+    )
     assert step_length(step) == 92.0
 
 
-def test_a_span_that_outlasts_the_step_stays_on_the_axis() -> None:
+def test_a_span_that_outlasts_the_step_stays_on_the_axis_beyond_the_step_s_line() -> None:
     step = StepEstimate(1.0, (LinkTime("compute", 1.0),), "compute", 1,
                         (Span("compute", "forward", 0.0, 1.5),))  # fmt: skip
-    assert lanes(step)[0].pieces[0].stop == 1.0
+    (bar,) = lanes(step).bars
+    assert bar.pieces[0].stop == 1.0
+    assert bar.mark
+    assert bar.track == pytest.approx(1 / 1.5)
 
 
 # ---------------------------------------------------------------- words
@@ -220,7 +324,7 @@ def test_names_are_not_markup() -> None:
 # ---------------------------------------------------------------- JSON
 @every_case
 def test_json_has_the_documented_fields(case: Estimate) -> None:
-    value = json.loads(to_json(case))
+    value = json.loads(json.dumps(to_dict(case), allow_nan=False))
     assert value["schema"] == SCHEMA == "memest/1"
     assert set(value) == {
         "schema", "fits", "model", "hardware", "workload", "memory", "ledger_peaks",
@@ -237,11 +341,11 @@ def test_json_has_the_documented_fields(case: Estimate) -> None:
 
 
 def test_life_is_the_rated_bytes_by_those_of_a_step() -> None:
-    value = json.loads(to_json(CASES["fits"]))
+    value = to_dict(CASES["fits"])
     assert value["ssd"] == {
         "endurance_nbytes": 600 * 10**12, "life_steps": 600 * 10**12 // (190 * GiB)
     }  # fmt: skip
-    assert json.loads(to_json(CASES["no times"]))["ssd"]["life_steps"] is None
+    assert to_dict(CASES["no times"])["ssd"]["life_steps"] is None
 
 
 # ---------------------------------------------------------------- HTML
@@ -277,7 +381,7 @@ class Page(HTMLParser):
 
 @every_case
 def test_the_page_is_whole_and_fetches_and_runs_nothing(case: Estimate) -> None:
-    text = to_html(case)
+    text = page_of(case)
     page = Page(text)
     assert {"script", "link", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in page.tags)
     assert not re.search(r"https?:|//|@import|url\(", text)
@@ -287,27 +391,23 @@ def test_the_page_is_whole_and_fetches_and_runs_nothing(case: Estimate) -> None:
         assert figure in page.text
 
 
-@every_case
-def test_pieces_of_a_drawing_do_not_overlap_and_have_their_values_beside_them(
-    case: Estimate,
-) -> None:
-    drawings = re.findall(r'<svg class="(stack|lane)".*?</svg></svg>', to_html(case))
-    assert drawings.count("stack") == len(case.memory.places)
-    for drawing in re.findall(r'<svg class="stack".*?</svg></svg>', to_html(case)):
-        pieces = re.findall(r'<svg x="([\d.e-]+)%" width="([\d.e-]+)%"', drawing)
-        ends = [float(x) + float(width) for x, width in pieces]
-        for end, (x, _) in zip(ends, pieces[1:], strict=False):
-            assert end <= float(x) + 0.05
-        assert ends[-1] <= 100.0
-
-
-def test_labels_are_drawn_only_where_they_fit() -> None:
+def test_labels_are_drawn_only_where_they_fit_on_a_narrow_page() -> None:
     thin = held(1000 * GiB, 0, 0, 1 * GiB, capacity=2000 * GiB)
-    page = Page(to_html(thin))
-    texts = re.findall(r"<text[^>]*>([^<]*)</text>", to_html(thin))
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", page_of(thin))
     assert "parameters" in texts
     assert "optimizer" not in texts
-    assert "optimizer1.0 GiB<0.1 %" in page.text  # in the key
+    assert "optimizer1.0 GiB" in Page(page_of(thin)).text  # in the table
+
+
+@every_case
+def test_every_drawing_says_in_words_what_it_shows(case: Estimate) -> None:
+    drawn = r'<svg class="stack" role="img" aria-label="([^"]*)"'
+    labels = [unescape(label) for label in re.findall(drawn, page_of(case))]
+    for place in places(case):
+        used = view.used_text(place)
+        assert any(used in label for label in labels)
+        for nbytes in filter(None, place.by_class.values()):
+            assert any(format_bytes(nbytes) in label for label in labels)
 
 
 def test_text_of_others_is_escaped() -> None:
@@ -318,29 +418,76 @@ def test_text_of_others_is_escaped() -> None:
         step=StepEstimate(1.0, (LinkTime(evil, 1.0),), evil, 1, (span,)),
         shortfalls=(Shortfall(Tier.HOST, 2, 1, "budget.host", evil),),
     )  # fmt: skip
-    assert "<script" not in to_html(case)
+    assert "<script" not in page_of(case)
 
 
-# ---------------------------------------------------------------- colours
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+# ---------------------------------------------------------------- one answer in all formats
+def words_of(sheet: Sheet) -> Iterator[str]:
+    """Every text of a sheet."""
+    yield from (sheet.title, *sheet.about, sheet.verdict)
+    for block in sheet.blocks:
+        match block:
+            case Figures(figures):
+                yield from (text for each in figures for text in (each.name, each.value))
+            case Lines(texts):
+                yield from texts
+            case Table(heads, rows):
+                yield from heads
+                cells = (as_cell(cell) for row in rows for cell in row)
+                yield from (text for cell in cells for text in (*cell.code, cell.text))
+            case Bars():
+                yield from (each.value for each in block.bars)
 
 
-def contrast(a: str, b: str) -> float:
-    dark, light = sorted((luminance(a), luminance(b)))
-    return (light + 0.05) / (dark + 0.05)
+@every_case
+def test_table_page_and_picture_have_the_same_numbers_and_those_are_json_s(case: Estimate) -> None:
+    value, sheet = to_dict(case), sheet_of(case)
+    drawn = [text.get_text() for text in draw(sheet, LIGHT).axes[0].texts]
+    shown = {
+        "table": text_of(case, 200),
+        "page": Page(page_of(case)).text,
+        "picture": " ".join(drawn),
+        "sheet": "\n".join(words_of(sheet)),
+    }
+    expected = [format_bytes(value["checkpoint_nbytes"])]
+    for place in value["memory"].values():
+        sizes = [*place["by_class"].values(), place["peak_nbytes"], place["capacity_nbytes"]]
+        expected += [format_bytes(nbytes) for nbytes in sizes if nbytes]
+    if value["step"] is not None:
+        expected += [view.duration(link["seconds"]) for link in value["step"]["links"]]
+        expected.append(view.duration(value["step"]["seconds"]))
+        expected.append(view.per_second(value["step"]["tokens_per_s"]))
+    for change in value["changes"]:
+        expected.append(view.factor_of_time(change["step_factor"]))
+        expected += [f"{key}" for key in change["settings"]]
+    expected += [each["message"] for each in value["shortfalls"]] + value["notes"]
+    for name, text in shown.items():
+        flat = " ".join(text.replace("· ", "").split())
+        for word in expected:
+            assert word in flat, f"{name}: {word}"
+    for name in ("page", "picture"):
+        flat = " ".join(shown[name].split())
+        for text in words_of(sheet):
+            assert " ".join(text.split()) in flat, f"{name}: {text}"
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_text_can_be_read_on_every_colour(theme: Theme) -> None:
-    for colour in theme.colours:
-        assert contrast(ink_on(colour), colour) >= 4.5
-    for ink in (theme.ink, theme.quiet, theme.good, theme.bad):
-        assert contrast(ink, theme.card) >= 4.5
-        assert contrast(ink, theme.page) >= 4.5
-    assert len(set(theme.colours)) == len(MemoryClass)
+@every_case
+def test_a_class_has_its_colour_in_bars_table_and_terminal(case: Estimate) -> None:
+    sheet = sheet_of(case)
+    for block in sheet.blocks:
+        if isinstance(block, Bars):
+            for piece in (piece for bar in block.bars for piece in bar.pieces):
+                known = piece.meaning in LIGHT.of
+                assert known
+                if piece.label in set(MemoryClass):
+                    assert piece.meaning == piece.label
+    console = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(to_table(case))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for name in MemoryClass:
+        red, green, blue = (int(DARK.of[name][i : i + 2], 16) for i in (1, 3, 5))
+        if any(place.by_class.get(name) for place in places(case)):
+            assert f"\x1b[38;2;{red};{green};{blue}m■ \x1b[0m{name}" in printed
 
 
 # ---------------------------------------------------------------- PNG
@@ -348,7 +495,7 @@ def test_text_can_be_read_on_every_colour(theme: Theme) -> None:
 def test_a_png_is_drawn_in_the_colours_asked_for(dark: bool) -> None:
     from PIL import Image
 
-    image = Image.open(io.BytesIO(to_png(CASES["tiny"], dark=dark))).convert("RGB")
+    image = Image.open(io.BytesIO(to_png(sheet_of(CASES["tiny"]), dark=dark))).convert("RGB")
     assert image.width == 1440
     page = (DARK if dark else LIGHT).page
     assert image.getpixel((2, 2)) == tuple(int(page[i : i + 2], 16) for i in (1, 3, 5))
@@ -356,7 +503,7 @@ def test_a_png_is_drawn_in_the_colours_asked_for(dark: bool) -> None:
 
 @every_case
 def test_no_text_of_a_png_overlaps_another_or_leaves_the_page(case: Estimate) -> None:
-    figure = draw(case, LIGHT)
+    figure = draw(sheet_of(case), LIGHT)
     boxes = _text_boxes(figure)
     for index, (text, box) in enumerate(boxes):
         assert box.x0 >= 0, text
@@ -383,15 +530,28 @@ def _text_boxes(figure: Any) -> list[tuple[str, Any]]:
     ]
 
 
+def test_lines_are_as_wide_as_there_is_room_and_lose_no_letter() -> None:
+    text = f"several words and {'one' * 80} that has no room for itself"
+    lines = wrapped(text, 9.5, 2.0)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert all(text_width(line, 9.5) <= 2.0 for line in lines)
+    assert wrapped("", 9.5, 2.0) == []
+    assert len(wrapped("WWW", 9.5, 0.01)) == 3
+
+
 @settings(max_examples=5, deadline=None)
 @given(st.text(max_size=200), sizes)
 def test_any_name_and_any_sizes_can_be_drawn(name: str, nbytes: list[int]) -> None:
     case = replace(held(*nbytes), model=name, hardware=name)
     text_of(case, 80)
-    to_json(case)
-    Page(to_html(case))
+    to_dict(case)
+    Page(page_of(case))
+    draw(sheet_of(case), LIGHT)
 
 
 def test_places_have_one_order_and_one_name_everywhere() -> None:
-    titles = [bar.title for bar in view.bars(memory(gpu=True))]
-    assert titles == ["GPU memory", "RAM", "Disk (nvme)"]
+    case = estimate(gpu=True)
+    titles = ["GPU memory", "RAM", "Disk (nvme)"]
+    assert [view.PLACE_TITLES[tier] for tier, _ in view.places_of(case)] == titles
+    bars = next(block for block in sheet_of(case).blocks if isinstance(block, Bars))
+    assert [bar.name for bar in bars.bars] == titles

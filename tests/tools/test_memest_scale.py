@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from offload.planning.choice.durations import duration
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
+from offload.tiers.units import format_bytes
 from offload.tools.memest.cli import main
 from offload.tools.memest.estimate.scaling import MOST_RANKS, _sizes, check_shards
-from offload.tools.memest.show.scale import NARROW
+from offload.tools.memest.show.scale import TABLES
 from offload.tools.memest.systems.shapes import FamilyName, model_of, shapes_of
 from offload.zero.layout import Layout, ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape
@@ -163,6 +165,23 @@ def test_the_page_says_that_it_is_simulated(tmp_path: Path) -> None:
     assert not re.search(r"https?://", text)
 
 
+def test_the_page_has_the_numbers_of_the_json(tmp_path: Path, capsys: Any) -> None:
+    found = asked(capsys, "--nodes", "2")
+    page = tmp_path / "scale.html"
+    assert run(*SMALL, *ON, "--nodes", "2", "--out", str(page)) == 0
+    text = re.sub(r"<[^>]*>", " ", page.read_text())
+    for series in found["series"]:
+        assert series["name"] in text
+        for point in series["points"]:
+            assert duration(point["step_s"]) in text
+            assert f"{point['tokens_per_s']:,.0f}" in text
+            for nbytes in point["by_class"].values():
+                assert format_bytes(nbytes) in text
+            for place in point["memory"].values():
+                assert place["peak_nbytes"] == sum(place["by_class"].values())
+                assert format_bytes(place["peak_nbytes"]) in text
+
+
 def test_tables_are_printed_and_nothing_in_them_is_cut(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +202,7 @@ def test_the_widest_cells_fit_a_terminal_of_80_columns() -> None:
         "step": "119 min 59 s", "network": "119 min 59 s", "tokens/s": "999,999,999",
         "computing": "100%",
     }  # fmt: skip
-    for _, columns in NARROW:
+    for _, columns in TABLES:
         cells = [widest.get(name, "1023.9 MiB") for name in columns]
         widths = [max(len(name), len(cell)) for name, cell in zip(columns, cells, strict=True)]
         assert sum(widths) + 3 * (len(widths) - 1) <= 80
@@ -201,8 +220,7 @@ def test_the_widest_cells_fit_a_terminal_of_80_columns() -> None:
             "3 divides none of the numbers of ranks that are gone through (1, 2, 4, 8)",
         ),
         ([*SMALL, *ON, "-o", "device=cpu"], "scale: device: cpu has no GPUs"),
-        ([*SMALL, *ON, "--format", "png", "--out", "a.png"], "scale: gives a table"),
-        ([*SMALL, *ON, "--nodes", "1", "--out", "a.txt"], "--out a.txt: a page or JSON"),
+        ([*SMALL, *ON, "--write", "a.yaml"], "scale: writes no configuration"),
         ([*SMALL, "--profile", "DGX X"], "--profile DGX X"),
         (["--params", "1e9", "-o", "zero.stage=7", *ON], "zero.stage"),
     ],

@@ -13,7 +13,6 @@ from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.tools.memest.commands.run_systems import compare_table
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile
@@ -249,8 +248,7 @@ def test_eight_billion_on_a_desktop_need_offload(config: OffloadConfig) -> None:
 
 def test_a_row_that_does_not_fit_names_the_places_that_are_short(config: OffloadConfig) -> None:
     rows = rows_of(desktop(), config)
-    table = compare_table(rows)
-    assert table.row_count == len(rows) == len(OTHERS) + 1
+    assert len(rows) == len(OTHERS) + 1
     for row in rows:
         short = [tier for tier, each in row.places.items()
                  if each.peak_nbytes > each.capacity_nbytes]  # fmt: skip
@@ -307,10 +305,34 @@ def test_every_system_answers_and_ours_trains_more_than_those_without_nvme() -> 
     assert found[System.OURS] > found[System.INFINITY_NVME]
 
 
+def test_a_step_of_the_largest_is_told_where_speeds_are_known() -> None:
+    profile = read_profile(gpu="RTX 4090", ram="64GiB", ssd="Gen4 SSD")
+    found = largest_of_all("llama", profile, Workload(2, 512), profile.speeds())
+    for each in found:
+        assert each.step_s is not None
+        assert each.tokens_per_s == pytest.approx(2 * 512 / each.step_s)
+    by_system = {each.system: each for each in found}
+    on_disk = by_system[System.OURS]
+    assert on_disk.step_s > 10 * by_system[System.DDP].step_s  # type: ignore[operator]
+    # no faster than its products
+    rate = profile.speeds().matmul_flops_per_s["bf16"]  # type: ignore[union-attr]
+    assert on_disk.step_s > 6 * on_disk.numel * 2 * 512 / rate  # type: ignore[operator]
+
+
+def test_steps_over_several_gpus_are_ours_alone_and_of_all_their_tokens() -> None:
+    profile = read_profile(profile="DGX A100-40", nodes=2)
+    ours = largest("llama", profile, System.OURS, Workload(1, 512), profile.speeds())
+    assert ours.step_s is not None
+    assert ours.tokens_per_s == pytest.approx(16 * 512 / ours.step_s)
+    other = largest("llama", profile, System.ZERO3, Workload(1, 512), profile.speeds())
+    assert other.step_s is other.tokens_per_s is None
+
+
 def test_the_answer_is_the_same_every_time() -> None:
     profile = read_profile(gpu="H100", ram="512GiB", nvme="0")
     first = largest("llama", profile, System.OURS)
     again = largest("llama", profile, System.OURS)
+    assert first.step_s is None
     assert (first.shape, first.places) == (again.shape, again.places)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.tools.memest.cli import main
-from offload.tools.memest.commands.output import check_target, write_file
+from offload.tools.memest.commands.files import check_target, write_file
 
 TINY = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256"]
 ONE = ["-o", "placement.activations.checkpoint=false", "-o", "micro_batches=1"]  # one trace each

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.tiers.errors import ConfigError
+from offload.tools.memest.commands.files import check_target
 
 
 def _given(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -195,8 +196,6 @@ class OutputOptions:
 
     def check(self) -> None:
         """ConfigError or PathError for what could not be written in the end."""
-        from offload.tools.memest.commands.output import check_target
-
         for problem in self._problems():
             raise ConfigError(problem)
         if self.out is not None:

@@ -1,58 +1,68 @@
-"""Where an answer goes: standard output or a file."""
+"""In which format an answer is given, and where it goes: standard output or a file."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import stat
+import io
+import json
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from offload.tiers.errors import PathError
+from offload.tools.memest.commands.files import write_file
+from offload.tools.memest.commands.options import Format, OutputOptions
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
-def check_target(path: Path, option: str, *, replace: bool) -> None:
-    """PathError, before any work is done, if `path` cannot be written.
+    from offload.tools.memest.show.sheet import Sheet
 
-    `replace`: whether a file that is there may be.
-    """
-    if path.is_dir():
-        raise PathError(f"{option} {path}: it is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise PathError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not replace and path.is_file():
-        raise PathError(f"{option} {path}: there is such a file; add --force to replace it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PathError(f"{option} {path}: not allowed to write there")
+_FILE_COLUMNS = 100  # of a table in a file
 
 
-def deliver(answer: str | bytes, out: Path | None) -> None:
+def show_answer(
+    output: OutputOptions, *, table: Callable[[], RenderableType],
+    values: Callable[[], dict[str, Any]], sheet: Callable[[], Sheet],
+) -> None:  # fmt: skip
+    """In the format asked for, which is the only one that is made."""
+    if output.chosen is Format.TABLE:
+        if output.out is None:
+            _print(table())
+        else:
+            _deliver(_text(table()), output.out)
+    elif output.chosen is Format.JSON:
+        _deliver(json.dumps(values(), indent=2, allow_nan=False) + "\n", output.out)
+    elif output.chosen is Format.PNG:
+        from offload.tools.memest.show.render_png import to_png
+
+        _deliver(to_png(sheet(), dark=output.dark), output.out)
+    else:
+        from offload.tools.memest.show.render_html import to_html
+
+        _deliver(to_html(sheet()), output.out)
+
+
+def _print(table: RenderableType) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.encoding.lower().startswith("utf") and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # blocks and dots that it has no letters for
+    console.print(table)
+
+
+def _text(table: RenderableType) -> str:
+    from rich.console import Console
+
+    text = io.StringIO()
+    Console(file=text, width=_FILE_COLUMNS, color_system=None).print(table)
+    return text.getvalue()
+
+
+def _deliver(answer: str | bytes, out: Path | None) -> None:
     """To the file of --out, or to standard output; a letter that UTF-8 has not becomes `?`."""
     content = answer if isinstance(answer, bytes) else answer.encode(errors="replace")
     if out is not None:
         write_file(out, content, "--out")
     else:
         sys.stdout.write(content.decode())
-
-
-def write_file(path: Path, content: bytes, option: str) -> None:
-    """Replace `path` as a whole: there is never half a file. PathError if the system refuses."""
-    try:
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            path.write_bytes(content)  # /dev/stdout, a pipe: nothing that could be replaced
-        else:
-            _replace(path, content)
-    except OSError as error:
-        raise PathError(f"{option} {path}: cannot be written: {error.strerror or error}") from None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    target = path.resolve()  # a link stays one
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(target)
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)

@@ -15,15 +15,15 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
+from offload.tools.memest.commands.files import write_file
 from offload.tools.memest.commands.options import (
     EstimateOptions,
-    Format,
     MachineOptions,
     ModelOptions,
     OutputOptions,
     WorkOptions,
 )
-from offload.tools.memest.commands.output import deliver, write_file
+from offload.tools.memest.commands.output import show_answer
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case, Question
 from offload.tools.memest.estimate.estimator import Estimator
@@ -162,49 +162,14 @@ def _workload_notes(
 
 # ---------------------------------------------------------------- the answer
 def _show(found: Estimate, output: OutputOptions) -> None:
-    if output.chosen is Format.TABLE and output.out is None:
-        _print_table(found)
-    else:
-        deliver(_content(found, output), output.out)
-
-
-def _content(found: Estimate, output: OutputOptions) -> str | bytes:
-    if output.chosen is Format.PNG:
-        from offload.tools.memest.show.render_png import to_png
-
-        return to_png(found, dark=output.dark)
-    if output.chosen is Format.HTML:
-        from offload.tools.memest.show.render_html import to_html
-
-        return to_html(found)
-    if output.chosen is Format.JSON:
-        from offload.tools.memest.show.render_json import to_json
-
-        return to_json(found)
-    return _table_text(found)
-
-
-def _print_table(found: Estimate) -> None:
-    from rich.console import Console
-
+    from offload.tools.memest.show.estimate_sheet import estimate_sheet
+    from offload.tools.memest.show.render_json import to_dict
     from offload.tools.memest.show.render_table import to_table
 
-    console = Console()
-    if not console.encoding.lower().startswith("utf") and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # blocks and dots that it has no letters for
-    console.print(to_table(found))
-
-
-def _table_text(found: Estimate) -> str:
-    import io
-
-    from rich.console import Console
-
-    from offload.tools.memest.show.render_table import to_table
-
-    text = io.StringIO()
-    Console(file=text, width=100, color_system=None).print(to_table(found))
-    return text.getvalue()
+    show_answer(
+        output, table=lambda: to_table(found), values=lambda: to_dict(found),
+        sheet=lambda: estimate_sheet(found),
+    )  # fmt: skip
 
 
 def _write_config(found: Estimate, question: Question, path: Path) -> None:

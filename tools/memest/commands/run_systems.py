@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.plan.estimate import PlaceEstimate
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
-from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.tools.memest.commands.options import (
-    EstimateOptions,
-    Format,
-    MachineOptions,
-    ModelOptions,
-)
+from offload.tools.memest.commands.options import EstimateOptions, MachineOptions, ModelOptions
+from offload.tools.memest.commands.output import show_answer
 from offload.tools.memest.commands.run_estimate import (
     DOES_NOT_FIT,
     answered,
@@ -31,79 +25,40 @@ from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import read_count
 from offload.tools.memest.show import view
+from offload.tools.memest.show.compare import (
+    NODE_TITLES,
+    Comparison,
+    compare_sheet,
+    comparison_table,
+    to_values,
+)
 from offload.tools.memest.show.render_json import places
 from offload.tools.memest.show.tables import bullets, ruled, show, show_json
-from offload.tools.memest.show.view import PLACE_TITLES, model_text, workload_text
-from offload.tools.memest.systems.compare import ROUGH, Row, compare
+from offload.tools.memest.systems.compare import ROUGH, compare
 from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
 from offload.tools.memest.systems.headlines import Finding, findings
 from offload.tools.memest.systems.largest import Largest, largest_of_all
 from offload.tools.memest.systems.memory import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
 from offload.tools.memest.systems.subject import Ranks
 
-Places = Mapping[Tier, PlaceEstimate]
-_NODE_TITLES = {**PLACE_TITLES, Tier.HOST: "RAM of a node", Tier.NVME: "disk of a node"}
-
 
 # ---------------------------------------------------------------- compare
 def run_compare(asked: EstimateOptions) -> int:
     """One model under every system, ours last. 0 if ours fits, 1 if not."""
-    _check_format(asked)
+    output = asked.output
+    if output.write is not None or output.advise:
+        raise ConfigError("compare: writes no configuration; leave --write and --advise out")
     estimator = Estimator()
     question, ours = answered(read_question(asked), estimator, by_node=True)
     case = question.case
     facts = estimator.facts(case, ours.config)
     speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times
-    rows = compare(case.source.shape, facts, ours, case.profile, speeds)
-    if asked.output.chosen is Format.JSON:
-        systems = [_row_values(row) for row in rows]
-        show_json({"schema": "memest-compare/1", "systems": systems, "notes": list(ours.notes)})
-    else:
-        title = f"{model_text(ours, ours.model)}\n{ours.hardware}, {workload_text(ours)}"
-        notes = [*ours.notes, *(note for row in rows for note in row.notes)]
-        show(Text(title), compare_table(rows), "", bullets(notes))
+    found = Comparison(ours, compare(case.source.shape, facts, ours, case.profile, speeds))
+    show_answer(
+        output, table=lambda: comparison_table(found), values=lambda: to_values(found),
+        sheet=lambda: compare_sheet(found),
+    )  # fmt: skip
     return 0 if ours.fits else DOES_NOT_FIT
-
-
-def _check_format(asked: EstimateOptions) -> None:
-    output = asked.output
-    if output.chosen not in (Format.TABLE, Format.JSON) or output.out or output.write:
-        raise ConfigError("compare: prints a table or --format json; leave --out and --write out")
-
-
-def compare_table(rows: Sequence[Row]) -> Table:
-    """One line per system: what it takes of each place, its step, what is short."""
-    tiers = [tier for tier in Tier if any(tier in row.places for row in rows)]
-    there = [next(row.places[tier] for row in rows if tier in row.places) for tier in tiers]
-    heads = [
-        f"{_NODE_TITLES[tier]}\nof {format_bytes(place.capacity_nbytes)}"
-        for tier, place in zip(tiers, there, strict=True)
-    ]
-    table = ruled("system", *heads, "step", "fits", left=["fits"])
-    for row in rows:
-        cells = [_used(row.places, tier, short=tier in row.full) for tier in tiers]
-        step = "-" if row.step_s is None else view.duration(row.step_s)
-        fits = Text("yes", style="green") if row.fits else Text("no", style="red")
-        table.add_row(str(row.system), *cells, step, fits)
-    return table
-
-
-def _used(places: Places, tier: Tier, *, short: bool) -> Text:
-    place = places.get(tier)
-    if place is None or not place.peak_nbytes:
-        return Text("-")
-    return Text(format_bytes(place.peak_nbytes), style="red" if short else "")
-
-
-def _row_values(row: Row) -> dict[str, Any]:
-    return {
-        "system": str(row.system),
-        "fits": row.fits,
-        "step_s": row.step_s,
-        "places": places(row.places),
-        "short": [str(tier) for tier in row.full],
-        "notes": list(row.notes),
-    }
 
 
 # ---------------------------------------------------------------- max
@@ -124,7 +79,11 @@ def run_max(
         show_json({"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]})
     else:
         title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam"
-        notes = [*_taken_aside(profile), *_times(found), *(each.note for each in found if each.note)]
+        notes = [
+            *_taken_aside(profile),
+            *_times(found),
+            *(each.note for each in found if each.note),
+        ]
         show(Text(title), max_table(found), "", bullets(notes))
 
 
@@ -154,7 +113,7 @@ def max_table(found: Sequence[Largest]) -> Table:
     columns = ("system", "largest", "shape", "step", "tokens/s", "bound by")
     table = ruled(*columns, left=["shape", "bound by"])
     for each in found:
-        bound = ", ".join(_NODE_TITLES[tier] for tier in each.bound)
+        bound = ", ".join(NODE_TITLES[tier] for tier in each.bound)
         size = view.counted(each.numel) if each.shape else "none"
         label = each.shape.label if each.shape else "-"
         step, rate = view.step_cells(each.step_s, each.tokens_per_s)

@@ -1,118 +1,117 @@
-"""An estimate as one HTML file."""
+"""A sheet as one HTML file."""
 
 from __future__ import annotations
 
 from html import escape
 
-from offload.pages.html_page import key, lines, page, table
-from offload.planning.plan.estimate import Change, Estimate, StepEstimate
-from offload.tiers.units import format_bytes
-from offload.tools.memest.show import svg, view
-from offload.tools.memest.show.view import Bar, bars, lanes, span_colours
+from offload.pages.html_page import key, lines, page, swatch, table
+from offload.pages.svg import drawing, mark, percent, stretch
+from offload.tools.memest.show.sheet import (
+    Bar,
+    Bars,
+    Block,
+    Cell,
+    Figures,
+    Heading,
+    Lines,
+    Piece,
+    Sheet,
+    Table,
+    as_cell,
+    stretches,
+)
+
+_HEIGHT = 26  # of a bar, in pixels, as `.stack` has it
 
 
-def to_html(estimate: Estimate) -> str:
-    """The page. All text of the estimate is escaped."""
-    body = (
-        f"{_header(estimate)}{_figures(estimate)}"
-        f"{lines('Why not', (s.message for s in estimate.shortfalls))}{_changes(estimate)}"
-        f"{_memory(estimate)}{_time(estimate)}{_homes(estimate)}{lines('Notes', estimate.notes)}"
+def to_html(sheet: Sheet) -> str:
+    """The page. All text is escaped."""
+    about = "".join(f'<p class="quiet">{escape(text)}</p>' for text in sheet.about)
+    head = (
+        f"<h1>{escape(sheet.title)}</h1>{about}"
+        f'<p class="verdict {sheet.state}">{escape(sheet.verdict)}</p>'
     )
-    return page(f"{estimate.model}: memory and time", body, by="memest")
+    return page(sheet.name, head + "".join(map(_block, sheet.blocks)), by="memest")
 
 
-def _header(estimate: Estimate) -> str:
-    state = "good" if estimate.fits else "bad"
-    texts = view.what_text(estimate), view.where_text(estimate)
-    paragraphs = "".join(f'<p class="quiet">{escape(text)}</p>' for text in texts)
-    return (
-        f"<h1>{escape(estimate.model)}</h1>{paragraphs}"
-        f'<p class="verdict {state}">{escape(view.verdict(estimate))}</p>'
+def _block(block: Block) -> str:
+    match block:
+        case Heading(text):
+            return f"<h2>{escape(text)}</h2>"
+        case Figures():
+            return _figures(block)
+        case Lines():
+            return _card(block.title, lines(block.texts))
+        case Table():
+            return _card(block.title, _table(block) + _after(block.about))
+        case Bars():
+            return _card(block.title, _bars(block) + key(block.keys))
+
+
+def _card(title: str, inside: str) -> str:
+    head = f"<h3>{escape(title)}</h3>" if title else ""
+    return f'<div class="card">{head}{inside}</div>'
+
+
+def _after(text: str) -> str:
+    return f'<p class="quiet after">{escape(text)}</p>' if text else ""
+
+
+def _figures(block: Figures) -> str:
+    cards = "".join(
+        f'<div class="card"><span class="quiet">{escape(each.name)}</span>'
+        f'<b>{escape(each.value)}</b><span class="quiet">{escape(each.aside)}</span></div>'
+        for each in block.figures
     )
+    return f'<div class="figures">{cards}</div>'
 
 
-def _figures(estimate: Estimate) -> str:
-    cards = [
-        f'<div class="card"><span class="quiet">{escape(figure.name)}</span>'
-        f'<b>{escape(figure.value)}</b><span class="quiet">{escape(figure.aside)}</span></div>'
-        for figure in view.figures(estimate)
-    ]
-    return f'<div class="figures">{"".join(cards)}</div>'
+def _table(block: Table) -> str:
+    rows = [[_cell(as_cell(cell)) for cell in row] for row in block.rows]
+    return table(block.heads, rows, left=block.left, stacked=block.stacked)
 
 
-def _changes(estimate: Estimate) -> str:
-    if not estimate.changes:
-        return ""
-    title = "What would help" if estimate.fits else "What would fit"
-    rows = table(["step time", "change", ""], map(_change, estimate.changes), left=(1, 2))
-    return f'<h2>{title}</h2><div class="card scroll">{rows}</div>'
+def _cell(cell: Cell) -> str:
+    code = "".join(f"<code>{escape(line)}</code><br>" for line in cell.code)
+    text = escape(cell.text)
+    if cell.strong:
+        text = f"<b>{text}</b>"
+    if cell.state:
+        text = f'<span class="{cell.state}">{text}</span>'
+    if cell.meaning:
+        return f'<span class="named">{swatch(cell.meaning)}{text}</span>'
+    return f"{code}{text}"
 
 
-def _change(change: Change) -> tuple[str, str, str]:
-    factor = change.step_factor
-    settings = "<br>".join(
-        f"<code>{escape(view.setting_text(key, value))}</code>"
-        for key, value in change.settings.items()
-    )
-    cost = "unknown" if factor is None else view.factor_of_time(factor)
-    return cost, settings, escape(change.text)
+def _bars(block: Bars) -> str:
+    valued = any(bar.value for bar in block.bars)
+    rows = "".join(_row(bar, valued=valued) for bar in block.bars)
+    axis = drawing("axis", "scale", map(mark, block.ticks))
+    about = f'<p class="quiet">{escape(block.about)}</p>' if block.about else ""
+    rows += f'<span class="none"></span>{axis}'
+    return f'{about}<div class="rows{" valued" if valued else ""}">{rows}</div>'
 
 
-def _memory(estimate: Estimate) -> str:
-    places = "".join(_place(bar) for bar in bars(estimate.memory))
-    return f"<h2>Peak memory, by place and class</h2>{places}"
+def _row(bar: Bar, *, valued: bool) -> str:
+    said = "; ".join(f"{piece.label} {piece.value}" for piece in bar.pieces)
+    label = f"{bar.name} {bar.value}: {said or 'nothing'}"
+    value = f'<span class="value {bar.state}">{escape(bar.value)}</span>' if valued else ""
+    return f"<span>{escape(bar.name)}</span>{drawing('stack', label, _parts(bar))}{value}"
 
 
-def _place(bar: Bar) -> str:
-    state = "" if bar.fits else ' class="bad"'
-    keys = key(
-        (piece.colour, f'{piece.label}<span class="value">{piece.value}</span>'
-         f'<span class="part">{piece.share}</span>')
-        for piece in bar.pieces
-    )  # fmt: skip
-    return (
-        f'<div class="card place"><div class="head"><b>{bar.title}</b>'
-        f"<span{state}>{view.used_text(bar)}</span></div>{svg.gauge(bar)}{svg.stack(bar)}{keys}"
-        "</div>"
-    )
-
-
-def _time(estimate: Estimate) -> str:
-    step = estimate.step
-    if step is None:
-        return ""
-    timeline = _timeline(step) if step.spans else ""
-    return (
-        f'<h2>{escape(view.step_text(step))}</h2><div class="card">{timeline}{_links(step)}</div>'
-    )
-
-
-def _timeline(step: StepEstimate) -> str:
-    rows = "".join(
-        f'<span class="name">{escape(lane.link)}</span>{svg.lane(lane)}' for lane in lanes(step)
-    )
-    keys = key((colour, escape(label)) for label, colour in span_colours(step).items())
-    return f'<div class="lanes">{rows}<span></span>{svg.axis(step)}</div>{keys}'
-
-
-def _links(step: StepEstimate) -> str:
-    rows = (
-        (
-            f"{escape(link.name)}{' (bottleneck)' if link.name == step.bottleneck else ''}",
-            view.duration(link.seconds), view.share(link.seconds / step.seconds),
-            format_bytes(link.nbytes) if link.nbytes else "-",
+def _parts(bar: Bar) -> list[str]:
+    track = f'<rect width="{percent(bar.track)}" height="100%" rx="2" fill="var(--track)"/>'
+    parts = [track, *(_stretch(*each) for each in stretches(bar))]
+    if bar.mark:
+        parts.append(f'<rect x="{percent(bar.track)}" width="2" height="100%" fill="var(--ink)"/>')
+    if bar.broken:
+        parts.append(
+            f'<svg x="100%" overflow="visible"><path d="M-20 0l-7 {_HEIGHT}h8l7-{_HEIGHT}z" '
+            'fill="var(--card)"/></svg>'
         )
-        for link in step.links
-    )  # fmt: skip
-    heads = ["link", "busy", "share of the step", "bytes"]
-    return f'<div class="scroll" style="margin-top:14px">{table(heads, rows)}</div>'
+    return parts
 
 
-def _homes(estimate: Estimate) -> str:
-    plan = estimate.plan
-    rows = ((name, escape(each.describe())) for name, each in plan.placements.items())
-    return (
-        f'<h2>Homes of the states</h2><div class="card">{table((), rows, left=(0, 1))}'
-        f'<p class="quiet after">{len(plan.groups):,} groups, {plan.prefetch} fetched ahead, '
-        f"chunks of {plan.chunk_numel:,} elements</p></div>"
-    )
+def _stretch(start: float, stop: float, label: str, piece: Piece) -> str:
+    tip = f"{piece.label}: {piece.value} ({piece.share})"
+    return stretch(start, stop, _HEIGHT, piece.meaning, label, tip)

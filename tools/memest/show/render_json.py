@@ -6,7 +6,6 @@ time. Bytes are whole numbers, seconds are floats, absent figures are null.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -16,11 +15,6 @@ from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.tier import Tier
 
 SCHEMA = "memest/1"
-
-
-def to_json(estimate: Estimate) -> str:
-    """The text of `to_dict`, one screen wide, with a newline at its end."""
-    return json.dumps(to_dict(estimate), indent=2, allow_nan=False) + "\n"
 
 
 def to_dict(estimate: Estimate) -> dict[str, Any]:

@@ -1,167 +1,331 @@
-"""An estimate as one PNG: a bar per place, the step's timeline, the key figures."""
+"""A sheet as one PNG, with the facts of the HTML page."""
 
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from offload.pages.colours import DARK, LIGHT, Theme, ink_on
-from offload.pages.ticks import ticks
-from offload.planning.plan.estimate import Estimate, StepEstimate
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.show import view
-from offload.tools.memest.show.view import (
+from offload.tools.memest.show.sheet import (
     Bar,
-    Piece,
-    bars,
-    lanes,
-    span_colours,
-    step_length,
+    Bars,
+    Block,
+    Cell,
+    Figures,
+    Heading,
+    Lines,
+    Sheet,
+    Table,
+    as_cell,
+    stretches,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
 
 # All lengths in inches, from the upper left corner; text sizes in points.
-_WIDTH, _MARGIN = 9.6, 0.3
+_WIDTH, _MARGIN, _DPI = 9.6, 0.3, 150
 _INNER = _WIDTH - 2 * _MARGIN
-_HEAD, _BAR, _LANE, _LANE_NAMES = 1.4, 0.4, 0.36, 1.25
-_TITLE, _TICKS, _KEY_LINE, _KEYS_PER_LINE, _GAP = 0.3, 0.25, 0.21, 4, 0.25
-_LETTER = 0.092  # of 9 point text, a wide one
-_DPI = 150
+_SMALL, _USUAL, _LARGE = 8.5, 9.5, 14.0
+_LINE = 1.45 / 72  # of a point of text: its line's height
+_BAR, _BAR_LINE, _SWATCH, _GAP, _COLUMN = 0.22, 0.28, 0.1, 0.16, 0.22
 
 
-def to_png(estimate: Estimate, *, dark: bool = False) -> bytes:
+def to_png(sheet: Sheet, *, dark: bool = False) -> bytes:
     """The file's bytes. ConfigError where matplotlib is not installed."""
-    figure = draw(estimate, DARK if dark else LIGHT)
+    figure = draw(sheet, DARK if dark else LIGHT)
     file = io.BytesIO()
-    figure.savefig(file, format="png", facecolor=figure.get_facecolor())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # letters that the font has not
+        figure.savefig(file, format="png", facecolor=figure.get_facecolor())
     return file.getvalue()
 
 
-def draw(estimate: Estimate, theme: Theme) -> Figure:
+def draw(sheet: Sheet, theme: Theme) -> Figure:
     """The picture. ConfigError where matplotlib is not installed."""
-    shown, step = bars(estimate.memory), estimate.step
-    heights = [_BAR + _below(len(bar.pieces)) for bar in shown]
-    if step is not None and step.spans:
-        heights.append(_LANE * len(lanes(step)) + _TICKS + _below(len(span_colours(step))))
-    page = _Page(_HEAD + sum(heights) + len(heights) * _TITLE + _MARGIN, theme)
-    _head(page, estimate)
-    for bar in shown:
-        _place(page, bar)
-    if step is not None and step.spans:
-        _timeline(page, step)
-    return page.figure
-
-
-def _below(keys: int) -> float:
-    """What a drawing's key takes, and the gap to what follows."""
-    return _KEY_LINE * math.ceil(keys / _KEYS_PER_LINE) + _GAP
+    page = _Page(theme)
+    page.text(sheet.title, _LARGE, bold=True)
+    for text in sheet.about:
+        page.text(text, _USUAL, theme.quiet)
+    page.gap()
+    colour = getattr(theme, sheet.state) if sheet.state else theme.ink
+    page.text(sheet.verdict, 11.0, colour, bold=True)
+    for block in sheet.blocks:
+        page.gap()
+        _block(page, block)
+    return page.figure()
 
 
 class _Page:
-    """A figure that is filled from its top. ConfigError where matplotlib is not installed."""
+    """What is to be drawn, put down from the top; the figure is as high as that takes."""
 
-    def __init__(self, height: float, theme: Theme) -> None:
+    def __init__(self, theme: Theme) -> None:
         try:
-            from matplotlib.figure import Figure
+            import matplotlib.figure  # noqa: F401
         except ImportError:
             raise ConfigError(
                 "--format png needs matplotlib; pip install 'offload[report]', or use --format html"
             ) from None
-        self.figure: Figure = Figure(figsize=(_WIDTH, height), facecolor=theme.page, dpi=_DPI)
         self.theme = theme
-        self._height, self._top = height, _HEAD
+        self.top = _MARGIN
+        self._drawn: list[Callable[[Axes], Any]] = []
 
-    def text(self, top: float, text: str, size: float, colour: str, **style: Any) -> None:
-        """One line, cut where the page ends."""
-        letters = int(_INNER / (_LETTER * 0.92 * size / 9))
-        text = text if len(text) <= letters else text[: letters - 1] + "…"
-        style = {"fontsize": size, "color": colour, "va": "center", "parse_math": False, **style}
-        self.figure.text(_MARGIN / _WIDTH, 1 - top / self._height, text, **style)
+    def figure(self) -> Figure:
+        from matplotlib.figure import Figure
 
-    def drawing(self, title: str, height: float, keys: Mapping[str, int], left: float = 0) -> Axes:
-        """An area below the last one, its x from 0 to 1; below it what colours stand for."""
-        from matplotlib.patches import Patch
+        height = self.top + _MARGIN
+        figure = Figure(figsize=(_WIDTH, height), facecolor=self.theme.page, dpi=_DPI)
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, _WIDTH), ylim=(height, 0))
+        axes.axis("off")
+        for put in self._drawn:
+            put(axes)
+        return figure
 
-        self._top += _TITLE + height
-        width, start = _INNER - left, -left / (_INNER - left)
-        bottom = 1 - self._top / self._height
-        axes = self.figure.add_axes(
-            ((_MARGIN + left) / _WIDTH, bottom, width / _WIDTH, height / self._height), xlim=(0, 1)
-        )
-        axes.set_facecolor("none")
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0, labelsize=9, labelcolor=self.theme.ink)
-        axes.set_title(title, loc="left", x=start, parse_math=False, fontsize=10, weight="bold",
-                       color=self.theme.ink)  # fmt: skip
-        ticks_below = _TICKS if left else 0.0
-        axes.legend(
-            [Patch(color=self.theme.colours[colour]) for colour in keys.values()], list(keys),
-            ncols=_KEYS_PER_LINE, loc="upper left", frameon=False, fontsize=8.5, borderpad=0,
-            borderaxespad=0, handlelength=0.9, handleheight=0.9, labelcolor=self.theme.ink,
-            bbox_to_anchor=(start, -(ticks_below + 0.06) / height),
+    def gap(self) -> None:
+        self.top += _GAP
+
+    def text(
+        self, text: str, size: float = _USUAL, colour: str = "", *, bold: bool = False,
+        left: float = _MARGIN, width: float = _INNER,
+    ) -> None:  # fmt: skip
+        """Lines, broken where `width` ends, below what there is."""
+        for line in wrapped(text, size, width, bold=bold):
+            self.line(line, left, size, colour, bold=bold)
+            self.top += size * _LINE
+
+    def line(
+        self, text: str, x: float, size: float, colour: str = "", *, bold: bool = False,
+        align: str = "left", middle: float | None = None,
+    ) -> None:  # fmt: skip
+        """One line at the top, or about `middle`."""
+        y = self.top + size * _LINE / 2 if middle is None else middle
+        weight = "bold" if bold else "normal"
+        ink = colour or self.theme.ink
+        self._drawn.append(
+            lambda axes: axes.text(
+                x, y, text, fontsize=size, color=ink, weight=weight, ha=align,
+                va="center_baseline", parse_math=False,
+            )
         )  # fmt: skip
-        self._top += ticks_below + _below(len(keys))
-        return axes
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        from matplotlib.patches import Rectangle
+
+        self._drawn.append(
+            lambda axes: axes.add_patch(Rectangle((x, y), width, height, color=colour, linewidth=0))
+        )
+
+    def shape(self, corners: Sequence[tuple[float, float]], colour: str) -> None:
+        from matplotlib.patches import Polygon
+
+        self._drawn.append(lambda axes: axes.add_patch(Polygon(corners, color=colour, linewidth=0)))
+
+    def swatch(self, x: float, middle: float, meaning: str) -> None:
+        self.box(x, middle - _SWATCH / 2, _SWATCH, _SWATCH, self.theme.of[meaning])
 
 
-def _head(page: _Page, estimate: Estimate) -> None:
-    theme = page.theme
-    colour = theme.good if estimate.fits else theme.bad
-    page.text(0.25, estimate.model, 14, theme.ink, weight="bold")
-    page.text(0.51, view.verdict(estimate), 11, colour, weight="bold")
-    page.text(0.74, view.what_text(estimate), 9, theme.quiet)
-    page.text(0.93, view.where_text(estimate), 9, theme.quiet)
-    figures = " · ".join(f"{each.name} {each.value}" for each in view.figures(estimate))
-    page.text(1.12, figures, 9, theme.ink)
+# ---------------------------------------------------------------- text
+@cache
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Inches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        width, _, _ = _renderer().get_text_width_height_descent(text, _font(size, bold), False)
+    return float(width) / _DPI
 
 
-def _place(page: _Page, bar: Bar) -> None:
-    """A gauge, and the classes below it."""
-    theme = page.theme
-    keys = {f"{piece.label} {piece.value}": piece.colour for piece in bar.pieces}
-    axes = page.drawing(bar.title, _BAR, keys)
-    axes.set(xticks=[], yticks=[], ylim=(0, _BAR))
-    state = theme.good if bar.fits else theme.bad
-    used = theme.ink if bar.fits else theme.bad
-    axes.set_title(view.used_text(bar), loc="right", fontsize=9, color=used)
-    axes.barh(0.36, bar.gauge_capacity, 0.06, color=theme.track)
-    axes.barh(0.36, max(bar.gauge_peak, 0.002), 0.06, color=state)
-    if not bar.fits:
-        axes.barh(0.36, 0.004, 0.1, left=min(bar.gauge_capacity, 0.996), color=theme.ink)
-    for piece in bar.pieces:
-        _piece(axes, piece, 0.15, 0.3, theme, _INNER)
+@cache
+def _renderer() -> RendererAgg:
+    from matplotlib.backends.backend_agg import RendererAgg
+
+    return RendererAgg(1, 1, _DPI)
 
 
-def _timeline(page: _Page, step: StepEstimate) -> None:
-    """One lane per link, the first on top; the time below."""
-    theme, rows = page.theme, lanes(step)
-    height = _LANE * len(rows)
-    axes = page.drawing(view.step_text(step), height, span_colours(step), left=_LANE_NAMES)
-    middles = [height - _LANE * (index + 0.5) for index in range(len(rows))]
-    axes.set(ylim=(0, height), yticks=middles, yticklabels=[lane.link for lane in rows])
-    for middle, lane in zip(middles, rows, strict=True):
-        axes.axhline(middle - 0.48 * _LANE, color=theme.line, linewidth=0.8)
-        for piece in lane.pieces:
-            _piece(axes, piece, middle, 0.75 * _LANE, theme, _INNER - _LANE_NAMES)
-    marks = ticks(step_length(step))
-    axes.set_xticks([mark.at for mark in marks], [mark.text for mark in marks], color=theme.quiet)
-    if marks[-1].at > 0.97:
-        axes.get_xticklabels()[-1].set_horizontalalignment("right")
+@cache
+def _font(size: float, bold: bool) -> FontProperties:
+    from matplotlib.font_manager import FontProperties
+
+    return FontProperties(size=size, weight="bold" if bold else "normal")
 
 
-def _piece(axes: Axes, piece: Piece, y: float, height: float, theme: Theme, inches: float) -> None:
-    """One coloured stretch with its label, where the label fits."""
-    width = max(piece.stop - piece.start, 0.0015)
-    colour = theme.colours[piece.colour]
-    line = 0.7 if width > 0.004 else 0.0
-    axes.barh(y, width, height, left=piece.start, color=colour, edgecolor=theme.page,
-              linewidth=line)  # fmt: skip
-    if width * inches >= (len(piece.label) + 1) * _LETTER:
-        style: dict[str, Any] = {"color": ink_on(colour), "fontsize": 8.5, "parse_math": False}
-        axes.text(piece.start + width / 2, y, piece.label, va="center_baseline", ha="center",
-                  **style)  # fmt: skip
+def wrapped(text: str, size: float, width: float, *, bold: bool = False) -> list[str]:
+    """Lines that are no wider; words that are are broken."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and text_width(f"{lines[-1]} {word}", size, bold=bold) <= width:
+            lines[-1] += f" {word}"
+            continue
+        while text_width(word, size, bold=bold) > width and len(word) > 1:
+            fits = next(
+                n for n in range(len(word) - 1, 0, -1)
+                if n == 1 or text_width(word[:n], size, bold=bold) <= width
+            )  # fmt: skip
+            lines.append(word[:fits])
+            word = word[fits:]
+        lines.append(word)
+    return lines
+
+
+# ---------------------------------------------------------------- blocks
+def _block(page: _Page, block: Block) -> None:
+    match block:
+        case Heading(text):
+            page.gap()
+            page.text(text, 11.0, bold=True)
+            page.top -= _GAP / 2
+        case Figures():
+            _figures(page, block)
+        case Lines():
+            _title(page, block.title)
+            for text in block.texts:
+                page.line("·", _MARGIN, _USUAL)
+                page.text(text, left=_MARGIN + 0.12, width=_INNER - 0.12)
+        case Table():
+            _title(page, block.title)
+            _table(page, block)
+            if block.about:
+                page.top += _GAP / 3
+                page.text(block.about, _SMALL, page.theme.quiet)
+        case Bars():
+            _bars(page, block)
+
+
+def _title(page: _Page, title: str) -> None:
+    if title:
+        page.text(title, _USUAL, bold=True)
+
+
+def _figures(page: _Page, block: Figures) -> None:
+    """Side by side."""
+    width = _INNER / max(4, len(block.figures))
+    top = lowest = page.top
+    for index, each in enumerate(block.figures):
+        page.top, left, room = top, _MARGIN + index * width, width - 0.1
+        page.text(each.name, _SMALL, page.theme.quiet, left=left, width=room)
+        page.text(each.value, 11.0, bold=True, left=left, width=room)
+        page.text(each.aside, _SMALL, page.theme.quiet, left=left, width=room)
+        lowest = max(lowest, page.top)
+    page.top = lowest
+
+
+def _table(page: _Page, block: Table) -> None:
+    rows = [[as_cell(cell) for cell in row] for row in block.rows]
+    widths = _column_widths(block, rows)
+    if any(block.heads):
+        heads = [Cell(head) for head in block.heads]
+        _row(page, heads, widths, block.left, page.theme.quiet)
+    for row in rows:
+        page.box(_MARGIN, page.top, sum(widths) - _COLUMN, 0.007, page.theme.line)
+        _row(page, row, widths, block.left)
+
+
+def _cell_width(cell: Cell) -> float:
+    texts = (*cell.code, cell.text)
+    widest = max(text_width(text, _USUAL, bold=cell.strong) for text in texts)
+    return widest + (0.16 if cell.meaning else 0) + _COLUMN
+
+
+def _column_widths(block: Table, rows: Sequence[Sequence[Cell]]) -> list[float]:
+    """As wide as the widest cell; heads are broken where need be, and then columns of words."""
+    every = [[Cell(head) for head in block.heads], *rows]
+    widths = [max(_cell_width(row[i]) for row in every) for i in range(len(block.heads))]
+    for some in (every[1:] or every, None):
+        beyond = sum(widths) - _INNER
+        if beyond <= 0:
+            break
+        if some is not None:
+            widths = [max(_cell_width(row[i]) for row in some) for i in range(len(widths))]
+        else:
+            widest = max(block.left or range(len(widths)), key=lambda i: widths[i])
+            widths[widest] = max(1.0, widths[widest] - beyond)
+    return widths
+
+
+def _row(
+    page: _Page, cells: Sequence[Cell], widths: Sequence[float], left: frozenset[int],
+    colour: str = "",
+) -> None:  # fmt: skip
+    page.top += 0.03
+    top, lowest, x = page.top, page.top, _MARGIN
+    for index, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        page.top, room = top, width - _COLUMN
+        if cell.meaning:
+            page.swatch(x, top + _USUAL * _LINE / 2, cell.meaning)
+        inset = 0.16 if cell.meaning else 0.0
+        ink = getattr(page.theme, cell.state) if cell.state else colour
+        for text in (*cell.code, cell.text):
+            for line in wrapped(text, _USUAL, room - inset + 0.01, bold=cell.strong):
+                at, align = (x + inset, "left") if index in left else (x + room, "right")
+                page.line(line, at, _USUAL, ink, bold=cell.strong, align=align)
+                page.top += _USUAL * _LINE
+        lowest, x = max(lowest, page.top), x + width
+    page.top = lowest + 0.03
+
+
+def _bars(page: _Page, block: Bars) -> None:
+    _title(page, block.title)
+    if block.about:
+        page.text(block.about, _SMALL, page.theme.quiet)
+    names = max(text_width(bar.name, _USUAL) for bar in block.bars) + 0.12
+    values = max(text_width(bar.value, _USUAL) for bar in block.bars)
+    left, width = _MARGIN + names, _INNER - names - (values + 0.12 if values else 0)
+    page.top += 0.04
+    for bar in block.bars:
+        _bar(page, bar, left, width)
+    for tick in block.ticks:
+        align = "left" if tick.at < 0.03 else "right" if tick.at > 0.97 else "center"
+        at = left + tick.at * width
+        page.box(at, page.top, 0.007, 0.04, page.theme.quiet)
+        middle = page.top + 0.12
+        page.line(tick.text, at, _SMALL, page.theme.quiet, align=align, middle=middle)
+    page.top += 0.24
+    _keys(page, block.keys)
+
+
+def _bar(page: _Page, bar: Bar, left: float, width: float) -> None:
+    theme, top = page.theme, page.top
+    middle = top + _BAR / 2
+    page.line(bar.name, _MARGIN, _USUAL, middle=middle)
+    ink = getattr(theme, bar.state) if bar.state else ""
+    page.line(bar.value, _MARGIN + _INNER, _USUAL, ink, align="right", middle=middle)
+    page.box(left, top, bar.track * width, _BAR, theme.track)
+    for start, stop, label, piece in stretches(bar):
+        _stretch(page, left + start * width, left + stop * width, label, piece.meaning)
+    if bar.mark:
+        page.box(left + bar.track * width - 0.01, top - 0.02, 0.02, _BAR + 0.04, theme.ink)
+    if bar.broken:
+        end, wide = left + width - 0.14, 0.06
+        corners = [(end, top), (end + wide, top), (end + wide - 0.05, top + _BAR),
+                   (end - 0.05, top + _BAR)]  # fmt: skip
+        page.shape(corners, theme.page)
+    page.top += _BAR_LINE
+
+
+def _stretch(page: _Page, start: float, stop: float, label: str, meaning: str) -> None:
+    """Coloured, with its label where that fits."""
+    colour = page.theme.of[meaning]
+    gap = 0.008 if stop - start > 0.03 else 0.0
+    page.box(start, page.top, max(stop - start - gap, 0.008), _BAR, colour)
+    if stop - start >= text_width(label, _SMALL) + 0.1:
+        middle, at = page.top + _BAR / 2, (start + stop) / 2
+        page.line(label, at, _SMALL, ink_on(colour), align="center", middle=middle)
+
+
+def _keys(page: _Page, keys: Sequence[tuple[str, str]]) -> None:
+    """In lines, as many as there is room for in each."""
+    x, height = _MARGIN, _SMALL * _LINE + 0.02
+    for meaning, text in keys:
+        needed = 0.15 + text_width(text, _SMALL) + 0.2
+        if x > _MARGIN and x + needed > _MARGIN + _INNER:
+            x, page.top = _MARGIN, page.top + height
+        page.swatch(x, page.top + height / 2, meaning)
+        page.line(text, x + 0.15, _SMALL, middle=page.top + height / 2)
+        x += needed
+    page.top += height if keys else 0

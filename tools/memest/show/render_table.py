@@ -9,12 +9,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.plan.estimate import Estimate, MemoryClass, StepEstimate
-from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes
+from offload.pages.colours import DARK
+from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate, StepEstimate
 from offload.tools.memest.show import view
+from offload.tools.memest.show.bars import Held, capacity_bars, span_meaning
 from offload.tools.memest.show.tables import bullets, plain, ruled
-from offload.tools.memest.show.view import Bar, bars
 
 _BAR_CELLS = 16
 _NAME_CELLS = max(len(name) for name in MemoryClass)
@@ -60,59 +59,48 @@ def _headline(estimate: Estimate) -> Table:
 
 
 def _memory(estimate: Estimate) -> Table:
-    shown = bars(estimate.memory)
-    table = ruled("", *(bar.title for bar in shown), title="Peak memory")
-    table.columns[0].min_width = _NAME_CELLS
-    for name in MemoryClass:
-        cells = [_held(bar, name) for bar in shown]
-        if any(cells):
-            table.add_row(str(name), *(cell or "-" for cell in cells))
-    table.add_section()
-    table.add_row("peak", *(_peak(bar) for bar in shown))
-    table.add_row("capacity", *(format_bytes(bar.capacity_nbytes) for bar in shown))
-    if not all(bar.fits for bar in shown):
-        table.add_row("short", *(_short(bar) for bar in shown))
-    if estimate.system_nbytes:
-        kept = {Tier.HOST: format_bytes(estimate.system_nbytes)}
-        table.add_row("for the system", *(kept.get(bar.tier, "-") for bar in shown))
-    table.add_row("budget", *(format_bytes(estimate.plan.budgets[bar.tier]) for bar in shown))
-    table.add_row("", *(_gauge(bar) for bar in shown))
+    places = view.places_of(estimate)
+    table = ruled("", *(view.PLACE_TITLES[tier] for tier, _ in places), title="Peak memory")
+    table.columns[0].min_width = _NAME_CELLS + 2
+    red = {"peak": "bold" if estimate.fits else "bold red", "short": "bold red"}
+    classes = set(MemoryClass)
+    for name, cells in view.memory_rows(estimate):
+        if name == "peak":
+            table.add_section()
+        spot = _swatch(name) if name in classes else Text()
+        table.add_row(spot.append(name), *(Text(cell, style=red.get(name, "")) for cell in cells))
+    table.add_row("", *(_gauge(place) for _, place in places))
     return table
 
 
-def _held(bar: Bar, name: MemoryClass) -> str:
-    return next((piece.value for piece in bar.pieces if piece.label == name), "")
+def _swatch(meaning: str) -> Text:
+    return Text.assemble(("■ ", DARK.of[meaning]))
 
 
-def _peak(bar: Bar) -> Text:
-    return Text(format_bytes(bar.peak_nbytes), style="bold" if bar.fits else "bold red")
-
-
-def _short(bar: Bar) -> Text:
-    """By how much, also where peak and capacity are rounded to the same figure."""
-    missing = bar.peak_nbytes - bar.capacity_nbytes
-    return Text(format_bytes(missing), style="bold red") if missing > 0 else Text("-")
-
-
-def _gauge(bar: Bar) -> Text:
-    used = view.share(bar.filled) if bar.capacity_nbytes else ""
-    filled = min(_GAUGE_CELLS, round(bar.filled * _GAUGE_CELLS)) if bar.capacity_nbytes else 0
-    text = Text("█" * filled, style="green" if bar.fits else "red")
-    text.append("░" * (_GAUGE_CELLS - filled), style="dim")
-    return text.append(f" {used:>6}", style="" if bar.fits else "red")
+def _gauge(place: PlaceEstimate) -> Text:
+    """What is used of the capacity, by class."""
+    (bar,) = capacity_bars("", [Held.of("", place)]).bars
+    text = Text()
+    for cell in range(_GAUGE_CELLS):
+        at = (cell + 0.5) / _GAUGE_CELLS * bar.track
+        there = next((each for each in bar.pieces if each.start <= at < each.stop), None)
+        colour = DARK.of[there.meaning] if there else "dim"
+        text.append("█" if there else "░", style=colour)
+    used = view.share(view.filled(place)) if place.capacity_nbytes else ""
+    return text.append(f" {used:>6}", style=bar.state and "red")
 
 
 def _time(step: StepEstimate) -> Table:
     share = "share of the step"
     table = ruled("link", "busy", "bytes", share, title=view.step_text(step), left=[share])
-    table.columns[0].min_width = _NAME_CELLS
-    for link in step.links:
-        busy = link.seconds / step.seconds if step.seconds else 0.0
-        cells = min(_BAR_CELLS, round(busy * _BAR_CELLS))
-        bar = Text("█" * cells, style="yellow" if link.name == step.bottleneck else "blue")
-        bar.append("░" * (_BAR_CELLS - cells), style="dim").append(f" {view.share(busy):>6}")
-        nbytes = format_bytes(link.nbytes) if link.nbytes else "-"
-        table.add_row(link.name, view.duration(link.seconds), nbytes, bar)
+    table.columns[0].min_width = _NAME_CELLS + 2
+    for link, (name, busy, used, nbytes) in zip(step.links, view.link_rows(step), strict=True):
+        part = link.seconds / step.seconds if step.seconds else 0.0
+        cells = min(_BAR_CELLS, round(part * _BAR_CELLS))
+        bar = Text("█" * cells, style=DARK.of[span_meaning(name, "")])
+        bar.append("░" * (_BAR_CELLS - cells), style="dim").append(f" {used:>6}", style="default")
+        style = "bold" if name == step.bottleneck else ""
+        table.add_row(_swatch(span_meaning(name, "")).append(name, style), busy, nbytes, bar)
     return table
 
 
@@ -126,15 +114,13 @@ def _figures(estimate: Estimate) -> Table:
 
 def _changes(estimate: Estimate) -> Iterator[RenderableType]:
     yield ""
-    yield Text("what would fit" if not estimate.fits else "what would help", style="bold")
+    yield Text(view.changes_title(estimate).lower(), style="bold")
     table = plain({"justify": "right", "style": "bold", "no_wrap": True}, {"overflow": "fold"})
     for change in estimate.changes:
-        factor = change.step_factor
-        cost = "?" if factor is None else view.factor_of_time(factor)
-        settings = [view.setting_text(k, v) for k, v in change.settings.items()]
-        text = Text(" ".join(settings), style="cyan")
+        settings = " ".join(view.settings_of(change))
+        text = Text(settings, style="cyan")
         text.append(f"\n{change.text}" if settings else change.text, style="default")
-        table.add_row(cost, text)
+        table.add_row(view.cost_text(change), text)
     yield Padding(table, (0, 0, 0, 2))
 
 

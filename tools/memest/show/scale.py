@@ -1,17 +1,15 @@
-"""The answer of `memest scale`: cells, statements, tables, JSON, and one HTML file."""
+"""The answer of `memest scale`: cells, statements, tables, JSON, and a page or picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from html import escape
 from itertools import groupby
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offload.pages.colours import SPANS
-from offload.pages.html_page import key, lines, page, table
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Question
@@ -19,7 +17,10 @@ from offload.tools.memest.estimate.scaling import Point, Series
 from offload.tools.memest.hardware.parts import NCCL
 from offload.tools.memest.hardware.profiles import LINK_SHARE, MATMUL_SHARE, NETWORK_SHARE
 from offload.tools.memest.show import view
-from offload.tools.memest.show.tables import bullets, ruled, show
+from offload.tools.memest.show.bars import Held, capacity_bars, step_bars
+from offload.tools.memest.show.render_json import places
+from offload.tools.memest.show.sheet import Block, Heading, Lines, Sheet, Table
+from offload.tools.memest.show.tables import bullets, ruled
 from offload.tools.memest.show.view import homes_text
 
 STATES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
@@ -76,22 +77,24 @@ def cells(point: Point) -> dict[str, str]:
     }
 
 
-NARROW = (  # tables that a terminal of 80 columns has room for: their columns
+TABLES = (  # that a terminal of 80 columns has room for: their columns
     (
         "bytes of one rank",
         ("ranks", "shards", "parameters", "gradients", "optimizer", "exchange", "fits"),
     ),
     ("one step", ("ranks", "collectives", "step", "network", "tokens/s", "computing")),
 )
+_MORE = (("padding",), ("moved / model",))  # columns of a page beside these
 _BYTES = (
     "Shards: of one copy of the states, x copies. Bytes are of one rank, at home in all tiers; "
     "exchange: buffers for working with other ranks."
 )
 _COMPUTING = "Computing: the share of a step in which the model computes."
-LEGEND = (
-    f"{_BYTES} Moved: buffers of all collectives of a step, in sizes of the model. {_COMPUTING}"
+_LEGENDS = (
+    _BYTES,
+    f"Moved: buffers of all collectives of a step, in sizes of the model. {_COMPUTING}",
 )
-NARROW_LEGEND = (
+_NARROW_LEGEND = (
     f"{_BYTES} {_COMPUTING} Padding, what is moved, homes of the states and the collectives in "
     "order are in --format json and --out scale.html."
 )
@@ -101,19 +104,22 @@ def _bytes(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else "-"
 
 
-# ---------------------------------------------------------------- table and JSON
-def print_tables(question: Question, found: Sequence[Series]) -> None:
+# ---------------------------------------------------------------- tables and JSON
+def tables(question: Question, found: Sequence[Series]) -> RenderableType:
+    """For a terminal."""
     case = question.case
-    show(Text(f"{case.source.name} on machines like {case.profile.name}, simulated\n"))
+    parts: list[RenderableType] = [
+        Text(f"{case.source.name} on machines like {case.profile.name}, simulated\n")
+    ]
     for series in found:
-        for what, columns in NARROW:
+        for what, columns in TABLES:
             table = ruled(*columns, title=f"{series.name}: {what}")
             table.columns[0].justify = "right"
             for point in series.points:
                 row = cells(point)
                 table.add_row(*(row[name] for name in columns))
-            show(table, "")
-    show(f"{NARROW_LEGEND}\n", bullets(statements(question, found)))
+            parts += [table, ""]
+    return Group(*parts, f"{_NARROW_LEGEND}\n", bullets(statements(question, found)))
 
 
 def to_values(question: Question, found: Sequence[Series]) -> dict[str, Any]:
@@ -137,6 +143,7 @@ def _point_values(point: Point) -> dict[str, Any]:
         "replicas": sharding.replicas,
         "fits": point.found.fits,
         "by_class": {str(state): point.held_nbytes(state) for state in STATES},
+        "memory": places(point.found.memory.places),
         "exchange_nbytes": point.shared_nbytes,
         "padding": point.shards.padding,
         "step_s": point.step.seconds,
@@ -151,26 +158,26 @@ def _point_values(point: Point) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- HTML
-
-
+# ---------------------------------------------------------------- page and picture
 _SHOWN = 8  # collectives at the beginning of a step, and at its end
-_WORK, _WAIT = SPANS[0], SPANS[3]  # colours
-_BELOW = 'style="margin-top:12px"'
 
 
-def to_html(question: Question, found: Sequence[Series]) -> str:
-    """The page. All text is escaped."""
+def scale_sheet(question: Question, found: Sequence[Series]) -> Sheet:
     case = question.case
     title = f"{case.source.name}, from one GPU to {found[0].points[-1].ranks:,}"
-    longest_s = max(point.step.seconds for series in found for point in series.points)
-    series = "".join(_series(series, longest_s) for series in found)
-    said = lines("What is simulated, and what the numbers are from", statements(question, found))
-    body = (
-        f'<h1>{escape(title)}</h1><p class="quiet">{escape(_workload(question))}</p>'
-        f'<p class="verdict">simulated: nothing was measured on such a cluster</p>{series}{said}'
+    blocks = [block for series in found for block in _series(series)]
+    return Sheet(
+        name=title,
+        title=title,
+        about=(_workload(question),),
+        verdict="simulated: nothing was measured on such a cluster",
+        state="",
+        blocks=(
+            *blocks,
+            Heading("What is simulated, and what the numbers are from"),
+            Lines(tuple(dict.fromkeys(statements(question, found)))),
+        ),
     )
-    return page(title, body, by="memest", wide=True)
 
 
 def _workload(question: Question) -> str:
@@ -182,47 +189,32 @@ def _workload(question: Question) -> str:
     )
 
 
-def _series(series: Series, longest_s: float) -> str:
-    return (
-        f"<h2>{escape(series.name)}</h2>{_bars(series, longest_s)}{_table(series)}"
-        f"{_collectives(series.points[-1])}"
+def _series(series: Series) -> Iterator[Block]:
+    points = series.points
+    yield Heading(series.name)
+    yield step_bars(
+        "One step, by number of ranks",
+        [(f"{p.ranks:,}", p.step.seconds, p.efficiency) for p in points],
     )
+    yield from _memory(points)
+    for (what, columns), more, legend in zip(TABLES, _MORE, _LEGENDS, strict=True):
+        heads = (*columns, *more)
+        rows = tuple(tuple(row[name] for name in heads) for row in map(cells, points))
+        yield Table(heads, rows, frozenset(), f"{what[0].upper()}{what[1:]}", legend, stacked=True)
+    homes = tuple(f"{ranks}: {text}" for ranks, text in _homes(series))
+    yield Lines(homes, "Homes of the states, by number of ranks")
+    yield from _collectives(points[-1])
 
 
-def _bars(series: Series, longest_s: float) -> str:
-    rows = (
-        (f"{point.ranks:,}", view.duration(point.step.seconds), _bar(point, longest_s))
-        for point in series.points
-    )
-    keys = key([(_WORK, "the model computes"), (_WAIT, "it waits")])
-    return (
-        '<div class="card"><b>One step, by number of ranks</b>'
-        f"{table(['ranks', 'step', ''], rows, left=[2], kind='bars')}{keys}</div>"
-    )
-
-
-def _bar(point: Point, longest_s: float) -> str:
-    """As long as the step against the longest of the page."""
-    whole = point.step.seconds / longest_s * 100
-    work = whole * point.efficiency
-    label = f"{point.ranks:,} ranks: {point.efficiency:.0%} of the step computing"
-    return (
-        f'<svg role="img" aria-label="{escape(label)}"><title>{escape(label)}</title>'
-        f'<rect width="{whole:.4g}%" height="14" rx="2" class="c-{_WAIT}"/>'
-        f'<rect width="{work:.4g}%" height="14" rx="2" class="c-{_WORK}"/></svg>'
-    )
-
-
-def _table(series: Series) -> str:
-    rows = [cells(point) for point in series.points]
-    homes = "".join(f"<li>{ranks}: {escape(text)}</li>" for ranks, text in _homes(series))
-    return (
-        f'<div class="card scroll" {_BELOW}>'
-        f"{table(list(rows[0]), (list(row.values()) for row in rows), left=())}"
-        f'<p class="quiet after">{escape(LEGEND)}</p>'
-        f'<p class="after">Homes of the states, by number of ranks</p>'
-        f'<ul class="lines">{homes}</ul></div>'
-    )
+def _memory(points: Sequence[Point]) -> Iterator[Block]:
+    """Of one rank, place by place."""
+    for tier, first in view.places_of(points[0].found):
+        there = [(f"{p.ranks:,}", p.found.memory.places[tier]) for p in points]
+        held = [Held.of(name, place) for name, place in there]
+        title, value = f"{view.PLACE_TITLES[tier]} of one rank", view.used_text
+        if len({place.capacity_nbytes for _, place in there}) == 1:
+            title, value = f"{title}, {format_bytes(first.capacity_nbytes)}", view.peak_text
+        yield capacity_bars(title, held, "each peak against capacity, by ranks", value=value)
 
 
 def _homes(series: Series) -> Iterator[tuple[str, str]]:
@@ -232,21 +224,19 @@ def _homes(series: Series) -> Iterator[tuple[str, str]]:
         yield f"{ranks[0]:,}" + (f" to {ranks[-1]:,}" if len(ranks) > 1 else ""), homes
 
 
-def _collectives(point: Point) -> str:
-    kinds = [
+def _collectives(point: Point) -> Iterator[Block]:
+    kinds = tuple(
         (each.name, f"{each.count:,}", format_bytes(each.nbytes), view.duration(each.seconds))
         for each in point.totals
-    ]
-    if not kinds:
-        return ""
-    heads = ["", "collectives", "bytes of the buffers", "network"]
-    return (
-        f'<div class="card scroll" {_BELOW}><b>Collectives of one step, {point.ranks:,} ranks</b>'
-        f"{table(heads, kinds)}{_sequence(point)}</div>"
     )
+    if not kinds:
+        return
+    heads = ("", "collectives", "bytes of the buffers", "network")
+    yield Table(heads, kinds, title=f"Collectives of one step, {point.ranks:,} ranks", stacked=True)
+    yield Lines(tuple(_sequence(point)), "In order")
 
 
-def _sequence(point: Point) -> str:
+def _sequence(point: Point) -> list[str]:
     """The first and the last ones in order."""
     calls = [
         f"{call.name}: {point.found.plan.groups[call.group].name}, {format_bytes(call.nbytes)}, "
@@ -254,6 +244,4 @@ def _sequence(point: Point) -> str:
         for call in point.calls
     ]
     left = len(calls) - 2 * _SHOWN
-    shown = calls if left <= 0 else [*calls[:_SHOWN], f"... {left} more", *calls[-_SHOWN:]]
-    items = "".join(f"<li>{escape(line)}</li>" for line in shown)
-    return f'<p class="after">In order</p><ul class="lines">{items}</ul>'
+    return calls if left <= 0 else [*calls[:_SHOWN], f"... {left:,} more", *calls[-_SHOWN:]]

@@ -1,153 +1,32 @@
-"""What all formats show of an estimate: numbers in words, sentences, and drawings before they are
-drawn. Bytes in words: `tiers.units.format_bytes`.
-
-    place    ├ parameters ┤├ gradients ┤├── optimizer ──┤├ ... ┤     shares of the peak
-    gauge    ├────────── peak ─────────┤        │ capacity           shares of the larger of both
-    lanes    compute  ├ forward ┤├──── backward ────┤                shares of the step
-
-All positions are fractions of the picture's width.
+"""What all formats show of an estimate: numbers in words, sentences, and rows of tables. Bytes in
+words: `tiers.units.format_bytes`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
 
-from offload.pages.colours import SPANS
 from offload.planning.choice.durations import counted as counted
 from offload.planning.choice.durations import duration as duration
 from offload.planning.choice.durations import three_digits
 from offload.planning.plan.estimate import (
+    Change,
     Estimate,
     MemoryClass,
-    MemoryEstimate,
     PlaceEstimate,
     StepEstimate,
 )
 from offload.planning.plan.plan import Plan
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
+from offload.tools.memest.show.sheet import Figure
 
 PLACE_TITLES = {
     Tier.DEVICE: "GPU memory",
     Tier.HOST: "RAM",
     Tier.NVME: "Disk (nvme)",
 }
-LEAST_WIDTH = 0.004  # of a piece that is there at all: it can be seen, and pointed at
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One coloured stretch of a bar or lane."""
-
-    label: str
-    value: str  # bytes or seconds, in words
-    share: str  # of the bar or step, in words
-    start: float
-    stop: float
-    colour: int  # of `colours.Theme.colours`
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """The peak of one place, by class."""
-
-    tier: Tier
-    title: str
-    peak_nbytes: int
-    capacity_nbytes: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def filled(self) -> float:
-        """Share of the capacity; infinite where there is none."""
-        if not self.capacity_nbytes:
-            return math.inf if self.peak_nbytes else 0.0
-        return self.peak_nbytes / self.capacity_nbytes
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_nbytes <= self.capacity_nbytes
-
-    @property
-    def gauge_peak(self) -> float:
-        """Where the peak ends on a line that holds both it and the capacity."""
-        longest = max(self.peak_nbytes, self.capacity_nbytes)
-        return self.peak_nbytes / longest if longest else 0.0
-
-    @property
-    def gauge_capacity(self) -> float:
-        """Where the capacity ends on the same line."""
-        longest = max(self.peak_nbytes, self.capacity_nbytes)
-        return self.capacity_nbytes / longest if longest else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """What one link does during a step."""
-
-    link: str
-    pieces: tuple[Piece, ...]
-
-
-def bars(memory: MemoryEstimate) -> tuple[Bar, ...]:
-    """One bar per place, fastest first."""
-    return tuple(_bar(tier, memory.places[tier]) for tier in Tier if tier in memory.places)
-
-
-def lanes(step: StepEstimate) -> tuple[Lane, ...]:
-    """One lane per link that has spans, in the order of the links."""
-    names = dict.fromkeys([*(link.name for link in step.links), *(s.link for s in step.spans)])
-    length, colours = step_length(step), span_colours(step)
-    found = []
-    for name in names:
-        pieces = tuple(
-            Piece(s.label, duration(s.stop_s - s.start_s), share((s.stop_s - s.start_s) / length),
-                  s.start_s / length, s.stop_s / length, colours[s.label])
-            for s in step.spans if s.link == name
-        )  # fmt: skip
-        if pieces:
-            found.append(Lane(name, pieces))
-    return tuple(found)
-
-
-def span_colours(step: StepEstimate) -> dict[str, int]:
-    """Of what spans do, each once, in the order in which it is first done."""
-    labels = dict.fromkeys(span.label for span in sorted(step.spans, key=lambda s: s.start_s))
-    return {label: SPANS[index % len(SPANS)] for index, label in enumerate(labels)}
-
-
-def step_length(step: StepEstimate) -> float:
-    """Seconds that the time axis covers."""
-    return max([step.seconds, *(span.stop_s for span in step.spans)]) or 1.0
-
-
-def _bar(tier: Tier, place: PlaceEstimate) -> Bar:
-    held = [(index, name, place.by_class.get(name, 0)) for index, name in enumerate(MemoryClass)]
-    present = [each for each in held if each[2] > 0]
-    edges = [0.0, *accumulate(_widths([nbytes for *_, nbytes in present]))]
-    pieces = tuple(
-        Piece(
-            str(name), format_bytes(nbytes), share(nbytes / place.peak_nbytes), start, stop, index
-        )
-        for (index, name, nbytes), (start, stop) in zip(present, pairwise(edges), strict=True)
-    )
-    return Bar(tier, PLACE_TITLES[tier], place.peak_nbytes, place.capacity_nbytes, pieces)
-
-
-def _widths(sizes: Sequence[int]) -> list[float]:
-    """Shares of the sum, each at least `LEAST_WIDTH`, taken from those that are wider."""
-    small: set[int] = set()
-    while True:
-        rest = sum(size for index, size in enumerate(sizes) if index not in small)
-        room = 1.0 - LEAST_WIDTH * len(small)
-        widths = [LEAST_WIDTH if i in small else room * n / rest for i, n in enumerate(sizes)]
-        found = {index for index, width in enumerate(widths) if width < LEAST_WIDTH}
-        if not found:
-            return widths
-        small |= found
 
 
 def per_second(rate: float) -> str:
@@ -177,15 +56,6 @@ def factor_of_time(factor: float) -> str:
     if abs(percent) < 0.5:
         return "±0 %"
     return f"{percent:+.0f} %"
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One key figure: a name, a value, and what is to be said beside it."""
-
-    name: str
-    value: str
-    aside: str = ""
 
 
 def verdict(estimate: Estimate) -> str:
@@ -236,10 +106,83 @@ def step_text(step: StepEstimate) -> str:
     return f"One step: {duration(step.seconds)}, bound by {step.bottleneck}"
 
 
-def used_text(bar: Bar) -> str:
+def used_text(place: PlaceEstimate) -> str:
     """`12.0 GiB of 24.0 GiB (50 %)`."""
-    used = f"{format_bytes(bar.peak_nbytes)} of {format_bytes(bar.capacity_nbytes)}"
-    return f"{used} ({share(bar.filled)})" if bar.capacity_nbytes else used
+    used = f"{format_bytes(place.peak_nbytes)} of {format_bytes(place.capacity_nbytes)}"
+    return f"{used} ({share(filled(place))})" if place.capacity_nbytes else used
+
+
+def peak_text(place: PlaceEstimate) -> str:
+    """`12.0 GiB (50 %)`, where the capacity is said elsewhere; `-` for nothing."""
+    if not place.peak_nbytes:
+        return "-"
+    part = f" ({share(filled(place))})" if place.capacity_nbytes else ""
+    return f"{format_bytes(place.peak_nbytes)}{part}"
+
+
+def filled(place: PlaceEstimate) -> float:
+    """Share of the capacity; infinite where there is none."""
+    if not place.capacity_nbytes:
+        return math.inf if place.peak_nbytes else 0.0
+    return place.peak_nbytes / place.capacity_nbytes
+
+
+def places_of(estimate: Estimate) -> Sequence[tuple[Tier, PlaceEstimate]]:
+    """Fastest first."""
+    return [(tier, estimate.memory.places[tier]) for tier in Tier if tier in estimate.memory.places]
+
+
+def memory_rows(estimate: Estimate) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """A class or another figure, and its bytes in each of `places_of`; `-` for nothing."""
+    tiers, places = zip(*places_of(estimate), strict=True)
+    for name in MemoryClass:
+        held = [place.by_class.get(name, 0) for place in places]
+        if any(held):
+            yield str(name), _bytes(held)
+    yield "peak", tuple(format_bytes(place.peak_nbytes) for place in places)
+    yield "capacity", tuple(format_bytes(place.capacity_nbytes) for place in places)
+    short = [max(0, place.peak_nbytes - place.capacity_nbytes) for place in places]
+    if any(short):  # also where peak and capacity are rounded to the same figure
+        yield "short", _bytes(short)
+    if estimate.system_nbytes:
+        kept = [estimate.system_nbytes if tier is Tier.HOST else 0 for tier in tiers]
+        yield "for the system", _bytes(kept)
+    yield "budget", tuple(format_bytes(estimate.plan.budgets[tier]) for tier in tiers)
+
+
+def _bytes(sizes: Sequence[int]) -> tuple[str, ...]:
+    return tuple(format_bytes(nbytes) if nbytes else "-" for nbytes in sizes)
+
+
+def link_rows(step: StepEstimate) -> Iterator[tuple[str, str, str, str]]:
+    """A link, how long it is busy, what share of the step that is, and the bytes that cross it."""
+    for link in step.links:
+        busy = share(link.seconds / step.seconds if step.seconds else 0.0)
+        nbytes = format_bytes(link.nbytes) if link.nbytes else "-"
+        yield link.name, duration(link.seconds), busy, nbytes
+
+
+def changes_title(estimate: Estimate) -> str:
+    return "What would help" if estimate.fits else "What would fit"
+
+
+def cost_text(change: Change) -> str:
+    """Of a step's time: `+12 %`."""
+    return "unknown" if change.step_factor is None else factor_of_time(change.step_factor)
+
+
+def settings_of(change: Change) -> tuple[str, ...]:
+    """As the command line takes them: `-o micro_batches=4`, `--ram 96GiB`."""
+    return tuple(
+        f"{key} {value}" if key.startswith("--") else f"-o {key}={value}"
+        for key, value in change.settings.items()
+    )
+
+
+def step_cells(step_s: float | None, tokens_per_s: float | None) -> tuple[str, str]:
+    """A step and tokens per second, or `-`."""
+    step = "-" if step_s is None else duration(step_s)
+    return step, "-" if tokens_per_s is None else per_second(tokens_per_s)
 
 
 def what_text(estimate: Estimate) -> str:
@@ -280,8 +223,3 @@ def _life(estimate: Estimate) -> Figure:
     time = duration(steps * estimate.step.seconds)
     rated = format_bytes(estimate.endurance_nbytes)
     return Figure("SSD life", f"{counted(steps)} steps", f"{time}; rated {rated} written")
-
-
-def setting_text(key: str, value: str) -> str:
-    """As the command line takes it: `-o micro_batches=4`, `--ram 96GiB`."""
-    return f"{key} {value}" if key.startswith("--") else f"-o {key}={value}"

@@ -14,7 +14,6 @@ from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
-from offload.tools.memest.show.view import bars
 from offload.tools.memest.source.model_source import ModelSource
 from offload.tools.memest.systems.subject import Ranks
 
@@ -55,7 +54,10 @@ def _header(
         yield (
             f"# predicted: {time} per step ({rate} tokens/s), bound by {estimate.step.bottleneck}"
         )
-    peaks = (f"{bar.title} {format_bytes(bar.peak_nbytes)}" for bar in bars(estimate.memory))
+    peaks = (
+        f"{view.PLACE_TITLES[tier]} {format_bytes(place.peak_nbytes)}"
+        for tier, place in view.places_of(estimate)
+    )
     yield f"# predicted peaks: {', '.join(peaks)}"
     if ranks.count > 1:
         whose = f"one of {ranks.count} ranks"

@@ -1,0 +1,122 @@
+"""The answer of `memest compare`: a table, JSON, and a page or picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from offload.planning.plan.estimate import Estimate
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+from offload.tools.memest.show import view
+from offload.tools.memest.show.bars import Held, capacity_bars
+from offload.tools.memest.show.render_json import places
+from offload.tools.memest.show.sheet import Block, Cell, Heading, Lines, Sheet, Table
+from offload.tools.memest.show.tables import bullets, ruled
+from offload.tools.memest.systems.compare import Row
+
+NODE_TITLES = {
+    **view.PLACE_TITLES, Tier.HOST: "RAM of a node", Tier.NVME: "Disk of a node",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ours needs, and the rows of all systems, ours last."""
+
+    ours: Estimate
+    rows: Sequence[Row]
+
+    @property
+    def tiers(self) -> Sequence[tuple[Tier, int]]:
+        """Places that there are, and their capacities."""
+        held = {tier: place for row in self.rows for tier, place in row.places.items()}
+        return [(tier, held[tier].capacity_nbytes) for tier in Tier if tier in held]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        notes = (*self.ours.notes, *(note for row in self.rows for note in row.notes))
+        return tuple(dict.fromkeys(notes))
+
+
+def _heads(found: Comparison) -> tuple[str, ...]:
+    places = (f"{NODE_TITLES[tier]} of {format_bytes(n)}" for tier, n in found.tiers)
+    return ("system", *places, "step", "fits")
+
+
+def _cells(found: Comparison) -> Iterator[tuple[Cell, ...]]:
+    """One line per system: what it takes of each place, its step, and whether it fits."""
+    for row in found.rows:
+        held = [(tier, row.places.get(tier)) for tier, _ in found.tiers]
+        yield (
+            Cell(str(row.system), strong=row is found.rows[-1]),
+            *(
+                Cell(
+                    format_bytes(place.peak_nbytes) if place and place.peak_nbytes else "-",
+                    state="bad" if tier in row.full else "",
+                )
+                for tier, place in held
+            ),
+            Cell(view.step_cells(row.step_s, None)[0]),
+            Cell("yes", state="good") if row.fits else Cell("no", state="bad"),
+        )
+
+
+def comparison_table(found: Comparison) -> RenderableType:
+    """For a terminal."""
+    ours = found.ours
+    styles = {"good": "green", "bad": "red", "": ""}
+    table = ruled(*(head.replace(" of ", "\nof ") for head in _heads(found)), left=["fits"])
+    for cells in _cells(found):
+        table.add_row(*(Text(cell.text, style=styles[cell.state]) for cell in cells))
+    title = f"{view.model_text(ours, ours.model)}\n{ours.hardware}, {view.workload_text(ours)}"
+    return Group(Text(title), table, "", bullets(found.notes))
+
+
+def to_values(found: Comparison) -> dict[str, Any]:
+    systems = [
+        {
+            "system": str(row.system),
+            "fits": row.fits,
+            "step_s": row.step_s,
+            "places": places(row.places),
+            "short": [str(tier) for tier in row.full],
+            "notes": list(row.notes),
+        }
+        for row in found.rows
+    ]
+    return {"schema": "memest-compare/1", "systems": systems, "notes": list(found.ours.notes)}
+
+
+def compare_sheet(found: Comparison) -> Sheet:
+    """The table, and what each system holds of each place."""
+    ours = found.ours
+    fitting = [str(row.system) for row in found.rows if row.fits]
+    return Sheet(
+        name=f"{ours.model} under other systems",
+        title=f"{ours.model} under {len(found.rows)} systems",
+        about=(view.what_text(ours), view.where_text(ours)),
+        verdict=f"fits under {'; '.join(fitting)}" if fitting else "fits under none of them",
+        state="good" if ours.fits else "bad",
+        blocks=tuple(_blocks(found)),
+    )
+
+
+def _blocks(found: Comparison) -> Iterator[Block]:
+    yield Heading("Peak memory and step")
+    yield Table(_heads(found), tuple(_cells(found)), left=frozenset({0}), stacked=True)
+    for tier, capacity in found.tiers:
+        held = [
+            Held(str(row.system), row.places[tier], tier in row.full)
+            for row in found.rows
+            if tier in row.places
+        ]
+        title = f"{NODE_TITLES[tier]}, {format_bytes(capacity)}"
+        yield Heading(title)
+        yield capacity_bars("", held, about="", value=view.peak_text)
+    yield Heading("Notes")
+    yield Lines(found.notes)

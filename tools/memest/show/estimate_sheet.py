@@ -1,0 +1,93 @@
+"""An estimate as a page or picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from offload.planning.plan.estimate import Estimate, MemoryClass, StepEstimate
+from offload.tools.memest.show import view
+from offload.tools.memest.show.bars import Held, byte_bars, capacity_bars, lanes
+from offload.tools.memest.show.sheet import Block, Cell, Figures, Heading, Lines, Sheet, Table
+
+
+def estimate_sheet(estimate: Estimate) -> Sheet:
+    """Everything there is to say, verdict first."""
+    return Sheet(
+        name=f"{estimate.model}: memory and time",
+        title=estimate.model,
+        about=(view.what_text(estimate), view.where_text(estimate)),
+        verdict=view.verdict(estimate),
+        state="good" if estimate.fits else "bad",
+        blocks=tuple(_blocks(estimate)),
+    )
+
+
+def _blocks(estimate: Estimate) -> Iterator[Block]:
+    yield Figures(view.figures(estimate))
+    if estimate.shortfalls:
+        yield Heading("Why not")
+        yield Lines(tuple(dict.fromkeys(each.message for each in estimate.shortfalls)))
+    if estimate.changes:
+        yield Heading(view.changes_title(estimate))
+        yield _changes(estimate)
+    yield Heading("Peak memory")
+    yield from _memory(estimate)
+    if estimate.step is not None:
+        yield Heading(view.step_text(estimate.step))
+        yield from _time(estimate.step)
+    yield Heading("Homes of the states")
+    yield _homes(estimate)
+    if estimate.notes:
+        yield Heading("Notes")
+        yield Lines(tuple(dict.fromkeys(estimate.notes)))
+
+
+def _changes(estimate: Estimate) -> Table:
+    rows = tuple(
+        (
+            Cell(view.cost_text(change), strong=True),
+            Cell(change.text, code=view.settings_of(change)),
+        )
+        for change in estimate.changes
+    )
+    return Table(("step time", "change"), rows, left=frozenset({1}))
+
+
+def _memory(estimate: Estimate) -> Iterator[Block]:
+    held = [Held.of(view.PLACE_TITLES[t], place) for t, place in view.places_of(estimate)]
+    yield capacity_bars("Against capacity", held)
+    if len(held) > 1:
+        yield byte_bars("On one scale of bytes", held)
+    classes = set(MemoryClass)
+    rows = tuple(
+        (
+            Cell(name, meaning=name if name in classes else "", strong=name == "peak"),
+            *(Cell(each, state=_state(name, each), strong=name == "peak") for each in cells),
+        )
+        for name, cells in view.memory_rows(estimate)
+    )
+    yield Table(("", *(each.name for each in held)), rows)
+
+
+def _state(name: str, cell: str) -> str:
+    return "bad" if name == "short" and cell != "-" else ""
+
+
+def _time(step: StepEstimate) -> Iterator[Block]:
+    if step.spans:
+        yield lanes(step)
+    rows = tuple(
+        (Cell(f"{link} (bottleneck)", strong=True) if link == step.bottleneck else link, *cells)
+        for link, *cells in view.link_rows(step)
+    )
+    yield Table(("link", "busy", "share of the step", "bytes"), rows)
+
+
+def _homes(estimate: Estimate) -> Table:
+    plan = estimate.plan
+    rows = tuple((name, each.describe()) for name, each in plan.placements.items())
+    about = (
+        f"{len(plan.groups):,} groups, {plan.prefetch} fetched ahead, chunks of "
+        f"{plan.chunk_numel:,} elements"
+    )
+    return Table(("", ""), rows, left=frozenset({0, 1}), about=about)

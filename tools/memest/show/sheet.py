@@ -1,0 +1,137 @@
+"""What a page says, before it is drawn: HTML and PNG show the same blocks, so the same facts.
+
+    Bars    RAM      ├ parameters ┤├ optimizer ┤        │ capacity      12.0 GiB of 24.0 GiB
+            compute  ├ forward ┤├──── backward ────┤
+                     0              50 %            capacity
+
+Positions are fractions of a drawing's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offload.pages.ticks import Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Of a table. `code` comes before the text, each on a line of its own; `meaning` is that of the
+    colour before it (`pages.colours`); `state` is good, bad or nothing."""
+
+    text: str
+    code: tuple[str, ...] = ()
+    meaning: str = ""
+    state: str = ""
+    strong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One coloured stretch of a bar."""
+
+    meaning: str  # of its colour
+    label: str
+    value: str  # bytes or seconds, in words
+    share: str  # of the bar or step, in words
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """`track`: where what could be filled ends. `mark`: a line there, if what is filled may go
+    beyond. `broken`: it goes on beyond the drawing."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    value: str = ""
+    track: float = 1.0
+    mark: bool = False
+    broken: bool = False
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One key figure: a name, a value, and what is to be said beside it."""
+
+    name: str
+    value: str
+    aside: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """Of the blocks that follow."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    figures: tuple[Figure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A list of sentences; nothing is shown of an empty one."""
+
+    texts: tuple[str, ...]
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns are of numbers but for those at `left`. `stacked`: it has more columns than a narrow
+    page has room for."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str | Cell, ...], ...]
+    left: frozenset[int] = frozenset({0})
+    title: str = ""
+    about: str = ""  # below it
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Bars on one scale, which `ticks` mark; `about` says what of."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    ticks: tuple[Tick, ...]
+    about: str = ""
+    keys: tuple[tuple[str, str], ...] = ()  # meanings of colours, and how they are called here
+
+
+Block = Heading | Figures | Lines | Table | Bars
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A page or picture. `state`, of the verdict: good, bad or nothing."""
+
+    name: str  # of the file's window
+    title: str
+    about: tuple[str, ...]
+    verdict: str
+    state: str
+    blocks: tuple[Block, ...]
+
+
+def stretches(bar: Bar) -> Iterator[tuple[float, float, str, Piece]]:
+    """Start, end, label and piece of what is to be drawn: a piece is cut at the bar's line, and has
+    its label on the longer side, so that the line crosses no letters."""
+    for piece in bar.pieces:
+        if not (bar.mark and piece.start < bar.track < piece.stop):
+            yield piece.start, piece.stop, piece.label, piece
+            continue
+        before, after = bar.track - piece.start, piece.stop - bar.track
+        yield piece.start, bar.track, piece.label if before >= after else "", piece
+        yield bar.track, piece.stop, piece.label if before < after else "", piece
+
+
+def as_cell(cell: str | Cell) -> Cell:
+    return Cell(cell) if isinstance(cell, str) else cell
