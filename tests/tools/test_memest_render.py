@@ -169,6 +169,14 @@ def test_a_line_crosses_no_label() -> None:
     ]  # fmt: skip
     without = Bar("", pieces, track=0.4)
     assert [label for *_, label, _ in stretches(without)] == ["optimizer"]
+    to_the_end = (Piece("optimizer", "optimizer", "", "", 0.2, 1.0),)
+    found = list(stretches(Bar("", to_the_end, track=1 / 3, mark=True, broken=True)))
+    assert [label for *_, label, _ in found] == ["", "optimizer", ""]
+    assert found[1][1] < 0.93
+    ((_, _, label, _),) = stretches(
+        Bar("", (Piece("master", "master", "", "", 0.95, 1.0),), broken=True)
+    )
+    assert label == "master"  # which has no room there
 
 
 @settings(deadline=None)

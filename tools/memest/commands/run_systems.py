@@ -10,6 +10,7 @@ from rich.text import Text
 
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.commands.options import EstimateOptions, MachineOptions, ModelOptions
 from offload.tools.memest.commands.output import show_answer
@@ -26,7 +27,6 @@ from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import read_count
 from offload.tools.memest.show import view
 from offload.tools.memest.show.compare import (
-    NODE_TITLES,
     Comparison,
     compare_sheet,
     comparison_table,
@@ -39,7 +39,10 @@ from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
 from offload.tools.memest.systems.headlines import Finding, findings
 from offload.tools.memest.systems.largest import Largest, largest_of_all
 from offload.tools.memest.systems.memory import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
+from offload.tools.memest.systems.shapes import Shape
 from offload.tools.memest.systems.subject import Ranks
+
+_BOUNDS = {Tier.DEVICE: "GPU", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
 
 # ---------------------------------------------------------------- compare
@@ -78,7 +81,10 @@ def run_max(
     if as_json:
         show_json({"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]})
     else:
-        title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam"
+        title = (
+            f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam\n"
+            "shape: layers x width (x experts); bound: what the next larger one does not fit into\n"
+        )
         notes = [
             *_taken_aside(profile),
             *_times(found),
@@ -110,15 +116,20 @@ def _times(found: Sequence[Largest]) -> Iterator[str]:
 
 def max_table(found: Sequence[Largest]) -> Table:
     """One line per system: its largest model, a step of it, and what the next does not fit into."""
-    columns = ("system", "largest", "shape", "step", "tokens/s", "bound by")
-    table = ruled(*columns, left=["shape", "bound by"])
+    columns = ("system", "largest", "shape", "step", "tokens/s", "bound")
+    table = ruled(*columns, left=["bound"])
     for each in found:
-        bound = ", ".join(NODE_TITLES[tier] for tier in each.bound)
+        bound = ", ".join(_BOUNDS[tier] for tier in each.bound)
         size = view.counted(each.numel) if each.shape else "none"
-        label = each.shape.label if each.shape else "-"
+        label = _short_label(each.shape) if each.shape else "-"
         step, rate = view.step_cells(each.step_s, each.tokens_per_s)
         table.add_row(str(each.system), size, label, step, rate, bound or "-")
     return table
+
+
+def _short_label(shape: Shape) -> str:
+    experts = f"x{shape.experts}" if shape.experts else ""
+    return f"{shape.layers}x{shape.hidden}{experts}"
 
 
 def _largest_values(each: Largest) -> dict[str, Any]:

@@ -49,8 +49,12 @@ class Estimator:
         )
 
     def fits(self, case: Case) -> bool:
-        """Whether any plan does. Takes a fraction of the time of an estimate."""
-        return not self._planned(case, any_fit=True).shortfalls
+        """Whether any plan does. Takes a fraction of the time of an estimate, mostly: where the
+        first one that keeps its budgets has peaks that do not fit, all are gone through."""
+        planned = self._planned(case, any_fit=True)
+        if planned.shortfalls and planned.best.fits:
+            planned = self._planned(case)
+        return not planned.shortfalls
 
     def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
         """What one pass takes under `config`; nothing where the model's code is not known.

@@ -8,6 +8,7 @@ it works, and neither without one of its options nor with a milder one in its pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations
 from typing import TypeVar
 
@@ -27,12 +28,26 @@ def minimal_sets(
     answers: dict[Chosen, bool] = {}
 
     def try_set(chosen: Chosen) -> bool:
-        """False, too, where nothing more may be asked: a search always ends soon."""
-        if chosen not in answers and len(answers) < most_tries:
+        if chosen not in answers:
+            if len(answers) == most_tries:
+                raise _EnoughTriedError
             answers[chosen] = works(tuple(knobs[i][r] for i, r in chosen))
-        return answers.get(chosen, False)
+        return answers[chosen]
 
     found: list[Chosen] = []
+    with suppress(_EnoughTriedError):  # what is not known to be minimal is left out
+        _search(knobs, try_set, found, enough)
+    return [tuple(knobs[i][r] for i, r in chosen) for chosen in found]
+
+
+class _EnoughTriedError(Exception):
+    """A search always ends soon."""
+
+
+def _search(
+    knobs: Sequence[Sequence[R]], try_set: Callable[[Chosen], bool], found: list[Chosen],
+    enough: int,
+) -> None:  # fmt: skip
     for size in range(1, MOST_CHANGES_IN_A_SET + 1):
         if len(found) >= enough:
             break
@@ -44,7 +59,6 @@ def minimal_sets(
                 found.append(chosen)
             if size > 1 and len(found) >= enough:
                 break
-    return [tuple(knobs[i][r] for i, r in chosen) for chosen in found]
 
 
 def _sets_of(

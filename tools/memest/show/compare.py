@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.estimate import Estimate, PlaceEstimate
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
@@ -110,10 +110,10 @@ def _blocks(found: Comparison) -> Iterator[Block]:
     yield Heading("Peak memory and step")
     yield Table(_heads(found), tuple(_cells(found)), left=frozenset({0}), stacked=True)
     for tier, capacity in found.tiers:
+        nothing = PlaceEstimate(capacity, {})
         held = [
-            Held(str(row.system), row.places[tier], tier in row.full)
+            Held(str(row.system), row.places.get(tier, nothing), tier in row.full)
             for row in found.rows
-            if tier in row.places
         ]
         title = f"{NODE_TITLES[tier]}, {format_bytes(capacity)}"
         yield Heading(title)

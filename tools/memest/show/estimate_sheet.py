@@ -27,9 +27,9 @@ def _blocks(estimate: Estimate) -> Iterator[Block]:
     if estimate.shortfalls:
         yield Heading("Why not")
         yield Lines(tuple(dict.fromkeys(each.message for each in estimate.shortfalls)))
-    if estimate.changes:
+    if estimate.changes or not estimate.fits:
         yield Heading(view.changes_title(estimate))
-        yield _changes(estimate)
+        yield _changes(estimate) if estimate.changes else Lines((view.NO_CHANGE,))
     yield Heading("Peak memory")
     yield from _memory(estimate)
     if estimate.step is not None:

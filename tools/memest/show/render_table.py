@@ -39,6 +39,8 @@ def _parts(estimate: Estimate) -> Iterator[RenderableType]:
         yield from _list("why not", (s.message for s in estimate.shortfalls))
     if estimate.changes:
         yield from _changes(estimate)
+    elif not estimate.fits:
+        yield from _list(view.changes_title(estimate).lower(), [view.NO_CHANGE])
     if estimate.notes:
         yield from _list("notes", estimate.notes)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from offload.pages.ticks import Tick
 
@@ -121,16 +122,20 @@ class Sheet:
     blocks: tuple[Block, ...]
 
 
+_BREAK = 0.1  # of a drawing, at its end: where a bar that goes on is broken off
+
+
 def stretches(bar: Bar) -> Iterator[tuple[float, float, str, Piece]]:
-    """Start, end, label and piece of what is to be drawn: a piece is cut at the bar's line, and has
-    its label on the longer side, so that the line crosses no letters."""
+    """Start, end, label and piece of what is to be drawn: a piece is cut at the bar's line and
+    before its break, and has its label on the longest part, so that nothing crosses letters."""
+    cuts = [bar.track] * bar.mark + [1 - _BREAK] * bar.broken
     for piece in bar.pieces:
-        if not (bar.mark and piece.start < bar.track < piece.stop):
-            yield piece.start, piece.stop, piece.label, piece
-            continue
-        before, after = bar.track - piece.start, piece.stop - bar.track
-        yield piece.start, bar.track, piece.label if before >= after else "", piece
-        yield bar.track, piece.stop, piece.label if before < after else "", piece
+        edges = [piece.start, *(c for c in cuts if piece.start < c < piece.stop), piece.stop]
+        parts = list(pairwise(edges))
+        whole = parts[:-1] if bar.broken and piece.stop >= 1 and len(parts) > 1 else parts
+        longest = max(whole, key=lambda part: part[1] - part[0])
+        for part in parts:
+            yield *part, piece.label if part == longest else "", piece
 
 
 def as_cell(cell: str | Cell) -> Cell:

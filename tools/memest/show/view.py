@@ -166,6 +166,9 @@ def changes_title(estimate: Estimate) -> str:
     return "What would help" if estimate.fits else "What would fit"
 
 
+NO_CHANGE = "none of the changes that are tried makes it fit, nor up to three of them together"
+
+
 def cost_text(change: Change) -> str:
     """Of a step's time: `+12 %`."""
     return "unknown" if change.step_factor is None else factor_of_time(change.step_factor)
