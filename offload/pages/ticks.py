@@ -30,7 +30,7 @@ def ticks(length_s: float, wanted: int = 5) -> tuple[Tick, ...]:
 
 def byte_ticks(length_nbytes: int, wanted: int = 5) -> tuple[Tick, ...]:
     """Round sizes from 0 on, about `wanted` of them, in one binary unit."""
-    power = max(0, min(4, (length_nbytes.bit_length() - 2) // 10))
+    power = max(0, min(4, (length_nbytes.bit_length() - 1) // 10))
     unit, name = 1 << 10 * power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
     width = max(_rounded(length_nbytes / unit / wanted, by_sixty=False), 0.0 if power else 1.0)
     count = int(length_nbytes / unit / width * 1.000001)
