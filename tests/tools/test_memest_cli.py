@@ -291,6 +291,21 @@ def test_compare_s_page_and_picture_have_the_numbers_of_its_json(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("command", [[], ["compare"]])
+def test_a_model_too_large_for_a_machine_without_a_disk_is_told_how_much_would_do(
+    command: list[str], capsys: Any
+) -> None:
+    wide = ["--layers", "24", "--hidden", "2048", "--vocab", "32000", *WORK]
+    hardware = ["--gpu", "RTX 4090", "--ram", "6GiB", "--nvme", "0", "-o", "budget.device=1GiB"]
+    assert run(*command, *wide, *hardware, "--format", "json") == 1
+    value = json.loads(capsys.readouterr().out)
+    if not command:
+        disks = [each["settings"] for each in value["changes"] if "--nvme" in each["settings"]]
+        assert disks
+        (size,) = {each["--nvme"] for each in disks}
+        assert run(*wide, *hardware[:-4], "--nvme", size, *hardware[-2:], "--format", "json") == 0
+
+
 def test_compare_says_nothing_of_one_rank_above_numbers_of_a_node(capsys: Any) -> None:
     assert run("compare", *SMALL, "--gpus", "4", "--format", "json") == 0
     notes = json.loads(capsys.readouterr().out)["notes"]

@@ -38,7 +38,11 @@ from offload.tools.memest.systems.compare import ROUGH, compare
 from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
 from offload.tools.memest.systems.headlines import Finding, findings
 from offload.tools.memest.systems.largest import Largest, largest_of_all
-from offload.tools.memest.systems.memory import GPU_FRAMEWORK_NBYTES, HOST_FRAMEWORK_NBYTES
+from offload.tools.memest.systems.memory import (
+    GPU_FRAMEWORK_NBYTES,
+    HOST_FRAMEWORK_NBYTES,
+    System,
+)
 from offload.tools.memest.systems.shapes import Shape
 from offload.tools.memest.systems.subject import Ranks
 
@@ -81,15 +85,9 @@ def run_max(
     if as_json:
         show_json({"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]})
     else:
-        title = (
-            f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam\n"
-            "shape: layers x width (x experts); bound: what the next larger one does not fit into\n"
-        )
-        notes = [
-            *_taken_aside(profile),
-            *_times(found),
-            *(each.note for each in found if each.note),
-        ]
+        title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam\n"
+        own = (each.note for each in found if each.note)
+        notes = [*_taken_aside(profile), *_how_to_read(found, profile), *own]
         show(Text(title), max_table(found), "", bullets(notes))
 
 
@@ -105,13 +103,14 @@ def _taken_aside(profile: HardwareProfile) -> Iterator[str]:
         yield profile.reserve_note
 
 
-def _times(found: Sequence[Largest]) -> Iterator[str]:
-    """What the seconds per step are of."""
-    if all(each.step_s is None for each in found):
-        yield "no times: speeds are not known of this hardware, or of the network between its ranks"
-        return
-    yield "a step is of a model as large as named, with its activations by formula"
-    yield ROUGH if found[0].step_s else "steps of other systems over several ranks: not known"
+def _how_to_read(found: Sequence[Largest], profile: HardwareProfile) -> Iterator[str]:
+    yield "shape: layers x width (x experts); bound: what the next larger model does not fit into"
+    if not any(each.step_s for each in found):
+        yield "no steps: the speed of this hardware, or of its network, is not known"
+    elif profile.ranks > 1:
+        yield "steps over several GPUs are known of offload alone; tokens are of all ranks"
+    elif any(each.step_s for each in found if each.system is not System.OURS):
+        yield ROUGH
 
 
 def max_table(found: Sequence[Largest]) -> Table:

@@ -15,6 +15,7 @@ from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile, with_ram
+from offload.tools.memest.hardware.read_profile import with_assumed_drive
 from offload.tools.memest.source.stated_sizes import divisors
 
 GIB = 1 << 30
@@ -186,21 +187,34 @@ def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Knob]:
         yield [_bought("--gpu", n, "a GPU with more memory, as fast", _with_gpu) for n in sizes]
     if profile.nvme_nbytes // ranks < _DISK_SIZES[-1]:
         sizes = [n for n in _DISK_SIZES if n > profile.nvme_nbytes]
-        yield [_bought("--nvme", n, "more free disk", _with_disk) for n in sizes]
+        yield [_disk(n) for n in sizes]
 
 
 def _bought(
     option: str, nbytes: int, text: str, change: Callable[[HardwareProfile, int], HardwareProfile]
 ) -> Option:
-    size = format_bytes(nbytes).replace(".0 ", "")
     return Option(
-        {option: size}, text, lambda case: replace(case, profile=change(case.profile, nbytes))
-    )
+        _size_of(option, nbytes), text,
+        lambda case: replace(case, profile=change(case.profile, nbytes)),
+    )  # fmt: skip
+
+
+def _size_of(option: str, nbytes: int) -> Mapping[str, str]:
+    return {option: format_bytes(nbytes).replace(".0 ", "")}
 
 
 def _with_gpu(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
     return replace(profile, gpu_nbytes=nbytes, gpu_free_nbytes=nbytes)
 
 
-def _with_disk(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
-    return replace(profile, nvme_nbytes=nbytes)
+def _disk(nbytes: int) -> Option:
+    """Where there was none, of a drive as fast as is usual."""
+
+    def apply(case: Case) -> Case:
+        speeds = case.speeds
+        if speeds is None or speeds.nvme_read_bytes_per_s:
+            return replace(case, profile=replace(case.profile, nvme_nbytes=nbytes))
+        profile = with_assumed_drive(case.profile, nbytes)
+        return replace(case, profile=profile, speeds=profile.speeds(speeds))
+
+    return Option(_size_of("--nvme", nbytes), "more free disk", apply)

@@ -191,7 +191,7 @@ def _with_drives(profile: HardwareProfile, nvme: str | None, ssd: str | None) ->
     if nvme is not None:
         return _with_nvme(profile, nvme)
     if not profile.here and profile.nvme_nbytes and not profile.ssds:
-        return _with_assumed_drive(profile, profile.nvme_nbytes)
+        return with_assumed_drive(profile, profile.nvme_nbytes)
     return profile
 
 
@@ -214,10 +214,10 @@ def _with_nvme(
         nbytes = read_size(name, option, _LEAST_DISK, _MOST_DISK) * several
     if not nbytes:
         return replace(profile, nvme_nbytes=0, ssds=())
-    return _with_assumed_drive(profile, nbytes)
+    return with_assumed_drive(profile, nbytes)
 
 
-def _with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+def with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
     """A disk of which only the size is known: as fast, and for its size as durable, as a usual one.
 
     This machine's speeds do not say: they hold where it computes, and were not asked for.
