@@ -68,10 +68,10 @@ footer{margin-top:26px;font-size:13px;color:var(--quiet)}
  main{padding:20px 14px 30px}.card{padding:12px 13px}table{font-size:13px}
  th,td{padding-right:8px}
 }
-@media (max-width:400px){.on{display:none}}
+@media (max-width:400px){.on{display:none}td.number{white-space:normal}}
 @media print{
  *{print-color-adjust:exact;-webkit-print-color-adjust:exact}
- main{max-width:none;padding:0}.card,tr{break-inside:avoid}h2,h3{break-after:avoid}
+ body{background:none}main{max-width:none;padding:0}.card,tr{break-inside:avoid}h2,h3{break-after:avoid}
 }
 """
 

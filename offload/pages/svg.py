@@ -29,14 +29,20 @@ def colour_class(meaning: str) -> str:
     return f"c-{meaning.replace(' ', '-')}"
 
 
-def stretch(start: float, stop: float, height: int, meaning: str, label: str, tip: str) -> str:
+def stretch(
+    start: float, stop: float, height: int, meaning: str, label: str, tip: str,
+    room: tuple[float, float] | None = None,
+) -> str:  # fmt: skip
     """A coloured stretch of a bar or lane, with `label` where that is sure to fit at `LEAST_PX`
-    and `tip` when it is pointed at. It lies in an inner <svg>, which clips it."""
+    (into `room`, if not all of it is free) and `tip` when it is pointed at. It lies in an inner
+    <svg>, which clips it."""
     width = max(stop - start - _GAP, 0.0015)
     inside = f'<rect width="100%" height="100%" rx="2" class="{colour_class(meaning)}"/>'
-    if width * LEAST_PX >= len(label) * _LETTER_PX + 8:
+    left, right = room or (start, start + width)
+    if (right - left) * LEAST_PX >= len(label) * _LETTER_PX + 8:
+        middle = percent(((left + right) / 2 - start) / width)
         inside += (
-            f'<text x="50%" y="{height / 2 + 4:g}" text-anchor="middle" '
+            f'<text x="{middle}" y="{height / 2 + 4:g}" text-anchor="middle" '
             f'class="on {colour_class(meaning)}">{escape(label)}</text>'
         )
     return (

@@ -55,7 +55,7 @@ from offload.tools.memest.show.sheet import (
     Sheet,
     Table,
     as_cell,
-    stretches,
+    label_room,
 )
 from tests.tools.estimates import GiB, estimate, memory
 
@@ -150,6 +150,7 @@ def test_what_is_fifty_times_too_large_is_broken_off_and_leaves_the_others_their
 def test_a_place_that_is_not_there_is_drawn_with_what_it_would_hold() -> None:
     (bar,) = bars_of(held(GiB, GiB, capacity=0)).bars
     assert (bar.track, bar.state, bar.pieces[-1].stop) == (0.0, "bad", pytest.approx(1.0))
+    assert bars_of(held(GiB, capacity=0)).ticks == ()  # of what is not there
     (bar,) = bars_of(held(0, capacity=0)).bars
     assert (bar.pieces, bar.state) == ((), "")
 
@@ -161,22 +162,16 @@ def test_one_scale_of_bytes_is_one() -> None:
         assert bar.pieces[-1].stop == pytest.approx(place.peak_nbytes / longest, abs=0.02)
 
 
-def test_a_line_crosses_no_label() -> None:
-    pieces = (Piece("optimizer", "optimizer", "", "", 0.2, 0.8),)
-    bar = Bar("", pieces, track=0.4, mark=True)
-    assert [(a, b, label) for a, b, label, _ in stretches(bar)] == [
-        (0.2, 0.4, ""), (0.4, 0.8, "optimizer"),
-    ]  # fmt: skip
-    without = Bar("", pieces, track=0.4)
-    assert [label for *_, label, _ in stretches(without)] == ["optimizer"]
-    to_the_end = (Piece("optimizer", "optimizer", "", "", 0.2, 1.0),)
-    found = list(stretches(Bar("", to_the_end, track=1 / 3, mark=True, broken=True)))
-    assert [label for *_, label, _ in found] == ["", "optimizer", ""]
-    assert found[1][1] < 0.93
-    ((_, _, label, _),) = stretches(
-        Bar("", (Piece("master", "master", "", "", 0.95, 1.0),), broken=True)
-    )
-    assert label == "master"  # which has no room there
+def test_no_line_and_no_break_cross_a_label() -> None:
+    piece = Piece("optimizer", "optimizer", "", "", 0.2, 0.8)
+    assert label_room(Bar("", (piece,), track=0.4, mark=True), piece) == (0.4, 0.8)
+    assert label_room(Bar("", (piece,), track=0.4), piece) == (0.2, 0.8)
+    piece = Piece("optimizer", "optimizer", "", "", 0.2, 1.0)
+    left, right = label_room(Bar("", (piece,), track=1 / 3, mark=True, broken=True), piece)
+    assert left == 1 / 3
+    assert right < 0.93
+    piece = Piece("master", "master", "", "", 0.95, 1.0)
+    assert label_room(Bar("", (piece,), broken=True), piece) == (0.95, 1.0)  # too short for it
 
 
 @settings(deadline=None)

@@ -46,10 +46,11 @@ def capacity_bars(
     title: str, held: Sequence[Held], about: str = _OF_CAPACITY, *, value: ValueText = used_text
 ) -> Bars:
     """What places hold by class, each against its capacity. `value`: what is said beside a bar."""
-    longest = max((filled(each.place) for each in held), default=1.0)
-    length = min(_MOST_CAPACITIES, max(1.0, longest))
+    there = [filled(each.place) for each in held if each.place.capacity_nbytes]
+    length = min(_MOST_CAPACITIES, max([1.0, *there])) if there else 1.0
     bars = tuple(_of_capacity(each, length, value(each.place)) for each in held)
-    return Bars(title, bars, _capacity_ticks(length), about, _classes(held))
+    marks = _capacity_ticks(length) if there else ()
+    return Bars(title, bars, marks, about, _classes(held))
 
 
 def byte_bars(title: str, held: Sequence[Held]) -> Bars:
@@ -127,9 +128,9 @@ def _of_capacity(held: Held, length: float, value: str) -> Bar:
     place = held.place
     # of a place that is not there, what it would hold fills the drawing
     peak = min(filled(place) / length, 1e6) if place.capacity_nbytes else 1.0
+    track = 1 / length if place.capacity_nbytes else 0.0
     return Bar(
-        held.name, _pieces(place, peak), value,
-        track=1 / length if place.capacity_nbytes else 0.0, mark=length > 1, broken=peak > 1,
+        held.name, _pieces(place, peak), value, track=track, mark=0 < track < 1, broken=peak > 1,
         state="bad" if held.short else "",
     )  # fmt: skip
 

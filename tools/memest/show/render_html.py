@@ -18,7 +18,7 @@ from offload.tools.memest.show.sheet import (
     Sheet,
     Table,
     as_cell,
-    stretches,
+    label_room,
 )
 
 _HEIGHT = 26  # of a bar, in pixels, as `.stack` has it
@@ -101,7 +101,7 @@ def _row(bar: Bar, *, valued: bool) -> str:
 
 def _parts(bar: Bar) -> list[str]:
     track = f'<rect width="{percent(bar.track)}" height="100%" rx="2" fill="var(--track)"/>'
-    parts = [track, *(_stretch(*each) for each in stretches(bar))]
+    parts = [track, *(_piece(each, bar) for each in bar.pieces)]
     if bar.mark:
         parts.append(f'<rect x="{percent(bar.track)}" width="2" height="100%" fill="var(--ink)"/>')
     if bar.broken:
@@ -112,6 +112,6 @@ def _parts(bar: Bar) -> list[str]:
     return parts
 
 
-def _stretch(start: float, stop: float, label: str, piece: Piece) -> str:
-    tip = f"{piece.label}: {piece.value} ({piece.share})"
-    return stretch(start, stop, _HEIGHT, piece.meaning, label, tip)
+def _piece(piece: Piece, bar: Bar) -> str:
+    tip, room = f"{piece.label}: {piece.value} ({piece.share})", label_room(bar, piece)
+    return stretch(piece.start, piece.stop, _HEIGHT, piece.meaning, piece.label, tip, room)

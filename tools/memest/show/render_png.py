@@ -18,10 +18,11 @@ from offload.tools.memest.show.sheet import (
     Figures,
     Heading,
     Lines,
+    Piece,
     Sheet,
     Table,
     as_cell,
-    stretches,
+    label_room,
 )
 
 if TYPE_CHECKING:
@@ -293,11 +294,15 @@ def _bar(page: _Page, bar: Bar, left: float, width: float) -> None:
     theme, top = page.theme, page.top
     middle = top + _BAR / 2
     page.line(bar.name, _MARGIN, _USUAL, middle=middle)
-    ink = getattr(theme, bar.state) if bar.state else ""
-    page.line(bar.value, _MARGIN + _INNER, _USUAL, ink, align="right", middle=middle)
+    colour = getattr(theme, bar.state) if bar.state else ""
+    page.line(bar.value, _MARGIN + _INNER, _USUAL, colour, align="right", middle=middle)
     page.box(left, top, bar.track * width, _BAR, theme.track)
-    for start, stop, label, piece in stretches(bar):
-        _stretch(page, left + start * width, left + stop * width, label, piece.meaning)
+    for piece in bar.pieces:
+        _piece(page, piece, left, width)
+        start, stop = label_room(bar, piece)
+        if (stop - start) * width >= text_width(piece.label, _SMALL) + 0.1:
+            ink, at = ink_on(theme.of[piece.meaning]), left + (start + stop) / 2 * width
+            page.line(piece.label, at, _SMALL, ink, align="center", middle=middle)
     if bar.mark:
         page.box(left + bar.track * width - 0.01, top - 0.02, 0.02, _BAR + 0.04, theme.ink)
     if bar.broken:
@@ -308,14 +313,11 @@ def _bar(page: _Page, bar: Bar, left: float, width: float) -> None:
     page.top += _BAR_LINE
 
 
-def _stretch(page: _Page, start: float, stop: float, label: str, meaning: str) -> None:
-    """Coloured, with its label where that fits."""
-    colour = page.theme.of[meaning]
-    gap = 0.008 if stop - start > 0.03 else 0.0
-    page.box(start, page.top, max(stop - start - gap, 0.008), _BAR, colour)
-    if stop - start >= text_width(label, _SMALL) + 0.1:
-        middle, at = page.top + _BAR / 2, (start + stop) / 2
-        page.line(label, at, _SMALL, ink_on(colour), align="center", middle=middle)
+def _piece(page: _Page, piece: Piece, left: float, width: float) -> None:
+    long = (piece.stop - piece.start) * width
+    gap = 0.008 if long > 0.03 else 0.0
+    colour = page.theme.of[piece.meaning]
+    page.box(left + piece.start * width, page.top, max(long - gap, 0.008), _BAR, colour)
 
 
 def _keys(page: _Page, keys: Sequence[tuple[str, str]]) -> None:

@@ -9,7 +9,6 @@ Positions are fractions of a drawing's width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -125,17 +124,15 @@ class Sheet:
 _BREAK = 0.1  # of a drawing, at its end: where a bar that goes on is broken off
 
 
-def stretches(bar: Bar) -> Iterator[tuple[float, float, str, Piece]]:
-    """Start, end, label and piece of what is to be drawn: a piece is cut at the bar's line and
-    before its break, and has its label on the longest part, so that nothing crosses letters."""
+def label_room(bar: Bar, piece: Piece) -> tuple[float, float]:
+    """Where a piece's label may be: of its parts beside the bar's line and before its break the
+    longest, so that nothing crosses letters."""
     cuts = [bar.track] * bar.mark + [1 - _BREAK] * bar.broken
-    for piece in bar.pieces:
-        edges = [piece.start, *(c for c in cuts if piece.start < c < piece.stop), piece.stop]
-        parts = list(pairwise(edges))
-        whole = parts[:-1] if bar.broken and piece.stop >= 1 and len(parts) > 1 else parts
-        longest = max(whole, key=lambda part: part[1] - part[0])
-        for part in parts:
-            yield *part, piece.label if part == longest else "", piece
+    edges = [piece.start, *(cut for cut in cuts if piece.start < cut < piece.stop), piece.stop]
+    parts = list(pairwise(edges))
+    if bar.broken and piece.stop >= 1 and len(parts) > 1:
+        parts.pop()
+    return max(parts, key=lambda part: part[1] - part[0])
 
 
 def as_cell(cell: str | Cell) -> Cell:
