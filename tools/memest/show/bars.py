@@ -21,6 +21,7 @@ LEAST_WIDTH = 0.004  # of a piece that is there at all: it can be seen, and poin
 _MOST_CAPACITIES = 3.0  # that a drawing is long: what is longer is broken off
 _FEW_TICKS = 3  # so that their texts have room on a narrow page
 _STEP_KEYS = (("compute", "the model computes"), ("waiting", "it waits"))
+_BROKEN = f"a broken bar goes on beyond {_MOST_CAPACITIES:g} capacities"
 _OF_BYTES = "a line is a capacity; one that is not drawn lies beyond the longest bar"
 _LATER = "right of the line is what a step leaves to be done during the next one"
 _OF_CAPACITY = "each bar on the scale of its own place: a full one ends at capacity"
@@ -50,6 +51,8 @@ def capacity_bars(
     length = min(_MOST_CAPACITIES, max([1.0, *there])) if there else 1.0
     bars = tuple(_of_capacity(each, length, value(each.place)) for each in held)
     marks = _capacity_ticks(length) if there else ()
+    if any(bar.broken for bar in bars):
+        about = f"{about}; {_BROKEN}" if about else _BROKEN
     return Bars(title, bars, marks, about, _classes(held))
 
 

@@ -24,6 +24,9 @@ NODE_TITLES = {
 }  # fmt: skip
 
 
+_NO_STEPS = "steps are compared on one GPU (or CPU) whose speed is known; `memest MODEL` has ours"
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What ours needs, and the rows of all systems, ours last."""
@@ -39,7 +42,9 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        notes = (*self.ours.notes, *(note for row in self.rows for note in row.notes))
+        notes = [*self.ours.notes, *(note for row in self.rows for note in row.notes)]
+        if not any(row.step_s for row in self.rows):
+            notes.append(_NO_STEPS)
         return tuple(dict.fromkeys(notes))
 
 
@@ -89,7 +94,7 @@ def to_values(found: Comparison) -> dict[str, Any]:
         }
         for row in found.rows
     ]
-    return {"schema": "memest-compare/1", "systems": systems, "notes": list(found.ours.notes)}
+    return {"schema": "memest-compare/1", "systems": systems, "notes": list(found.notes)}
 
 
 def compare_sheet(found: Comparison) -> Sheet:
