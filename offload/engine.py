@@ -6,9 +6,11 @@ import _thread
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from offload import machine
 from offload.activations import Activations
 from offload.config import OffloadConfig
+from offload.display.progress import progress
 from offload.first_values import FirstValues
 from offload.foreign_optimizers import refuse_foreign_optimizers
 from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
@@ -60,6 +63,10 @@ from offload.zero.values import ParameterValues
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from offload.loggers import AnyLogger
+    from offload.runs.own_run import OwnRun
+    from offload.runs.watch import Watch
+
 _log = logging.getLogger("offload")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -88,7 +95,8 @@ def initialize(
     of the world. A model that is parallel in other ways as well needs it: one that
     `parallelize_module` made (`mesh=mesh["dp"]`), or a stage of a pipeline.
 
-    `run_folder`: a new folder for what was predicted and what came, for `memest check`.
+    `run_folder`: a new folder for what was predicted and what came, for `memest check`; each step
+    adds a row to its metrics.jsonl (see `Engine.watch`).
 
     Raises ConfigError, PathError or BudgetError before anything is allocated.
     """
@@ -103,11 +111,20 @@ def initialize(
         engine = Engine(model, loaded, lazy, parameters=parameters, weights=weights, mesh=mesh)
         try:
             if run is not None:
+                engine.own_run = run
                 run.begin(engine)
         except BaseException:
             engine.close()
             raise
     return engine
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """The last one that an engine has saved, after so many steps."""
+
+    path: Path
+    step: int
 
 
 # DeepSpeed's methods, and what to use instead.
@@ -134,6 +151,10 @@ class Engine:
         self._closed = False
         self._pid = os.getpid()
         self._before_close: list[Callable[[], None]] = []
+        self.made_at = time.perf_counter()
+        self.watching: Watch | None = None
+        self.own_run: OwnRun | None = None
+        self.last_checkpoint: SavedCheckpoint | None = None
         self._run: ParallelRunner
         self._homes: TieredHomes
         self._runtime: Runtime | None = None
@@ -260,11 +281,14 @@ class Engine:
         """Fill every group's states, one group at a time."""
         runtime = self._runtime
         assert runtime is not None, "made just before"
-        for group in runtime.groups:
-            values = _agreed(group, first, self._ranks, self._tensor_parallel)
-            load_group(runtime.optimizer_states[group.index], runtime.own, values)
-            runtime.store.adopt(group)
-            machine.trim_memory()  # the values of one group are freed before the next ones come
+        states = runtime.optimizer_states
+        with progress(first.doing, sum(state.nbytes for state in states)) as came:
+            for group, state in zip(runtime.groups, states, strict=True):
+                values = _agreed(group, first, self._ranks, self._tensor_parallel)
+                load_group(state, runtime.own, values)
+                runtime.store.adopt(group)
+                machine.trim_memory()  # a group's values are freed before the next ones come
+                came(state.nbytes)
         others = [p for p in self.module.parameters() if runtime.group_of(p) is None]
         first.fill_the_rest(others, self.device)
         if self._ranks is not None:
@@ -286,6 +310,7 @@ class Engine:
         """`loss.backward()` in every precision; scales the loss under fp16."""
         with self._open().scaled_backward() as scale:
             (loss if scale == 1.0 else loss * scale).backward()
+        self.note_pass(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` as `backward` scales it, for a `backward()` of your own on the result, or on a sum
@@ -352,7 +377,7 @@ class Engine:
             prefetch_misses=runtime.trace.misses,
             evictions=self._homes.pool.evictions,
             placements={str(c): p.describe() for c, p in self.plan.placements.items()},
-            waits=waits_s([*self._homes.lanes(), *runtime.lanes()]),
+            waits=self.waits(),
         )
 
     def record(self, steps: int = 3) -> Recording:
@@ -373,6 +398,48 @@ class Engine:
                 lane.recorder = recorder
 
         return Recording(steps, homes.held_nbytes, tell)
+
+    def waits(self) -> dict[str, float]:
+        """Those of the report."""
+        return waits_s([*self._homes.lanes(), *self._open().lanes()])
+
+    def watch(
+        self, *, steps: int | None = None, tokens: int | None = None,
+        loggers: Iterable[AnyLogger] = (), show: bool = True, every: int | None = None,
+    ) -> Watch:  # fmt: skip
+        """Show the steps that follow, and give their figures to `loggers` (`offload.loggers`), to
+        the end of what is returned, a context manager, or of the engine. An engine has one watch:
+        the next one ends it.
+
+        `steps` of the whole run, those before it was resumed included, for the time that is left;
+        `tokens` of one step, of all ranks, for tokens per second. What is shown is a panel where
+        standard output is a terminal, else a line on standard error, every `every` steps. Of
+        several ranks the first one shows and logs.
+        """
+        from offload.runs.watch import Watch
+
+        self._open()
+        before, self.watching = self.watching, None
+        if before is not None:
+            before.close()
+        of_folder = () if self.own_run is None else self.own_run.loggers
+        self.watching = Watch(
+            self, steps=steps, tokens=tokens, loggers=loggers, show=show, every=every,
+            of_folder=of_folder,
+        )  # fmt: skip
+        return self.watching
+
+    def note_pass(self, loss: torch.Tensor) -> None:
+        """A backward pass was made of `loss`: who watches adds it to the step's."""
+        if self.watching is not None:
+            self.watching.passed(loss)
+
+    def watch_ended(self, watch: Watch) -> None:
+        """It was closed: a run's folder goes on getting its rows."""
+        if self.watching is watch:
+            self.watching = None
+            if self.own_run is not None:
+                self.own_run.watch()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every tier's books balance."""
@@ -396,6 +463,8 @@ class Engine:
         _refuse_parts("save_checkpoint", self._open())
         self.values.adopt_changes()
         save(self, Path(path))
+        stepper = self._open().stepper
+        self.last_checkpoint = SavedCheckpoint(Path(path), stepper.taken + stepper.skipped)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Take over what `save_checkpoint` wrote. CheckpointError if it does not fit the model."""
@@ -440,12 +509,21 @@ class Engine:
         """
         if self._closed:
             return
-        while self._before_close:
-            self._before_close.pop()()
-        self._closed = True
         if self._pid != os.getpid():  # a forked child: it is the parent's
+            self._closed = True
             self._finalizer.detach()
             return
+        with ExitStack() as last_first:  # each one also where another fails
+            last_first.callback(self._close)
+            for call in self._before_close:
+                last_first.callback(call)
+            self._before_close.clear()
+            watch, self.watching = self.watching, None
+            if watch is not None:
+                last_first.callback(watch.close)
+
+    def _close(self) -> None:
+        self._closed = True
         if self._ranks is not None:
             self._ranks.watch.leave_after_error()  # before anything waits for the others
         if hasattr(self, "_finalizer"):
@@ -469,6 +547,8 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
+        if kind is KeyboardInterrupt and self.watching is not None:
+            self.watching.interrupted()
         try:
             self.close()
         except OffloadError as closing:

@@ -43,6 +43,13 @@ class FirstValues:
             self._initialiser = MetaInitialiser(model, seed, lazy)
             self._initialiser.check(self._files)
 
+    @property
+    def doing(self) -> str:
+        """What takes the time, in words."""
+        if self._files is not None or self._lazy:
+            return "loading weights"
+        return "initialising"
+
     def of(
         self, params: Mapping[ParamSpec, nn.Parameter], tensor_parallel: TensorParallel | None
     ) -> Callable[[ParamSpec], torch.Tensor]:

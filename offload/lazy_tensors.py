@@ -383,6 +383,9 @@ class LazyWeights:
     def __contains__(self, param: object) -> bool:
         return id(param) in self._taken
 
+    def __len__(self) -> int:
+        return len(self._taken)
+
     def get(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Values for a parameter, as precise as the files have them. CheckpointError for a value
         that `dtype` cannot hold."""

@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -59,6 +60,14 @@ class MemoryLimit:
     folder: Path
     limit_nbytes: int
     used_nbytes: int
+
+
+def rank_here() -> int:
+    """This process's number among those that train together; 0 for one alone."""
+    world = sys.modules.get("torch.distributed")  # it is not there before a program imports it
+    if world is not None and world.is_available() and world.is_initialized():
+        return int(world.get_rank())
+    return int(os.environ.get("RANK", "0"))
 
 
 def total_memory_nbytes(root: Path = _ROOT) -> int:
@@ -169,7 +178,8 @@ def trim_memory() -> bool:
 
 def rss_nbytes() -> int:
     """Bytes of RAM this process holds now."""
-    return int(psutil.Process().memory_info().rss)
+    with open("/proc/self/statm", "rb") as file:  # psutil takes three times as long
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def peak_rss_nbytes(root: Path = _ROOT) -> int:

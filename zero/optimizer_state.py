@@ -109,6 +109,11 @@ class OptimizerState:
         self.parts = {part.index: part for part in self.part.trained()}
 
     @property
+    def nbytes(self) -> int:
+        """Of the group's parameters and the optimizer's records, without gradients."""
+        return self.group.state.nbytes + sum(record.nbytes for record in self.records)
+
+    @property
     def in_place(self) -> bool:
         """True if nothing of this group ever moves."""
         states = (self.group.state, self.gradients.state, *self.records)

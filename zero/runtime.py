@@ -123,6 +123,7 @@ class Runtime:
         self._outbox = work.outbox
         self._scaled_backward = False
         self._called = False  # ... for a forward
+        self.on_forward: Callable[[], None] | None = None  # the whole model is about to be called
         self._backward_thread = 0  # the one that gave the last gradient
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
@@ -235,6 +236,8 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
+        if self.on_forward is not None:
+            self.on_forward()
         if not in_backward():  # where a backward that was announced has failed
             self._scaled_backward = False
         if not self._called:

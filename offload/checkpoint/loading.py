@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from offload.checkpoint.manifest import ParameterRecord
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.shards import own_ranges, shifted, whole_state
+from offload.display.progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup
@@ -42,8 +43,8 @@ def load_engine(engine: Engine, path: Path, *, verify: bool = True) -> None:
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
         )
-        with _on_all(runtime.ranks, path):
-            loader.apply()
+        with _on_all(runtime.ranks, path), progress(f"loading {path.name}", loader.nbytes) as came:
+            loader.apply(came)
         runtime.store.unusable = None
 
 
@@ -114,8 +115,14 @@ class _Loader:
         self._access = PieceAccess([*states, *updated])
 
     # ---------------------------------------------------------------- applying
-    def apply(self) -> None:
-        """Load everything, group by group; returns when every byte is home."""
+    @property
+    def nbytes(self) -> int:
+        """Of all states that are to be loaded here."""
+        return sum(state.nbytes for state in self._runtime.optimizer_states)
+
+    def apply(self, came: Callable[[int], None]) -> None:
+        """Load everything, group by group; returns when every byte is home. `came` is told how many
+        have."""
         self._runtime.stepper.forget()
         for group, state in zip(self._runtime.groups, self._runtime.optimizer_states, strict=True):
             self._read_parameters(state)
@@ -125,6 +132,7 @@ class _Loader:
             group.state.settle()
             for record in state.records:
                 record.settle()
+            came(state.nbytes)
         self._read_others()
         self._read_numbers()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from offload.checkpoint.safetensors_file import (
     info_of,
     parse_header,
 )
+from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError, StorageError
 from offload.tiers.units import format_bytes
 
@@ -155,10 +156,12 @@ class CheckpointReader:
         if contents:
             buffer = memoryview(bytearray(_READ_NBYTES))
             by_size = sorted(sound, key=lambda each: -each[1].nbytes)
-            chosen = {name for name, _ in by_size[share]}
-            for name, record in sound:
-                if name in chosen:
-                    yield from self._changed_sections(name, record, buffer)
+            chosen = dict(by_size[share])
+            total = sum(record.nbytes for record in chosen.values())
+            with progress(f"checking {self.path.name}", total) as came:
+                for name, record in sound:
+                    if name in chosen:
+                        yield from self._changed_sections(name, record, buffer, came)
 
     def _size_problem(self, name: str, record: FileRecord) -> str | None:
         path = self.path / name
@@ -174,7 +177,9 @@ class CheckpointReader:
             return f"{path} has {found.st_size} bytes instead of {record.nbytes}"
         return None
 
-    def _changed_sections(self, name: str, record: FileRecord, buffer: memoryview) -> Iterator[str]:
+    def _changed_sections(
+        self, name: str, record: FileRecord, buffer: memoryview, came: Callable[[int], None]
+    ) -> Iterator[str]:
         path, offset = self.path / name, 0
         with storage_errors("reading", path), self._open(name) as fd:
             for section in record.sections:
@@ -184,6 +189,7 @@ class CheckpointReader:
                     read_ahead(fd, offset + start + len(part), _AHEAD_NBYTES)
                     read_all(fd, part, offset + start, path)
                     digest.update(part)
+                    came(len(part))
                 if digest.hexdigest() != section.xxh3:
                     yield (
                         f"{path} is damaged: {section.name} ({format_bytes(section.nbytes)} at "

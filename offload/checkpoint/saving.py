@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from offload.checkpoint.safetensors_file import (
     info_of,
 )
 from offload.checkpoint.shards import Records, ShardReader, Weights
+from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup
 from offload.zero.ranks import Ranks
@@ -56,7 +57,7 @@ def save_engine(engine: Engine, path: Path) -> None:
         return
     saver = _Saver(engine)
     with PendingFolder(path) as folder:
-        saver.write(folder.path)
+        saver.write(folder.path, path.name)
         folder.commit()
 
 
@@ -69,7 +70,7 @@ def _save_together(engine: Engine, path: Path, ranks: Ranks) -> None:
     if saver.writes:
         try:
             with PendingFolder(path) as folder:
-                saver.write(folder.path)
+                saver.write(folder.path, path.name)
                 folder.commit()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
@@ -127,6 +128,7 @@ class _Saver:
         )
         self._parts = self._all_parts()
         self._open: Iterator[Any] = iter(())
+        self._came: Callable[[int], None]
 
     @property
     def writes(self) -> bool:
@@ -166,20 +168,22 @@ class _Saver:
             optimizer=f"{OPTIMIZER}/{file}" if group.layout.numel_trainable else None,
         )
 
-    def write(self, folder: Path) -> None:
-        """Every file, the manifest last."""
-        check_room(folder, self._nbytes())
+    def write(self, folder: Path, name: str) -> None:
+        """Every file, the manifest last; `name` is shown meanwhile."""
+        nbytes = self._nbytes()
+        check_room(folder, nbytes)
         with storage_errors("creating", folder):
             (folder / PARAMETERS).mkdir()
             (folder / OPTIMIZER).mkdir()
-        for group, record in zip(self._runtime.groups, self._groups, strict=True):
-            weights = self._take()
-            self._write_parameters(folder, group, record, weights)
-            if record.optimizer is not None:
-                self._write_optimizer(folder, group, record.optimizer, self._take())
-            for _ in self._take():
-                pass
-        self._write_others(folder)
+        with progress(f"saving {name}", nbytes) as self._came:
+            for group, record in zip(self._runtime.groups, self._groups, strict=True):
+                weights = self._take()
+                self._write_parameters(folder, group, record, weights)
+                if record.optimizer is not None:
+                    self._write_optimizer(folder, group, record.optimizer, self._take())
+                for _ in self._take():
+                    pass
+            self._write_others(folder)
         manifest = self._manifest.model_copy(update={"files": self._files})
         _write_text(folder / MANIFEST, manifest.to_json())
 
@@ -220,6 +224,7 @@ class _Saver:
                 for _, here, _ in overlaps(group.layout.params, elements):
                     part = raw[here.start * itemsize : here.stop * itemsize]
                     file.append("tensors", part.numpy().data)
+                self._came(raw.nbytes)
                 del raw
             self._files[record.parameters] = file.finish()
 
@@ -235,6 +240,7 @@ class _Saver:
                     for field in sections:
                         part = arrays[field][spans[field]].view(np.uint8)
                         file.append(field, part.data)
+                        self._came(part.nbytes)
                 arrays.clear()
             self._files[name] = file.finish()
 

@@ -10,6 +10,7 @@ import torch
 from offload.checkpoint import model
 from offload.checkpoint.pieces import PieceAccess, overlaps
 from offload.checkpoint.shards import ShardReader, whole_state
+from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError
 from offload.zero.layout import ParamSpec
 
@@ -33,14 +34,18 @@ def stream_weights(engine: Engine, take: Take) -> None:
     """
     ranks = engine.runtime.ranks
     error: Exception | None = None
-    for part in _parts(engine):
-        if error is None:
-            try:
-                take(*part)
-            except Exception as failure:
-                if ranks is None:
-                    raise
-                error = failure  # the others send all they have before they hear of it
+    itemsize = engine.runtime.own.nbytes
+    nbytes = itemsize * sum(spec.numel for g in engine.runtime.groups for spec in g.layout.params)
+    with progress("saving weights", nbytes) as came:
+        for part in _parts(engine):
+            if error is None:
+                try:
+                    take(*part)
+                except Exception as failure:
+                    if ranks is None:
+                        raise
+                    error = failure  # the others send all they have before they hear of it
+            came(len(part[1]) * itemsize)
     if ranks is None:
         return
     told = ranks.all_succeeded(error)

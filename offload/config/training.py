@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -254,6 +254,14 @@ class TrainConfig(Section):
         description="Steps between checkpoints; 0: none.",
         examples=[100],
         json_schema_extra=about(unit="steps"),
+    )
+    loggers: Annotated[tuple[Literal["csv", "tensorboard", "wandb"], ...], Field(strict=False)] = (
+        Field(
+            (),
+            description="Where figures of each step go beside the run folder's metrics.jsonl: "
+            "metrics.csv or tensorboard/ in that folder, or Weights & Biases.",
+            examples=[["csv", "tensorboard"]],
+        )
     )
     compare_plain: bool = Field(
         False,

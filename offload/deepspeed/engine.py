@@ -141,6 +141,7 @@ class EngineModule(nn.Module):
         finally:
             self._in_backward = False
         self._passes_seen += 1
+        self.offload.note_pass(divided)
         return divided
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from offload.checkpoint.model_files import INDEX, SINGLE, weight_files
+from offload.display.progress import progress
 from offload.integrations.pretrained import built
 from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.tiers.errors import CheckpointError
@@ -39,10 +40,12 @@ def load_weights(engine: Engine, folder: Path) -> None:
     if _missing(needed, found) and isinstance(model, PreTrainedModel):
         found = _converted(model, folder, found)
     _check(folder, needed, found)
-    for name, tensor in found.items():
-        if name in wanted:
+    read = {name: tensor for name, tensor in found.items() if name in wanted}
+    with progress("loading weights", sum(wanted[name].nbytes for name in read)) as came:
+        for name, tensor in read.items():
             with engine.gathered(wanted[name]):
                 _fill(wanted[name], tensor)
+            came(wanted[name].nbytes)
 
 
 def _tensors(folder: Path) -> dict[str, LazyTensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < _LEAST:
 
 from offload.integrations.pretrained_load import load_weights  # noqa: E402
 from offload.integrations.pretrained_save import StreamedSave  # noqa: E402
+from offload.integrations.trainer_watch import WatchCallback as WatchCallback  # noqa: E402
 
 STATES = "offload"  # the folder of the engine's states in a checkpoint of Trainer's
 _SCHEDULER = "scheduler.pt"
@@ -236,7 +238,20 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         clip = self._settled(engine.module).clip_grad_norm
         by_engine = engine.config.clip_grad_norm is not None
         self._max_norm = math.inf if by_engine or clip is None else clip
-        return super()._inner_training_loop(*args, **kwargs)
+        found = self.callback_handler.callbacks
+        watches = [each for each in found if isinstance(each, WatchCallback)]
+        if watches:  # a terminal has one bar
+            self.remove_callback(transformers.ProgressCallback)
+        with ExitStack() as last:
+            for each in watches:
+                last.callback(each.end)
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)
+        if self.engine.runtime.loss_scale is None:  # else `engine.backward` has noted it
+            self.engine.note_pass(loss)
+        return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         _ = self.engine
@@ -248,6 +263,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self._max_norm)
+        if self.engine.watching is not None:
+            self.engine.watching.log(gradient_norm=norm)
         return norm
 
     # ---------------------------------------------------------------- files

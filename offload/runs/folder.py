@@ -2,6 +2,7 @@
 
 config.resolved.yaml     what ran, every default filled in
 metrics.jsonl            one line per step
+metrics.csv, tensorboard, wandb    the same, where train.loggers asks for it
 plain.jsonl              the same of plain PyTorch, where train.compare_plain asks for it
 prediction.json          what memory and a step were expected to take
 measured.json            what they took, when the run has ended
@@ -15,8 +16,9 @@ from __future__ import annotations
 import base64
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,8 +27,8 @@ from typing import Any
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
+from offload.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
-from offload.runs.loggers import Logger, loggers_of
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
 
@@ -70,6 +72,7 @@ class RunFolder:
         self.plain_metrics = MetricsFile(path / "plain.jsonl")
         self.plot = path / "loss_and_tiers.png"
         self._lock: OpenFolder | None = None
+        self._config: dict[str, Any] = {}
 
     @classmethod
     def new(cls, path: Path) -> RunFolder:
@@ -119,6 +122,7 @@ class RunFolder:
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""
+        self._config = config.to_dict()
         write_whole(self.path / "config.resolved.yaml", config.resolved().to_yaml())
 
     def write_prediction(self, prediction: Prediction) -> None:
@@ -130,10 +134,27 @@ class RunFolder:
         """Write measured.json."""
         write_whole(self.path / MEASURED, measured.to_json())
 
-    def loggers(self, steps_done: int) -> list[Logger]:
-        """The loggers of the steps that follow; metrics.jsonl keeps the first `steps_done`."""
+    def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
+        """The loggers of the steps that follow, metrics.jsonl first: of an earlier run each keeps
+        the first `steps_done`. `names`: of train.loggers. ConfigError where a library is missing.
+        """
         self.metrics.begin(steps_done)
-        return loggers_of(self)
+        return [self.metrics, *(self._logger(name, steps_done) for name in dict.fromkeys(names))]
+
+    def _logger(self, name: str, steps_done: int) -> Logger:
+        if name == "csv":
+            table = CSVLogger(self.path / "metrics.csv")
+            table.keep(steps_done)
+            return table
+        if name == "tensorboard":
+            return TensorBoardLogger(self.path / "tensorboard", purge_step=steps_done + 1)
+        kept = self.path / "wandb-run-id"  # one run there, however often it is resumed
+        if not kept.exists():
+            write_whole(kept, f"{secrets.token_hex(4)}\n")
+        return WandbLogger(
+            id=kept.read_text().strip(), name=self.path.name, dir=str(self.path), resume="allow",
+            config=self._config,
+        )  # fmt: skip
 
     def checkpoint_path(self, step: int) -> Path:
         """Of the engine's checkpoint of `step`."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from offload.swap.line_file import LineFile
+from offload.loggers import JSONLinesLogger
 from offload.tiers.errors import PathError
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Tiers: bytes held after it. Moved: bytes since the start."""
+    """One optimizer step. Tiers: bytes held after it. Moved, waits: bytes by link, and seconds that
+    the model's thread has waited by cause, since the start. nan, in a row: not known."""
 
     step: int  # 1-based: steps done
     loss: float
@@ -29,36 +29,29 @@ class StepMetrics:
     tiers: dict[str, int]
     moved: dict[str, int]
     validation_loss: float | None = None
+    waits: dict[str, float] = field(default_factory=dict)
+    elapsed_seconds: float = 0.0  # from the beginning of the run to the end of the step
+    figures: dict[str, float] = field(default_factory=dict)  # of the user's own, by name
 
     def values(self) -> dict[str, Any]:
         """The figures that a logger gets beside the step."""
-        values = asdict(self)
-        del values["step"]
-        return values
+        return {name: getattr(self, name) for name in _NAMES}
 
     @classmethod
     def from_json(cls, line: str) -> StepMetrics:
-        """A line of a `MetricsFile`."""
-        values = json.loads(line)
-        if values["loss"] is None:
-            values["loss"] = math.nan
+        """A line of a `MetricsFile`; of another version, what this one knows."""
+        values = {k: v for k, v in json.loads(line).items() if k == "step" or k in _NAMES}
+        for name in ("loss", "lr", "tokens_per_second"):
+            if values[name] is None:
+                values[name] = math.nan
         return cls(**values)
 
 
-class MetricsFile:
-    """A logger that writes a line of JSON per step, beside the steps that follow."""
+_NAMES = tuple(each.name for each in fields(StepMetrics) if each.name != "step")
 
-    def __init__(self, path: Path) -> None:
-        """Nothing is written before `log` or `begin`."""
-        self.path = path
-        self._lines: LineFile | None = None
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Values that are not finite become null, since JSON has no NaN."""
-        if self._lines is None:
-            self._lines = LineFile(self.path)
-        finite = {name: _finite(value) for name, value in values.items()}
-        self._lines.append(json.dumps({"step": step, **finite}))
+class MetricsFile(JSONLinesLogger):
+    """The rows of a run's folder."""
 
     def begin(self, steps_done: int) -> None:
         """Keep the first `steps_done` steps of an earlier run, and no others."""
@@ -74,17 +67,6 @@ class MetricsFile:
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         return [line for line in lines if line.endswith("}")]
 
-    def flush(self) -> None:
-        """Wait until all steps are in the file."""
-        if self._lines is not None:
-            self._lines.flush()
-
-    def close(self) -> None:
-        """As `flush`, and end the thread that writes."""
-        lines, self._lines = self._lines, None
-        if lines is not None:
-            lines.close()
-
 
 def write_whole(path: Path, text: str) -> None:
     """Replace the file by `text`, durably: a reader finds the old text or the new. PathError."""
@@ -98,7 +80,3 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise PathError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,37 +1,36 @@
 """The run folder of a user's own loop: what `memest check` needs, kept by the engine.
 
 `offload.initialize(model, config, run_folder="runs/mine")` predicts the run before anything is
-allocated; from then on every optimizer step adds a line to metrics.jsonl, and closing the engine
-writes measured.json. The files are those of `offload train` (`run_folder.py`).
+allocated; from then on every optimizer step adds a line to metrics.jsonl, also while
+`engine.watch` shows it, and closing the engine writes measured.json. The files are those of
+`offload train` (`folder.py`).
 """
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 
 from offload.config import OffloadConfig
 from offload.homes import compute_device, this_machine
-from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.loggers import Logger, Values
+from offload.machine import peak_rss_nbytes, rank_here
 from offload.planning.activations.facts import NOTHING
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import make_plan, resolved_config
-from offload.planning.choice.run_check import Measured, Prediction, usual_step_s
+from offload.planning.choice.run_check import Measured, Prediction, StepTimes
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder
 from offload.runs.forecast import forecast_of
-from offload.runs.metrics import StepMetrics
-from offload.runs.world import FollowersFolder, rank_here
+from offload.runs.watch import Watch
+from offload.runs.world import FollowersFolder
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.tiers.tier import Tier
 from offload.zero.discovery import discover
 
 if TYPE_CHECKING:
@@ -49,8 +48,7 @@ class OwnRun:
                 f"run_folder: {path} already holds a run; name another folder, or remove it"
             )
         self._prediction = predicted(model, config)
-        self._seconds: list[float] = []
-        self._last = 0.0
+        self._times = StepTimes()
 
     def begin(self, engine: Engine) -> None:
         """Steps are about to be taken."""
@@ -58,32 +56,27 @@ class OwnRun:
         self._folder.make()
         self._folder.write_config(engine.config)
         self._folder.write_prediction(self._prediction)
-        self._loggers = self._folder.loggers(0)
-        self._last = time.perf_counter()
-        engine.optimizer.register_step_post_hook(self._saw)
+        self.loggers: list[Logger] = [*self._folder.loggers(0), self]
         engine.before_close(self._end)
+        self.watch()
 
-    def _saw(self, *args: Any) -> None:
-        now = time.perf_counter()
-        self._seconds.append(now - self._last)
-        self._last = now
-        report = self._engine.report()
-        metrics = StepMetrics(
-            step=len(self._seconds), loss=math.nan, lr=math.nan, seconds=self._seconds[-1],
-            tokens_per_second=math.nan, gradient_norm=report.gradient_norm,
-            skipped_steps=report.skipped_steps, rss_nbytes=rss_nbytes(),
-            tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
-            moved=dict(report.bytes_moved),
-        )  # fmt: skip
-        for logger in self._loggers:
-            logger.log(metrics.values(), metrics.step)
+    def watch(self) -> None:
+        """Log to the folder while nobody else watches the engine."""
+        self._engine.watching = Watch(
+            self._engine, show=False, of_folder=self.loggers, waits_for_log=False
+        )
+
+    def log(self, values: Values, step: int) -> None:
+        """A step has been taken."""
+        self._times.note(values["seconds"])
 
     def _end(self) -> None:
         try:
-            if self._seconds:
+            if self._times.count:
                 peaks = {n: tier.peak_nbytes for n, tier in self._engine.report().tiers.items()}
-                usual = usual_step_s(self._seconds)
-                measured = Measured(peaks, peak_rss_nbytes(), usual, len(self._seconds))
+                measured = Measured(
+                    peaks, peak_rss_nbytes(), self._times.usual_s, self._times.count
+                )
                 self._folder.write_measured(measured)
         finally:
             self._folder.close()

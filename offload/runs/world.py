@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,9 @@ from offload.runs.folder import LoopState, RunFolder
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
+    from offload.loggers import Logger
     from offload.planning.choice.run_check import Measured, Prediction
-    from offload.runs.loggers import Logger
     from offload.zero.sharding import Sharding
-
-
-def rank_here() -> int:
-    """This process's number among those that `torchrun` has started; 0 for one alone."""
-    return int(os.environ.get("RANK", "0"))
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class FollowersFolder(RunFolder):
     def write_measured(self, measured: Measured) -> None:
         """The first rank does."""
 
-    def loggers(self, steps_done: int) -> list[Logger]:
+    def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
         """The first rank has them."""
         return []
 

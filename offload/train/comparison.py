@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from rich.table import Table
 
 from offload.child import Child
 from offload.config import OffloadConfig
+from offload.display.panel import Run
 from offload.runs.metrics import MetricsFile, StepMetrics
 from offload.tiers.units import format_bytes
-from offload.train.display import make_display
+from offload.train.display import display_on
 from offload.train.summary import MemoryUse
 
 PROGRAM = "offload.train.plain:train"
@@ -54,7 +56,8 @@ def run_plain(config: OffloadConfig, file: MetricsFile, console: Console) -> Pro
     steps = config.train.steps
     rows = []
     file.begin(0)
-    with tempfile.TemporaryDirectory() as folder, make_display(console, 0, steps) as display:
+    display = display_on(console, Run(0, steps))
+    with tempfile.TemporaryDirectory() as folder, closing(display):
         child = Child("plain PyTorch", PROGRAM, {"config": config.to_dict()}, Path(folder))
         try:
             for _ in range(steps):

@@ -1,17 +1,22 @@
-"""Ctrl-C that cannot get lost.
+"""Ctrl-C that cannot get lost, and that ends a step before it ends the run.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be. In a finaliser or a callback
-from C it is printed or dropped, and the run would go on in spite of the Ctrl-C.
+from C it is printed or dropped, and the run would go on in spite of the Ctrl-C. Amid a step a part
+of the weights may have been updated, so that nothing could be saved.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_AGAIN_S = 1.0  # torchrun passes on to its workers a Ctrl-C that they have got already
 
 
 class Interrupts:
@@ -19,16 +24,33 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.seen = False
+        self._seen_at = 0.0
+        self._putting_off: str | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        self.seen = True
-        raise KeyboardInterrupt
+        now = time.monotonic()
+        if self._putting_off is None or (self.seen and now - self._seen_at >= _AGAIN_S):
+            self.seen = True
+            raise KeyboardInterrupt
+        if not self.seen:
+            self.seen, self._seen_at = True, now
+            if self._putting_off:  # `print` may be what was interrupted
+                os.write(2, f"\r{self._putting_off}\n".encode())
 
     def check(self) -> None:
         """Raise the KeyboardInterrupt that was lost, if one was."""
         if self.seen:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def put_off(self, message: str) -> Iterator[None]:
+        """Inside, the first one is noted, and `message` written; another one, later, raises."""
+        self._putting_off = message
+        try:
+            yield
+        finally:
+            self._putting_off = None
 
 
 @contextmanager

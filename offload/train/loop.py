@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +19,10 @@ from torch import nn
 
 from offload.child import ChildFailed
 from offload.config import OffloadConfig
+from offload.display.panel import LossWarning, Run
 from offload.gpt import LanguageModel, build_meta_model, generate, parameter_count
 from offload.homes import compute_device
+from offload.loggers import Logger, check_names, closing_all
 from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.planning.machine.preflight import activations_beyond
 from offload.runs.folder import (
@@ -42,7 +45,7 @@ from offload.train.comparison import (
     comparison_table,
     run_plain,
 )
-from offload.train.display import LossWarning, make_display
+from offload.train.display import display_on
 from offload.train.interrupts import Interrupts, noted_interrupts
 from offload.train.plot import plot_available, write_plot
 from offload.train.prediction_watch import PredictionWatch
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload")
 
+_PUT_OFF = "Ctrl-C: this step ends and is saved; again: it stops at once, nothing is saved"
 _NOISE_LENGTH = 40  # bytes of the sample before training
 
 Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
@@ -84,13 +88,17 @@ def run(
     resume: bool = False,
     console: Console | None = None,
     initialize: Initialize | None = None,
+    resume_with: str = "",
 ) -> RunResult:
     """Train as `config.train` says and leave everything in `folder`.
 
-    Blocks until done. The engine is closed however it ends. The folder is made once the engine has
-    accepted the configuration: one that cannot run leaves nothing behind.
+    Blocks until done. A Ctrl-C amid the steps ends the one that is under way, saves, says that
+    `resume_with` is the command that goes on, and raises KeyboardInterrupt. The engine is closed
+    however it ends. The folder is made once the engine has accepted the configuration: one that
+    cannot run leaves nothing behind.
     """
     config = config.owning_the_loop()
+    check_names(config.train.loggers)
     with World.joined(config, compute_device(config)) as world:
         if not world.is_first:
             console = Console(quiet=True)
@@ -100,14 +108,16 @@ def run(
             world.tell(str(folder.path.absolute()))
         console = console or Console(highlight=False)
         try:
-            return _run(config, folder, world, console, initialize, resume=resume)
+            return _run(
+                config, folder, world, console, initialize, resume=resume, resume_with=resume_with
+            )
         finally:
             folder.close()
 
 
 def _run(
     config: OffloadConfig, folder: RunFolder, world: World, console: Console,
-    initialize: Initialize | None, *, resume: bool,
+    initialize: Initialize | None, *, resume: bool, resume_with: str,
 ) -> RunResult:  # fmt: skip
     batches = Batches.of(config, world.rank, world.size)
     checkpoint = folder.latest_checkpoint() if resume else None
@@ -132,7 +142,7 @@ def _run(
         console.print(f"run folder: {folder.path}", soft_wrap=True)
         trainer = Trainer(
             config, folder, console, model, engine, batches, world, baseline, parameters,
-            interrupts, watch,
+            interrupts, watch, resume_with,
         )  # fmt: skip
         if checkpoint is not None:
             trainer.restore(*checkpoint)
@@ -162,7 +172,7 @@ class Trainer:
     def __init__(
         self, config: OffloadConfig, folder: RunFolder, console: Console, model: LanguageModel,
         engine: Engine, batches: Batches, world: World, baseline_nbytes: int, parameters: int,
-        interrupts: Interrupts, watch: PredictionWatch,
+        interrupts: Interrupts, watch: PredictionWatch, resume_with: str,
     ) -> None:  # fmt: skip
         self._config = config
         self._train = config.train
@@ -178,39 +188,73 @@ class Trainer:
         self._rows: list[StepMetrics] = []  # of this run, without what was resumed
         self._interrupts = interrupts
         self._watch = watch
+        self._resume_with = resume_with
         self._resumed = False
+        self._saved_step = 0  # of the last checkpoint
+        self._began = time.perf_counter()
 
     def restore(self, path: Path, state: LoopState) -> None:
         """Go on from a checkpoint: weights, states, step and generator."""
         self._engine.load_checkpoint(path)
         torch.set_rng_state(torch.frombuffer(bytearray(state.rng_state), dtype=torch.uint8))
-        self._steps_done = state.step
+        self._steps_done = self._saved_step = state.step
         self._resumed = True
         self._console.print(f"resumed after step {state.step} from {path}", soft_wrap=True)
 
     def train(self) -> RunResult:
         """All remaining steps, with the samples, files and tables around them."""
         start, steps = self._steps_done, self._train.steps
-        loggers = self._folder.loggers(start)
+        loggers = self._folder.loggers(start, self._train.loggers)
         if start < steps:
             self._watch.begin()
         else:
             self._console.print(
                 f"nothing to do: {start} of {steps} steps are done; raise train.steps to go on"
             )
-        if start == 0:
-            self._sample("before")
-        with make_display(self._console, start, steps) as display:
-            loggers += [display, LossWarning(self._console), self._watch]
-            for step in range(start, steps):
-                self._interrupts.check()
-                metrics = self._step(step)
-                self._rows.append(metrics)
-                for logger in loggers:
-                    logger.log(metrics.values(), metrics.step)
-                self._checkpoint_if_due()
+        with closing_all(loggers):
+            if start == 0:
+                self._sample("before")
+            self._interrupts.check()
+            try:
+                self._train_steps(loggers, start)
+            except KeyboardInterrupt:
+                self._say_interrupted()
+                raise
         self._sample("after")
         return self._finish()
+
+    def _train_steps(self, loggers: list[Logger], start: int) -> None:
+        """KeyboardInterrupt after a Ctrl-C, with a checkpoint of the last step; of a second one at
+        once."""
+        tiers = self._engine.report().tiers
+        budgets = {name: tier.budget_nbytes for name, tier in tiers.items()}
+        display = display_on(self._console, Run(start, self._train.steps, budgets))
+        warning = LossWarning(self._warn)
+        self._began = time.perf_counter()
+        with closing(display), self._interrupts.put_off(_PUT_OFF if self._world.is_first else ""):
+            for step in range(start, self._train.steps):
+                metrics = self._step(step)
+                self._rows.append(metrics)
+                for logger in (*loggers, display, warning, self._watch):
+                    logger.log(metrics.values(), metrics.step)
+                stops = bool(self._world.greatest(self._interrupts.seen))
+                self._checkpoint_if_due(now=stops)
+                if stops:
+                    raise KeyboardInterrupt
+
+    def _say_interrupted(self) -> None:
+        done, steps, saved = self._steps_done, self._train.steps, self._saved_step
+        text = f"interrupted after step {done} of {steps}; "
+        if saved:
+            text += "" if saved == done else f"step {done} is not saved; "
+            text += f"the checkpoint of step {saved} is in {self._folder.checkpoint_path(saved)}"
+            text += f". To go on from there:\n  {self._resume_with}"
+        else:
+            text += "nothing was saved"
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def _warn(self, text: str) -> None:
+        self._console.print(f"warning: {text}", style="yellow")
 
     def _step(self, step: int) -> StepMetrics:
         began = time.perf_counter()
@@ -237,6 +281,7 @@ class Trainer:
 
     def _measure(self, loss: float, lr: float, seconds: float) -> StepMetrics:
         report, world = self._engine.report(), self._world
+        elapsed = time.perf_counter() - self._began
         tokens = self._train.batch * self._train.sequence * world.size
         tokens *= self._config.gradient_accumulation_steps
         loss, seconds = world.mean(loss), world.greatest(seconds)
@@ -251,6 +296,8 @@ class Trainer:
             rss_nbytes=int(world.greatest(rss_nbytes())),
             tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
             moved=dict(report.bytes_moved),
+            waits=dict(report.waits),
+            elapsed_seconds=elapsed,
             validation_loss=self._validation_loss_if_due(),
         )
 
@@ -267,14 +314,15 @@ class Trainer:
             ]
         return sum(losses) / len(losses)
 
-    def _checkpoint_if_due(self) -> None:
+    def _checkpoint_if_due(self, *, now: bool) -> None:
         every = self._train.checkpoint_every
-        if not every or self._steps_done % every:
+        if not (now or (every and not self._steps_done % every)):
             return
         path = self._folder.prepare_checkpoint(self._steps_done)
         self._engine.save_checkpoint(path)
         rng = torch.get_rng_state().numpy().tobytes()
         self._folder.commit_checkpoint(LoopState(self._steps_done, rng, self._config.to_dict()))
+        self._saved_step = self._steps_done
 
     def _sample(self, when: str) -> None:
         sample = self._train.sample

@@ -140,8 +140,9 @@ def train(options: Mapping[str, Any], parent: Parent) -> None:
     baseline_nbytes = rss_nbytes()
     batches = Batches.of(config)
     plain = Plain(config, batches.device)
+    began = time.perf_counter()
     for step in range(config.train.steps):
-        metrics = _step(config, plain, batches, step)
+        metrics = _step(config, plain, batches, step, began)
         parent.answer({"step": metrics.step, **metrics.values()})
     parent.answer(
         {
@@ -151,17 +152,20 @@ def train(options: Mapping[str, Any], parent: Parent) -> None:
     )  # fmt: skip
 
 
-def _step(config: OffloadConfig, plain: Plain, batches: Batches, step: int) -> StepMetrics:
+def _step(
+    config: OffloadConfig, plain: Plain, batches: Batches, step: int, run_began: float
+) -> StepMetrics:
     began = time.perf_counter()
     lr = config.optimizer.lr * lr_factor(config.train.schedule, step, config.train.steps)
     for group in plain.optimizer.param_groups:
         group["lr"] = lr
     passes = config.gradient_accumulation_steps
     times = plain.step([batches.train_at(step, micro_step) for micro_step in range(passes)])
-    seconds = time.perf_counter() - began
+    ended = time.perf_counter()
+    seconds = ended - began
     tokens = config.train.batch * config.train.sequence * passes
     return StepMetrics(
         step=step + 1, loss=times.loss, lr=lr, seconds=seconds, tokens_per_second=tokens / seconds,
         gradient_norm=plain.gradient_norm, skipped_steps=0, rss_nbytes=rss_nbytes(),
-        tiers={}, moved={},
+        tiers={}, moved={}, elapsed_seconds=ended - run_began,
     )  # fmt: skip

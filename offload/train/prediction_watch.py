@@ -17,8 +17,8 @@ from offload.planning.choice.run_check import (
     SETTLING_STEPS,
     Measured,
     Prediction,
+    StepTimes,
     compare,
-    usual_step_s,
 )
 from offload.runs.folder import RunFolder
 
@@ -44,7 +44,7 @@ class PredictionWatch:
         self._engine = engine
         self._steps = steps
         self._prediction: Prediction | None = None
-        self._seconds: list[float] = []
+        self._times = StepTimes()
         if found is not None:
             self._prediction = found.prediction()
 
@@ -55,14 +55,14 @@ class PredictionWatch:
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Print the line once enough steps have been taken, or at the last one."""
-        self._seconds.append(values["seconds"])
-        few = len(self._seconds) < _STEPS
-        if len(self._seconds) == _STEPS or (step == self._steps and few):
+        self._times.note(values["seconds"])
+        few = self._times.count < _STEPS
+        if self._times.count == _STEPS or (step == self._steps and few):
             self._say(self._engine.report())
 
     def ended(self, report: Report) -> None:
         """No step comes any more: write measured.json, unless none was taken."""
-        if self._seconds:
+        if self._times.count:
             self._folder.write_measured(self._measured(report.tiers))
 
     def _say(self, report: Report) -> None:
@@ -77,4 +77,4 @@ class PredictionWatch:
 
     def _measured(self, tiers: Mapping[str, TierReport]) -> Measured:
         peaks = {name: tier.peak_nbytes for name, tier in tiers.items()}
-        return Measured(peaks, peak_rss_nbytes(), usual_step_s(self._seconds), len(self._seconds))
+        return Measured(peaks, peak_rss_nbytes(), self._times.usual_s, self._times.count)

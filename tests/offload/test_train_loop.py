@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
-from collections.abc import Callable, Mapping
+import signal
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,11 +19,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import offload
+from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, PathError
 from offload.runs.folder import LoopState, RunFolder, check_same_run, default_path
-from offload.runs.loggers import loggers_of
 from offload.train.loop import RunResult, readable, run
 from offload.train.schedule import lr_factor
 from offload.train.summary import plain_state_nbytes
@@ -42,6 +46,7 @@ class PlainReport:
     bytes_moved: dict[str, int] = field(default_factory=lambda: {"nvme read": 5, "nvme write": 0})
     skipped_steps: int = 0
     gradient_norm: float | None = 1.5
+    waits: dict[str, float] = field(default_factory=lambda: {"nvme": 0.5})
 
 
 class PlainEngine:
@@ -192,7 +197,7 @@ def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
 
         def report(self) -> PlainReport:
             StoppingEngine.steps += 1
-            if StoppingEngine.steps == 6:
+            if StoppingEngine.steps == 7:  # the first is asked before any step
                 raise Stopped
             return super().report()
 
@@ -204,22 +209,107 @@ def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_every_logger_is_told_of_every_step(
+def test_every_logger_is_told_of_every_step(make_config: Any, tmp_path: Path) -> None:
+    config = make_config({"loggers": ["csv"], "checkpoint_every": 2})
+    run_quietly(config, tmp_path / "run")
+    table = tmp_path / "run/metrics.csv"
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == losses(tmp_path / "run")
+    assert [row["step"] for row in rows] == list("123456")
+    assert {(row["waits/nvme"], row["moved/nvme read"]) for row in rows} == {("0.5", "5")}
+    whole = table.read_text()
+    table.write_text(whole[:-5])  # a crash amid the last row
+    (tmp_path / "run/checkpoints/step-00000006.json").unlink()
+    run_quietly(config, tmp_path / "run", resume=True)
+    with table.open() as file:
+        again = list(csv.DictReader(file))
+    for name in ("step", "loss", "lr"):
+        assert [row[name] for row in again] == [row[name] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_logger_without_its_library_is_refused_before_anything_is_made(
+    name: str, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=f"train.loggers: {name} needs .*pip install {name}"):
+        run_quietly(make_config({"loggers": [name]}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class Pressing(PlainEngine):
+    """Ctrl-C comes amid the third step."""
+
+    again: float | None = None  # seconds after which another one comes
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.passes = getattr(self, "passes", 0) + 1
+        if self.passes == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # torchrun passes it on
+        if self.passes == 3 and self.again is not None:
+            time.sleep(self.again)
+            signal.raise_signal(signal.SIGINT)
+
+
+def interrupted(config: OffloadConfig, path: Path, engine: Any) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            config, RunFolder.new(path), console=console, initialize=engine,
+            resume_with="offload train file.yaml --run-dir RUN --resume",
+        )  # fmt: skip
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_an_interrupt_ends_the_step_saves_and_says_how_to_go_on(
+    make_config: Any, tmp_path: Path, capfd: Any
+) -> None:
+    config = make_config()
+    run_quietly(config, tmp_path / "whole")
+    output = interrupted(config, tmp_path / "cut", Pressing)
+    assert "interrupted after step 3 of 6; the checkpoint of step 3 is in " in output
+    assert output.endswith(":\n  offload train file.yaml --run-dir RUN --resume\n")
+    assert capfd.readouterr().err.count("Ctrl-C: this step ends and is saved") == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run_quietly(config, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_a_second_interrupt_stops_at_once_and_saves_nothing(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, float]] = []
+    monkeypatch.setattr("offload.train.interrupts._AGAIN_S", 0.01)
+    monkeypatch.setattr(Pressing, "again", 0.02)
+    output = interrupted(make_config(), tmp_path / "none", Pressing)
+    assert "interrupted after step 2 of 6; nothing was saved" in output
+    output = interrupted(make_config({"checkpoint_every": 1}), tmp_path / "one", Pressing)
+    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in " in output
+    assert not list((tmp_path / "none/checkpoints").iterdir())
 
-    class Recorder:
-        def log(self, values: Mapping[str, Any], step: int) -> None:
-            told.append((step, values["loss"]))
 
-    def with_another(folder: RunFolder) -> list[Any]:
-        return [*loggers_of(folder), Recorder()]
-
-    monkeypatch.setattr("offload.runs.folder.loggers_of", with_another)
-    run_quietly(make_config(), tmp_path / "run")
-    assert told == list(enumerate(losses(tmp_path / "run"), start=1))
-    assert len(told) == 6
+@pytest.mark.parametrize(
+    ("program", "environment", "expected"),
+    [
+        ("/x/offload", {}, "/x/offload train 'my file.yaml' -o optimizer.lr=1"),
+        ("/x/offload/__main__.py", {}, f"{sys.executable} -m offload train 'my file.yaml' -o"),
+        ("-", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+         "torchrun --nproc-per-node 2 -m offload train 'my file.yaml' -o"),
+        ("-", {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
+         "torchrun --nproc-per-node 2 [options as before, on every machine] -m offload train"),
+    ],
+)  # fmt: skip
+def test_the_command_that_resumes_can_be_pasted(
+    program: str, environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "train"])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = resuming_command(Path("my file.yaml"), ["optimizer.lr=1"], Path("runs/a b"))
+    assert found.startswith(expected)
+    assert found.endswith(" -o optimizer.lr=1 --run-dir 'runs/a b' --resume")
 
 
 def test_accumulated_micro_steps_average_the_loss(make_config: Any, tmp_path: Path) -> None:

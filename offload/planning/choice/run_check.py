@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,6 +142,25 @@ def usual_step_s(seconds: Sequence[float]) -> float | None:
     """Of the steps of a run, the first ones not counted; None where there are no others."""
     settled = list(seconds)[SETTLING_STEPS:]
     return statistics.median(settled) if settled else None
+
+
+class StepTimes:
+    """Of a run that is under way, in seconds; of a long one, those of its last steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._settled: deque[float] = deque(maxlen=1000)
+
+    def note(self, seconds: float) -> None:
+        """A step has been taken."""
+        self.count += 1
+        if self.count > SETTLING_STEPS:
+            self._settled.append(seconds)
+
+    @property
+    def usual_s(self) -> float | None:
+        """As `usual_step_s`."""
+        return statistics.median(self._settled) if self._settled else None
 
 
 def check_run(folder: Path) -> RunCheck:

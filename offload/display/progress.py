@@ -1,0 +1,113 @@
+"""How far something has come that takes long: a bar on a terminal, lines elsewhere.
+
+    with progress("loading weights", total_nbytes) as came:
+        for group in groups:
+            ...
+            came(group.nbytes)
+
+Nothing is shown of what is done within two seconds, on ranks but the first, or where warnings of
+the logger "offload.progress" are off (as they are where those of "offload" are):
+
+    logging.getLogger("offload.progress").setLevel(logging.ERROR)
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from offload.display.screen import Screen, screen
+from offload.display.words import CYAN, DIM, Cell, about, of_budget, took
+from offload.machine import rank_here
+from offload.tiers.units import format_bytes
+
+_log = logging.getLogger("offload.progress")
+_SILENT_S = 2.0
+_REFRESH_S = 0.2
+_LINE_S = 10.0
+_BAR = 30
+
+
+@contextmanager
+def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
+    """Inside, `came(nbytes)` says that so many more bytes are done."""
+    if rank_here() or not _log.isEnabledFor(logging.WARNING):
+        yield lambda nbytes: None
+        return
+    shown = _Progress(what, total_nbytes)
+    try:
+        yield shown.came
+    except BaseException:
+        shown.end(finished=False)
+        raise
+    shown.end(finished=True)
+
+
+class _Progress:
+    def __init__(self, what: str, total: int, on: Screen = screen) -> None:
+        self._what = what
+        self._total = max(1, total)
+        self._screen = on
+        self._done = 0
+        self._began = time.monotonic()
+        self._next_s = _SILENT_S
+        self._is_drawn = self._is_said = False
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def came(self, nbytes: int) -> None:
+        self._done = min(self._total, self._done + nbytes)
+        seconds = self._seconds
+        if seconds < self._next_s or self._done == self._total:
+            return
+        if self._screen.is_there:
+            self._next_s = seconds + _REFRESH_S
+            if self._is_drawn:
+                self._screen.draw()
+            else:
+                self._is_drawn = True
+                self._screen.add(self._bar)
+        else:
+            self._next_s = seconds + _LINE_S
+            self._is_said = True
+            _say(f"{self._what}: {self._figures()}, {self._left()}")
+
+    def end(self, *, finished: bool) -> None:
+        if self._is_drawn:
+            self._screen.remove(self._bar, keep=False)
+        if finished and (self._is_drawn or self._is_said):
+            _say(f"{self._what}: {format_bytes(self._total)} in {took(self._seconds)}")
+
+    def _bar(self, columns: int) -> list[str]:
+        cells = [Cell(f"{self._what}   ")]
+        said = f"   {self._figures()}   {self._left()}"
+        width = min(_BAR, columns - len(cells[0].text) - len(said))
+        if width >= _BAR // 3:
+            done = round(self._share * width)
+            cells += [Cell("━" * done, CYAN), Cell("━" * (width - done), DIM)]
+        cells.append(Cell(said.strip() if len(cells) == 1 else said))
+        line, coloured = "", self._screen.is_coloured
+        for cell in cells:
+            cut = Cell(cell.text[:columns], cell.style)
+            columns -= len(cut.text)
+            line += cut.shown(coloured=coloured)
+        return [line]
+
+    @property
+    def _share(self) -> float:
+        return self._done / self._total
+
+    def _figures(self) -> str:
+        return of_budget(self._done, self._total)
+
+    def _left(self) -> str:
+        return about(self._seconds * (1 / self._share - 1)) if self._done else ""
+
+
+def _say(text: str) -> None:
+    print(f"offload: {text}", file=sys.stderr, flush=True)

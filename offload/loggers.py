@@ -1,0 +1,294 @@
+"""Loggers: they get the figures of every step of a run.
+
+    engine.watch(loggers=[CSVLogger("run.csv"), TensorBoardLogger("tb"), print_it])
+    def print_it(values, step): ...
+
+A logger is anything with a method `log(values, step)`, or that can be called so. `values` are those
+of a `StepMetrics` (`offload/runs/metrics.py`) by name; what is not known is None. `close()` is
+called at the end, if there is one. The libraries behind these are imported when one is made.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from offload.swap.line_file import LineFile
+from offload.tiers.errors import ConfigError, PathError
+
+Values = Mapping[str, Any]
+
+
+class Logger(Protocol):
+    """Gets every step's figures, in order, on the thread that trains."""
+
+    def log(self, values: Values, step: int) -> None:
+        """`values` are those of a `StepMetrics`, by name: numbers, None for what is not known, and
+        bytes by tier and by link. They are not to be changed."""
+
+
+AnyLogger = Logger | Callable[[dict[str, Any], int], Any]
+
+
+def loggers_of(given: Any) -> list[Logger]:
+    """Each of a list of them as a `Logger`. ConfigError for what is none."""
+    if callable(given) or hasattr(given, "log") or isinstance(given, str):
+        raise ConfigError(f"loggers: {given!r} is not a list; put it into one")
+    return [_logger(each) for each in given]
+
+
+def _logger(given: Any) -> Logger:
+    if isinstance(given, type):
+        raise ConfigError(f"loggers: {given.__name__} is a class; make one of it")
+    if isinstance(given, str) and given in _READY:
+        raise ConfigError(
+            f"loggers: {given!r} is a name for train.loggers in a YAML file; pass "
+            f"offload.loggers.{_READY[given]}(...)"
+        )
+    if callable(getattr(given, "log", None)):
+        return given  # type: ignore[no-any-return]
+    if callable(given):
+        return _Called(given)
+    raise ConfigError(
+        f"loggers: a {type(given).__name__} has no method log(values, step) and cannot be called so"
+    )
+
+
+class _Called:
+    """A function as a logger."""
+
+    def __init__(self, function: Callable[[dict[str, Any], int], Any]) -> None:
+        self._function = function
+
+    def log(self, values: Values, step: int) -> None:
+        self._function(dict(values), step)
+
+
+@contextmanager
+def closing_all(loggers: Iterable[Logger]) -> Iterator[None]:
+    """Those that can be closed are closed in the end, each one also where another fails."""
+    with ExitStack() as stack:
+        for logger in loggers:
+            close = getattr(logger, "close", None)
+            if callable(close):
+                stack.callback(close)
+        yield
+
+
+# ---------------------------------------------------------------- files
+class JSONLinesLogger:
+    """A line of JSON per step, written beside the steps that follow. A file that is there is
+    continued."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Nothing is written before `log`."""
+        self.path = Path(path)
+        self._lines: LineFile | None = None
+
+    def log(self, values: Values, step: int) -> None:
+        """Values that are not finite become null, since JSON has no NaN."""
+        if self._lines is None:
+            _make_parent(self.path)
+            self._lines = LineFile(self.path)
+        finite = {name: _finite(value) for name, value in values.items()}
+        self._lines.append(json.dumps({"step": step, **finite}))
+
+    def flush(self) -> None:
+        """Wait until all steps are in the file."""
+        if self._lines is not None:
+            self._lines.flush()
+
+    def close(self) -> None:
+        """As `flush`, and end the thread that writes."""
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.close()
+
+
+class CSVLogger:
+    """A table with a row per step. A file that is there is continued; for a figure that is new the
+    table gets another column."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Nothing is written before `log`."""
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        self._columns: list[str] = []
+
+    def log(self, values: Values, step: int) -> None:
+        row = {"step": step, **dict(flat(values))}
+        if self._file is None:
+            self._columns = self._read()[0]
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._widen(new)
+        if self._file is None:
+            self._file = self._open("a")
+        csv.writer(self._file, lineterminator="\n").writerow(map(row.get, self._columns))
+        self._file.flush()
+
+    def keep(self, steps: int) -> None:
+        """Of an earlier run the rows up to step `steps`, and no others."""
+        columns, rows = self._read()
+        if columns:
+            at = columns.index("step")
+            self._write(columns, [row for row in rows if int(row[at]) <= steps])
+
+    def _widen(self, new: list[str]) -> None:
+        self.close()
+        columns, rows = self._read()
+        self._columns = columns + new
+        self._write(self._columns, [row + [""] * len(new) for row in rows])
+
+    def _read(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and whole rows. ConfigError for a file of another kind."""
+        if not self.path.exists():
+            return [], []
+        with self._open("r") as file:
+            header, *rows = [*csv.reader(file)] or [[]]
+        if header and "step" not in header:
+            raise ConfigError(f"{self.path} is no table of steps; name another file")
+        return header, [row for row in rows if len(row) == len(header)]
+
+    def _write(self, columns: list[str], rows: list[list[str]]) -> None:
+        with self._open("w") as file:
+            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+
+    def _open(self, mode: str) -> TextIO:
+        _make_parent(self.path)
+        try:
+            return self.path.open(mode, newline="", encoding="utf-8")  # type: ignore[return-value]
+        except OSError as error:
+            raise PathError(f"cannot open {self.path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+# ---------------------------------------------------------------- programs with curves
+class TensorBoardLogger:
+    """Curves for TensorBoard, in a folder of its own."""
+
+    def __init__(self, folder: str | Path, *, purge_step: int | None = None) -> None:
+        """`purge_step`: curves of an earlier run in the folder end before this step. ConfigError
+        without the package `tensorboard`."""
+        _check("TensorBoardLogger", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._curves = _Curves()
+
+    def log(self, values: Values, step: int) -> None:
+        for name, value in self._curves.of(values):
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """Curves for Weights & Biases, named `offload/...` over `offload/step`: in the run that the
+    program has begun, or in a new one with `options` for `wandb.init`."""
+
+    def __init__(self, **options: Any) -> None:
+        """ConfigError without the package `wandb`, and for options beside a run that has begun;
+        wandb's own errors where it is not logged in."""
+        _check("WandbLogger", "wandb")
+        import wandb
+
+        self._own = wandb.run is None
+        if options and not self._own:
+            raise ConfigError(
+                f"WandbLogger({', '.join(options)}=...): the program's own wandb.init has begun a "
+                "run, which is logged to; give the options there, or end that run first"
+            )
+        self._run = wandb.init(**options) if self._own else wandb.run
+        self._run.define_metric("offload/step")
+        self._run.define_metric("offload/*", step_metric="offload/step")
+        self._curves = _Curves()
+
+    def log(self, values: Values, step: int) -> None:
+        named = {f"offload/{name}": value for name, value in self._curves.of(values)}
+        self._run.log({**named, "offload/step": step})
+
+    def close(self) -> None:
+        if self._own:
+            self._run.finish()
+
+
+class _Curves:
+    """A row as numbers by name. What counts from the start is shown per second: `GB per s/nvme
+    read`, and for waits the share of the time, `waiting/nvme`."""
+
+    def __init__(self) -> None:
+        self._before: Values = {}
+
+    def of(self, values: Values) -> Iterator[tuple[str, float]]:
+        before, self._before = self._before, values
+        rest = {name: value for name, value in values.items() if name not in _COUNTED}
+        for name, value in (*flat(rest), *values["figures"].items()):
+            if value is not None:
+                yield name, value
+        seconds = values["elapsed_seconds"] - before.get("elapsed_seconds", math.inf)
+        if seconds <= 0:  # the first row
+            return
+        for field, name, unit in (("moved", "GB per s", 1e9), ("waits", "waiting", 1.0)):
+            for key, value in values[field].items():
+                yield f"{name}/{key}", (value - before[field].get(key, 0)) / seconds / unit
+
+
+_COUNTED = ("moved", "waits", "elapsed_seconds", "figures")
+
+
+# ---------------------------------------------------------------- by name
+_READY = {
+    "csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger",
+    "jsonl": "JSONLinesLogger",
+}  # fmt: skip
+
+
+def check_names(names: Iterable[str]) -> None:
+    """ConfigError where the library behind one of `train.loggers` is missing."""
+    for name in names:
+        if name != "csv":
+            _check(f"train.loggers: {name}", name)
+
+
+def flat(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Figures by name, those of an inner mapping as `tiers/host`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _make_parent(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PathError(f"cannot create {path.parent}: {error.strerror}") from None
+
+
+def _check(who: str, package: str) -> None:
+    # a folder of that name, such as wandb makes where it runs, would be found as a package, too
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ConfigError(
+            f"{who} needs the package {package}, which is not installed; pip install {package}, "
+            "or leave that logger out"
+        )

@@ -1,0 +1,298 @@
+"""What `engine.watch()` returns: the figures of every step, shown and given to loggers.
+
+    backward   optimizer.step()   watch.log(loss=loss)   forward of the next step
+    ├───────────────┤├────────────────────────────────────┤├────────
+                    the step's row is made                 it is shown, and given to the loggers
+
+So what the loop logs after a step, or before it, is in that step's row.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from offload.display.panel import Display, LossWarning, Run, make_display
+from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
+from offload.machine import rank_here, rss_nbytes
+from offload.runs.metrics import StepMetrics
+from offload.tiers.errors import ConfigError, StateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from offload.engine import Engine, SavedCheckpoint
+
+_log = logging.getLogger("offload")
+
+
+class Watch:
+    """Of one engine, until `close` or the engine's end. A context manager."""
+
+    def __init__(
+        self, engine: Engine, *, steps: int | None = None, tokens: int | None = None,
+        loggers: Iterable[AnyLogger] = (), show: bool = True, every: int | None = None,
+        of_folder: Sequence[Logger] = (), waits_for_log: bool = True,
+    ) -> None:  # fmt: skip
+        """See `Engine.watch`. `of_folder`: loggers that stay open when this ends. Not
+        `waits_for_log`: nobody will call `log`."""
+        own = loggers_of(loggers)
+        for name, value in (("steps", steps), ("tokens", tokens), ("every", every)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"watch({name}={value!r}): a whole number above 0, or None")
+        self._is_closed = False
+        self._is_first = rank_here() == 0  # of several ranks, the others show and log nothing
+        self._engine = weakref.ref(engine)
+        self._tokens = tokens
+        self._waits_for_log = waits_for_log
+        self._given = _Given()  # of the step that is under way
+        self._passes: torch.Tensor | None = None  # the sum of what `engine.backward` was given
+        self._last = time.perf_counter()  # the end of the last step, or of the making of this
+        self._ended: float | None = None  # the same, until the next step begins
+        self._waited_s = 0.0  # then
+        self._loop_s = 0.0  # between steps, since this was made, waits that are known left out
+        self._begun = False  # a step
+        if not self._is_first:
+            self._outlet = _Outlet([], [], None)
+            return
+        display = None
+        if show:
+            stepper = engine.runtime.stepper
+            budgets = {name: t.budget_nbytes for name, t in engine.report().tiers.items()}
+            run = Run(stepper.taken + stepper.skipped, steps, budgets)
+            display = make_display(run, _say, every)
+        self._outlet = _Outlet([*of_folder, *own], own, display)
+        this = weakref.ref(self)  # neither optimizer nor runtime keep it, and so the engine, alive
+        self._hook = engine.optimizer.register_step_post_hook(lambda *_: _alive(this)._stepped())
+        engine.runtime.on_forward = lambda: _alive(this)._begins()
+        self._finalizer = weakref.finalize(self, _end, self._outlet, os.getpid())
+
+    # ---------------------------------------------------------------- for the loop
+    def log(
+        self, loss: Any = None, *, validation_loss: Any = None, gradient_norm: Any = None,
+        tokens: int | None = None, **figures: Any,
+    ) -> None:  # fmt: skip
+        """Figures of the step: between its backward and the next step's forward, before or after
+        `optimizer.step()`. The last one of a name counts. Numbers, or tensors with one element.
+
+        `loss` takes the place of the sum of what `engine.backward` was given, `gradient_norm` of
+        the norm that the step found, which is smaller after a clipping of the loop's own; `tokens`:
+        of this step, of all ranks. UnsupportedError for what is no number, StateError after
+        `close`.
+        """
+        if self._is_closed:
+            raise StateError(
+                "this watch has ended, with its engine or because engine.watch was called again; "
+                "log to what that call has returned"
+            )
+        given = self._given if self._outlet.held is None else self._outlet.held.given
+        known = {
+            "loss": loss, "validation_loss": validation_loss, "gradient_norm": gradient_norm,
+            "tokens": tokens, **figures,
+        }  # fmt: skip
+        for name, value in known.items():
+            if value is not None:
+                given[name] = _number(name, value)
+
+    def passed(self, loss: torch.Tensor) -> None:
+        """A backward pass has been made of `loss`."""
+        if self._is_first and loss.numel() == 1:
+            loss = loss.detach().reshape(())
+            self._passes = loss if self._passes is None else self._passes + loss
+
+    def interrupted(self) -> None:
+        """A Ctrl-C ends the loop: say, once, what is saved of it."""
+        engine = self._engine()
+        if engine is None or not self._is_first or self._outlet.interrupted:
+            return
+        self._outlet.interrupted = True
+        self._outlet.stop_showing()
+        stepper = engine.runtime.stepper
+        _say(_what_is_kept(stepper.taken + stepper.skipped, engine.last_checkpoint))
+
+    def close(self) -> None:
+        """Show and log what is left, and close the loggers. Idempotent. A run's folder goes on."""
+        engine = self._engine()
+        self._is_closed = True
+        if self._is_first and self._finalizer.detach() is not None:
+            self._hook.remove()
+            if engine is not None and not engine.is_closed:
+                engine.runtime.on_forward = None
+            self._outlet.close()
+        if engine is not None:
+            engine.watch_ended(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if kind is KeyboardInterrupt:
+            self.interrupted()
+        self.close()
+
+    # ---------------------------------------------------------------- from step to step
+    def _begins(self) -> None:
+        """The model is called."""
+        if not torch.is_grad_enabled():
+            return
+        if self._ended is not None:
+            now = time.perf_counter()
+            engine = self._engine()
+            assert engine is not None, "its model is being called"
+            waited = sum(engine.waits().values()) - self._waited_s
+            self._loop_s += max(0.0, now - self._ended - waited)
+            self._ended = None
+            self._outlet.flush()
+        elif not self._begun:
+            self._last = time.perf_counter()
+        self._begun = True
+
+    def _stepped(self) -> None:
+        """The optimizer's step has ended."""
+        now, engine = time.perf_counter(), self._engine()
+        assert engine is not None, "its optimizer makes a step"
+        self._outlet.flush()  # where no forward of the whole model was seen
+        stepper = engine.runtime.stepper
+        step = stepper.taken + stepper.skipped
+        row = self._row(engine, step, now) if self._outlet.wants(step) else None
+        self._outlet.held = _Held(row, self._given, self._tokens, self._passes)
+        self._given, self._passes = _Given(), None
+        self._last = self._ended = now
+        self._waited_s = sum(engine.waits().values())
+        if not self._waits_for_log:
+            self._outlet.flush()
+
+    def _row(self, engine: Engine, step: int, now: float) -> StepMetrics:
+        report = engine.report()
+        return StepMetrics(
+            step=step, loss=math.nan, lr=float(engine.optimizer.param_groups[0]["lr"]),
+            seconds=now - self._last, tokens_per_second=math.nan,
+            gradient_norm=report.gradient_norm, skipped_steps=report.skipped_steps,
+            rss_nbytes=rss_nbytes(),
+            tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
+            moved=dict(report.bytes_moved), waits={**report.waits, "loop": self._loop_s},
+            elapsed_seconds=now - engine.made_at,
+        )  # fmt: skip
+
+
+_Given = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A step that has ended, until the next begins. `row` None: nobody asks for it."""
+
+    row: StepMetrics | None
+    given: _Given
+    tokens: int | None
+    passes: torch.Tensor | None
+
+
+@dataclass
+class _Outlet:
+    """Where rows go. It does not know the engine, so that it can outlive it."""
+
+    loggers: list[Logger]
+    own: list[Logger]  # those of them that are closed in the end
+    display: Display | None
+    held: _Held | None = None
+    warning: LossWarning = field(default_factory=lambda: LossWarning(_log.warning))
+    interrupted: bool = False
+
+    def wants(self, step: int) -> bool:
+        """Whether somebody asks for the row of this step."""
+        return bool(self.loggers) or (self.display is not None and self.display.wants(step))
+
+    def flush(self) -> None:
+        """Show and log the step that has ended."""
+        held, self.held = self.held, None
+        if held is None or held.row is None:
+            return
+        row, values = _completed(held)
+        for logger in (self.warning, *self.loggers):
+            logger.log(values, row.step)
+        if self.display is not None:
+            self.display.log(values, row.step)
+
+    def stop_showing(self) -> None:
+        if self.display is not None:
+            self.display.close()
+
+    def close(self) -> None:
+        with closing_all(self.own):
+            try:
+                self.flush()
+            finally:
+                self.stop_showing()
+
+
+def _what_is_kept(done: int, saved: SavedCheckpoint | None) -> str:
+    if saved is not None and saved.step == done:
+        kept = f'all is in {saved.path}, and engine.load_checkpoint("{saved.path}") goes on from it'
+    else:
+        kept = "no checkpoint was saved, and all of it" if saved is None else (
+            f"the last checkpoint, {saved.path}, is of step {saved.step}, and what came after"
+        )  # fmt: skip
+        kept += (
+            " is lost with the engine, unless the program catches KeyboardInterrupt and calls "
+            "engine.save_checkpoint"
+        )
+    return f"interrupted after step {done}: {kept}"
+
+
+def _completed(held: _Held) -> tuple[StepMetrics, dict[str, Any]]:
+    """The row with what was given to it, and what of it loggers get: None where a row has nan for
+    what is not known."""
+    row, given = held.row, {name: float(value) for name, value in held.given.items()}
+    assert row is not None, "asked by the caller"
+    sum_of_passes = None if held.passes is None else float(held.passes)
+    loss, tokens = given.pop("loss", sum_of_passes), given.pop("tokens", held.tokens)
+    speed = None if tokens is None else tokens / row.seconds
+    row = replace(
+        row, loss=math.nan if loss is None else loss,
+        tokens_per_second=math.nan if speed is None else speed,
+        validation_loss=given.pop("validation_loss", None),
+        gradient_norm=given.pop("gradient_norm", row.gradient_norm), figures=given,
+    )  # fmt: skip
+    return row, {**row.values(), "loss": loss, "tokens_per_second": speed}
+
+
+def _number(name: str, value: Any) -> Any:
+    """A number, or a tensor of one on another device, which is not asked for it yet."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item() if value.device.type == "cpu" else value.detach()
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise UnsupportedError(
+            f"watch.log({name}=...) got a {type(value).__name__}{shape}, and a figure is one "
+            "number; log its mean, or several figures by name"
+        ) from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _alive(reference: weakref.ref[Watch]) -> Watch:
+    watch = reference()
+    assert watch is not None, "the engine holds it for as long as it has hooks"
+    return watch
+
+
+def _end(outlet: _Outlet, pid: int) -> None:
+    """The engine was dropped, or the program ends."""
+    if os.getpid() == pid:
+        outlet.close()

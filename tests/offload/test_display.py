@@ -1,0 +1,387 @@
+"""What is drawn on a terminal, on a small model of one, and what is printed where there is none."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from offload.display.panel import Lines, LossWarning, Panel, Run
+from offload.display.progress import _Progress
+from offload.display.screen import Screen
+from offload.display.words import about, of_budget, per_second, per_step, took
+from offload.runs.metrics import StepMetrics
+
+STYLE = re.compile(r"\x1b\[[\d;]*m")
+CONTROL = re.compile(r"\x1b\[(\d*)([AJ])")
+
+
+class Terminal(io.StringIO):
+    """Enough of one: text, line ends, the cursor up, the rest of the screen erased. Lines that
+    scroll away are kept."""
+
+    def __init__(self, columns: int = 80, rows: int = 24) -> None:
+        super().__init__()
+        self.columns, self.rows = columns, rows
+        self.lines = [""]
+        self.row = self.column = 0
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 77
+
+    def write(self, text: str) -> int:
+        rest = STYLE.sub("", text)
+        while rest:
+            control = CONTROL.match(rest)
+            if control is not None:
+                self._control(int(control[1] or 1), control[2])
+                rest = rest[control.end() :]
+                continue
+            self._put(rest[0])
+            rest = rest[1:]
+        return len(text)
+
+    def _control(self, count: int, what: str) -> None:
+        if what == "A":
+            self.row = max(self.row - count, len(self.lines) - self.rows, 0)
+        else:
+            self.lines[self.row :] = [self.lines[self.row][: self.column]]
+
+    def _put(self, character: str) -> None:
+        if character == "\r":
+            self.column = 0
+        elif character == "\n":
+            self.row, self.column = self.row + 1, 0
+            if self.row == len(self.lines):
+                self.lines.append("")
+        else:
+            assert self.column < self.columns, "a line of ours would wrap"
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + character + line[self.column + 1 :]
+            self.column += 1
+
+    @property
+    def shown(self) -> list[str]:
+        return [line.rstrip() for line in self.lines if line.strip()]
+
+
+@pytest.fixture
+def terminal_here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes one of 80 columns. Standard output and standard error are there; to be called in a test
+    itself, before which pytest replaces them once more."""
+
+    def made() -> Terminal:
+        found = Terminal()
+        monkeypatch.setattr(sys, "stdout", found)
+        monkeypatch.setattr(sys, "stderr", found)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+        def size(fd: int) -> os.terminal_size:
+            assert fd == 77
+            return os.terminal_size((found.columns, found.rows))
+
+        monkeypatch.setattr(os, "get_terminal_size", size)
+        return found
+
+    return made
+
+
+def values(step: int, **changed: Any) -> dict[str, Any]:
+    known = StepMetrics(
+        step=step, loss=2.5, lr=3e-4, seconds=0.5, tokens_per_second=8192.0, gradient_norm=1.25,
+        skipped_steps=0, rss_nbytes=1 << 30,
+        tiers={"device": 0, "host": 3 << 30, "nvme": 5 << 30},
+        moved={"nvme read": step * 10**9, "nvme write": step * 10**8, "host to device": 0},
+        waits={"nvme": 0.1 * step, "link": 0.0, "update": 0.05 * step, "loop": 0.01 * step},
+        elapsed_seconds=0.5 * step,
+    ).values()  # fmt: skip
+    return {**known, **changed}
+
+
+BUDGETS = {"device": 0, "host": 4 << 30, "nvme": 100 << 30}
+
+
+def panel(screen: Screen, steps: int | None = 1000) -> Panel:
+    return Panel(Run(0, steps, BUDGETS), screen)
+
+
+def shown(screen: Screen, display: Panel, step: int, **changed: Any) -> None:
+    """As if the last drawing had been long ago."""
+    display._shown_at = -1e9
+    display.log(values(step, **changed), step)
+
+
+def test_a_panel_has_all_figures(terminal_here: Any) -> None:
+    terminal = terminal_here()
+    screen = Screen()
+    display = panel(screen)
+    shown(screen, display, 1)
+    shown(screen, display, 3)
+    assert terminal.shown == [
+        "step      3/1,000   ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   about 8 min left",
+        "          loss 2.5000   8,192 tokens/s   500 ms/step   norm 1.25   lr 0.0003",
+        "moving    nvme read 2 GB/s   nvme write 200 MB/s",
+        "holding   host ██████░░ 3.0 of 4.0 GiB   nvme ░░░░░░░░ 5.0 of 100.0 GiB",
+        "time      computing 68%   nvme 20%   update 10%   loop 2%",
+    ]
+    display.close()
+    assert terminal.shown[0].endswith("━   after 2 s")
+    assert sys.stdout is terminal is sys.stderr
+    print("what follows")
+    assert terminal.shown[-1] == "what follows"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(columns: int, terminal_here: Any) -> None:
+    terminal = terminal_here()
+    terminal.columns = columns
+    screen = Screen()
+    display = panel(screen)
+    for step in (1, 2):
+        figures = {"accuracy": 0.5, "a figure with a very long name of its own": 1e-9}
+        shown(screen, display, step, skipped_steps=12, figures=figures)
+    progress = _Progress("loading weights", 12 << 30, screen)
+    progress._next_s = 0.0
+    progress.came(4 << 30)
+    display.close()
+    progress.end(finished=False)
+    assert len(terminal.shown) > 4
+    if columns >= 40:
+        assert "computing 68%" in "\n".join(terminal.shown)
+
+
+def test_what_is_printed_stays_above_the_panel(terminal_here: Any) -> None:
+    terminal = terminal_here()
+    screen = Screen()
+    display = panel(screen)
+    shown(screen, display, 1)
+    print("one")
+    print("two", file=sys.stderr)
+    print("an unfinished", end=" ")
+    assert not any("moving" in line for line in terminal.shown[:3])
+    print("line")
+    shown(screen, display, 2)
+    print("\rbar 1", end="")
+    print("\rbar 2", end="")
+    shown(screen, display, 3)  # another program's bar, written over itself, makes way
+    assert terminal.shown[:3] == ["one", "two", "an unfinished line"]
+    assert [line.split()[0] for line in terminal.shown[3:]] == [
+        "step", "loss", "moving", "holding", "time",
+    ]  # fmt: skip
+    display.close()
+
+
+def test_text_that_takes_another_way_is_not_lost(terminal_here: Any) -> None:
+    """The cursor waits at an empty line: a child process knows nothing of the panel."""
+    terminal = terminal_here()
+    screen = Screen()
+    display = panel(screen)
+    for step in (1, 2, 3):
+        shown(screen, display, step)
+        terminal.write(f"INFO: {step}\n")
+    shown(screen, display, 4)
+    assert terminal.shown[:3] == ["INFO: 1", "INFO: 2", "INFO: 3"]
+    assert len(terminal.shown) == 3 + 5
+    display.close()
+
+
+def test_log_handlers_made_before_print_above_the_panel(terminal_here: Any) -> None:
+    terminal = terminal_here()
+    logger, screen = logging.getLogger("a logger of the user's"), Screen()
+    handler = logging.StreamHandler()
+    logger.addHandler(handler)
+    try:
+        display = panel(screen)
+        shown(screen, display, 1)
+        logger.warning("first %s", "long " * 13)
+        logger.warning("second")
+        shown(screen, display, 2)
+        assert [line[:6] for line in terminal.shown[:2]] == ["first ", "second"]
+        assert len(terminal.shown) == 2 + 5
+        display.close()
+        assert handler.stream is terminal
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_training(
+    terminal_here: Any, caplog: Any
+) -> None:
+    terminal, screen = terminal_here(), Screen()
+    display = panel(screen)
+    shown(screen, display, 1)
+
+    def gone(text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+    terminal.write = gone
+    shown(screen, display, 2)
+    shown(screen, display, 3)
+    display.close()
+    assert [record.message for record in caplog.records] == [
+        "standard output is gone (Input/output error): nothing is shown any more"
+    ]
+    assert sys.stdout is terminal
+
+
+def test_two_panels_and_a_bar_share_the_terminal(terminal_here: Any) -> None:
+    terminal = terminal_here()
+    screen = Screen()
+    first, second = panel(screen), panel(screen, None)
+    shown(screen, first, 1)
+    shown(screen, second, 1)
+    bar = _Progress("saving step-1", 8 << 30, screen)
+    bar._next_s = 0.0
+    bar.came(2 << 30)
+    assert terminal.shown[-1] == (
+        "saving step-1   ━━━━━━━━━━━━━━━━━━━━━━━━━━   2.0 of 8.0 GiB   some seconds left"
+    )
+    assert sum(line.startswith("step") for line in terminal.shown) == 2
+    assert "step      1   for 0 s" in terminal.shown
+    bar.end(finished=True)
+    first.close()
+    print("between")
+    shown(screen, second, 2)
+    second.close()
+    assert [line for line in terminal.shown if not line.startswith(" ")][-1].startswith("time")
+    assert sum("saving step-1" in line for line in terminal.shown) == 1
+    assert sys.stdout is terminal
+
+
+def test_a_terminal_of_few_rows_is_not_scrolled(terminal_here: Any) -> None:
+    terminal = terminal_here()
+    terminal.rows = 4
+    screen = Screen()
+    display = panel(screen)
+    for step in range(1, 6):
+        shown(screen, display, step)
+    assert len(terminal.lines) <= terminal.rows
+    display.close()
+
+
+def test_without_colours_nothing_is_styled(
+    terminal_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal_here()
+    monkeypatch.setenv("NO_COLOR", "1")
+    display = panel(Screen())
+    display._recent.note(values(1, loss=float("nan"), skipped_steps=2), 1)
+    assert not any("\x1b" in line for line in display.lines(80))
+    monkeypatch.delenv("NO_COLOR")
+    assert "\x1b[1;31mloss nan\x1b[m" in "".join(display.lines(80))
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_what_cannot_be_drawn_on_is_no_screen(
+    term: str, terminal_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal_here()
+    assert Screen().is_there
+    monkeypatch.setenv("TERM", term)
+    assert not Screen().is_there
+    monkeypatch.setenv("TERM", "xterm")
+    latin = Terminal()
+    latin.encoding = "latin-1"
+    for other in (io.StringIO(), None, latin):
+        monkeypatch.setattr(sys, "stdout", other)
+        assert not Screen().is_there
+
+
+def test_standard_error_in_a_file_stays_there(
+    terminal_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = terminal_here()
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", file)
+    screen = Screen()
+    display = panel(screen)
+    shown(screen, display, 1)
+    print("a warning", file=sys.stderr)
+    display.close()
+    assert file.getvalue() == "a warning\n"
+    assert "a warning" not in terminal.shown
+
+
+def test_steps_beyond_those_announced_have_no_time_left(terminal_here: Any) -> None:
+    terminal_here()
+    display = panel(Screen(), 2)
+    for step in (1, 2, 3):
+        display._recent.note(values(step), step)
+        line = STYLE.sub("", display.lines(80)[0])
+        assert line.startswith("step      3   for 2 s" if step == 3 else f"step      {step}/2")
+        assert "left" not in line or step == 1
+
+
+def test_going_back_to_a_checkpoint_begins_the_rates_anew(terminal_here: Any) -> None:
+    terminal_here()
+    display = panel(Screen())
+    for step in (10, 11, 12, 5, 6):
+        display._recent.note(values(step, elapsed_seconds=0.5 * step + 100 * (step < 10)), step)
+    assert display._recent.step_s == 0.5
+    assert display._recent.left() == "about 8 min left"
+
+
+# ---------------------------------------------------------------- lines
+def test_a_run_of_known_length_has_twenty_lines() -> None:
+    said: list[str] = []
+    lines = Lines(Run(40, 240, BUDGETS), said.append)
+    for step in range(41, 241):
+        lines.log(values(step), step)
+    assert [int(line.split()[1].split("/")[0]) for line in said] == [41, *range(48, 241, 12)]
+    assert said[0] == (
+        "step 41/240 | loss 2.5000  8,192 tokens/s  500 ms/step | norm 1.25  lr 0.0003 | "
+        "host 3.0 GiB  nvme 5.0 GiB"
+    )
+    assert said[1].endswith(
+        " | nvme read 2 GB/s  nvme write 200 MB/s | computing 68%  nvme 20%  update 10%  loop 2%"
+        " | about 100 s left"
+    )
+
+
+def test_a_run_of_unknown_length_is_not_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    lines, now = Lines(Run(), said.append), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    for step in range(1, 101):
+        now[0] += 1.0
+        lines.log(values(step, tiers={}, moved={}, waits={}), step)
+    assert [line.split()[1] for line in said] == ["1", "31", "61", "91"]
+    assert said[0].endswith("| memory of the process 1.0 GiB")
+
+
+def test_a_loss_that_is_not_known_is_no_nan() -> None:
+    said: list[str] = []
+    warning = LossWarning(said.append)
+    for loss in (None, 1.0, float("inf"), float("nan")):
+        warning.log({"loss": loss}, 3)
+    assert said == [
+        "the loss of step 3 is inf; lower optimizer.lr, or set clip_grad_norm (said once)"
+    ]
+
+
+def test_words() -> None:
+    assert [about(s) for s in (3, 33, 99, 100, 5900, 6000, 2 * 86400, 9 * 86400)] == [
+        "some seconds left", "about 30 s left", "about 100 s left", "about 2 min left",
+        "about 98 min left", "about 2 h left", "about 2 days left", "about 9 days left",
+    ]  # fmt: skip
+    assert [took(s) for s in (0.4, 59.6, 125, 3600 * 3 + 1200, 86400 * 2 + 4 * 3600)] == [
+        "0 s", "1 min 00 s", "2 min 05 s", "3 h 20 min", "2 days 4 h",
+    ]  # fmt: skip
+    assert [per_step(s) for s in (0.00512, 0.0851, 0.85, 0.9999, 12.44, 1234)] == [
+        "5.12 ms/step", "85.1 ms/step", "850 ms/step", "1 s/step", "12.4 s/step", "1.23e+03 s/step",
+    ]  # fmt: skip
+    assert [per_second(n) for n in (0, 5e4, 6.1e8, 9.999e8, 1.24e9)] == [
+        "0 MB/s", "0.05 MB/s", "610 MB/s", "1 GB/s", "1.24 GB/s",
+    ]  # fmt: skip
+    assert of_budget(96 << 20, 6 << 30) == "96.0 MiB of 6.0 GiB"

@@ -1,0 +1,201 @@
+"""Loggers: what they are given, the files that they make, and what is said where one is missing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.errors import ConfigError, PathError
+from offload.loggers import (
+    CSVLogger,
+    JSONLinesLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    closing_all,
+    loggers_of,
+)
+from offload.runs.metrics import MetricsFile, StepMetrics
+
+
+def row(step: int, **changed: Any) -> dict[str, Any]:
+    values = StepMetrics(
+        step=step, loss=1.0 / step, lr=0.1, seconds=0.5, tokens_per_second=10.0, gradient_norm=2.0,
+        skipped_steps=0, rss_nbytes=5, tiers={"host": 3, "nvme": 4},
+        moved={"nvme read": step << 30}, waits={"nvme": 0.125 * step}, elapsed_seconds=0.5 * step,
+    ).values()  # fmt: skip
+    return {**values, **changed}
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_gets_a_column_for_a_figure_that_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "new folder/run.csv"
+    with closing_all([logger := CSVLogger(path)]):
+        logger.log(row(1, loss=None), 1)
+        logger.log(row(2, figures={"accuracy": 0.5}), 2)
+        logger.log(row(3), 3)
+    found = table(path)
+    assert [each["step"] for each in found] == ["1", "2", "3"]
+    assert [each["loss"] for each in found] == ["", "0.5", str(1 / 3)]
+    assert [each["figures/accuracy"] for each in found] == ["", "0.5", ""]
+    assert found[1]["moved/nvme read"] == str(2 << 30)
+    assert found[2]["waits/nvme"] == "0.375"
+    with closing_all([again := CSVLogger(path)]):
+        again.keep(2)
+        again.log(row(3, loss=math.nan), 3)
+    assert [each["loss"] for each in table(path)] == ["", "0.5", "nan"]
+
+
+def test_a_file_that_is_no_table_of_steps_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("name,age\nx,3\n")
+    with pytest.raises(ConfigError, match=r"mine\.csv is no table of steps"):
+        CSVLogger(path).log(row(1), 1)
+    assert path.read_text() == "name,age\nx,3\n"
+    with pytest.raises(PathError, match="cannot open"):
+        CSVLogger(tmp_path).log(row(1), 1)
+    with pytest.raises(PathError, match="cannot create"):
+        CSVLogger(path / "below").log(row(1), 1)
+
+
+def test_lines_of_json_can_be_read_by_any_reader(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for step in (1, 2):  # a file that is there is continued
+        with closing_all([logger := JSONLinesLogger(path)]):
+            logger.log(row(step, loss=math.nan, figures={"x": math.inf}), step)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["loss"], line["figures"]) for line in lines] == [
+        (1, None, {"x": None}), (2, None, {"x": None}),
+    ]  # fmt: skip
+
+
+def test_rows_of_another_version_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    known = {"step": 3, **row(3)}
+    older = {k: v for k, v in known.items() if k not in ("waits", "elapsed_seconds", "figures")}
+    path.write_text(f"{json.dumps(older)}\n{json.dumps({**known, 'later': 1, 'lr': None})}\n")
+    first, second = MetricsFile(path).read()
+    assert (first.waits, first.loss, first.figures) == ({}, 1 / 3, {})
+    assert second.waits == {"nvme": 0.375}
+    assert math.isnan(second.lr)
+
+
+def test_anything_that_can_be_called_or_logs_is_a_logger() -> None:
+    told: list[Any] = []
+
+    class Mine:
+        def log(self, values: Any, step: int) -> None:
+            told.append(("mine", step))
+
+    def called(values: dict[str, Any], step: int) -> None:
+        values.clear()  # of its own
+        told.append(("called", step))
+
+    values = row(7)
+    for logger in loggers_of([Mine(), called]):
+        logger.log(values, 7)
+    assert told == [("mine", 7), ("called", 7)]
+    assert values == row(7)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (print, "is not a list; put it into one"),
+        ("csv", "is not a list"),
+        (["csv"], r"pass offload\.loggers\.CSVLogger"),
+        (["wandb"], r"pass offload\.loggers\.WandbLogger"),
+        ([CSVLogger], "CSVLogger is a class; make one of it"),
+        ([3], r"a int has no method log\(values, step\)"),
+        ([{}], "a dict has no method"),
+    ],
+)
+def test_what_is_no_logger_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        loggers_of(given)
+
+
+@pytest.mark.parametrize(
+    ("logger", "package"), [(TensorBoardLogger, "tensorboard"), (WandbLogger, "wandb")]
+)
+def test_a_library_that_is_missing_is_named(
+    logger: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    for name in [name for name in __import__("sys").modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(__import__("sys").modules, name)
+    (tmp_path / package).mkdir()  # what wandb leaves behind is no package
+    arguments = (tmp_path,) if logger is TensorBoardLogger else ()
+    with pytest.raises(ConfigError, match=f"needs the package {package}.*pip install {package}"):
+        logger(*arguments)
+
+
+def test_all_loggers_are_closed_where_one_of_them_fails(tmp_path: Path) -> None:
+    closed = []
+
+    class Failing:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def log(self, values: Any, step: int) -> None:
+            raise AssertionError
+
+        def close(self) -> None:
+            closed.append(self.name)
+            raise OSError(self.name)
+
+    with pytest.raises(OSError, match="first"), closing_all([Failing("first"), Failing("second")]):
+        pass
+    assert closed == ["second", "first"]
+
+
+# ---------------------------------------------------------------- where the libraries are
+@pytest.mark.filterwarnings("ignore")
+def test_curves_are_per_second_and_go_on_where_a_run_does(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with closing_all([logger := TensorBoardLogger(tmp_path)]):
+        for step in (1, 2, 3, 4):
+            logger.log(row(step, loss=None if step == 1 else 1 / step), step)
+    with closing_all([again := TensorBoardLogger(tmp_path, purge_step=3)]):
+        again.log(row(3, loss=5.0, figures={"accuracy": 0.5}), 3)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [(2, 0.5), (3, 5.0)]
+    assert [each.value for each in found.Scalars("accuracy")] == [0.5]
+    assert found.Scalars("GB per s/nvme read")[0].value == pytest.approx((1 << 30) / 0.5e9)
+    assert found.Scalars("waiting/nvme")[0].value == pytest.approx(0.25)
+    assert {"tiers/host", "lr", "gradient_norm"} <= set(found.Tags()["scalars"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_of_weights_and_biases_gets_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    with closing_all([logger := WandbLogger(project="mine")]):
+        for step in (1, 2):
+            logger.log(row(step), step)
+        assert wandb.run.summary["offload/loss"] == 0.5
+        assert wandb.run.summary["offload/step"] == 2
+        assert wandb.run.summary["offload/GB per s/nvme read"] > 0
+    assert wandb.run is None
+    with wandb.init(project="mine") as own:
+        with closing_all([logger := WandbLogger()]):
+            logger.log(row(3), 3)
+        assert wandb.run is own, "the program's own run goes on"
+        with pytest.raises(ConfigError, match=r"WandbLogger\(project=\.\.\.\): the program's own"):
+            WandbLogger(project="another")

@@ -1,0 +1,118 @@
+"""Trainer, watched: each step's loss and norm are those that Trainer logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload.errors import ConfigError
+from tests.outside.trainer_cases import ARGUMENTS, Rows, logged, settings, tiny_llama, transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+if transformers is not None:
+    from offload.integrations.transformers import OffloadTrainer, WatchCallback
+
+STEPS = 4
+
+
+class Kept:
+    """A logger."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.closed = 0
+
+    def log(self, values: Any, step: int) -> None:
+        self.rows.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def of(self, name: str) -> list[Any]:
+        return [values[name] for _, values in self.rows]
+
+
+def arguments(folder: Path, **changed: Any) -> Any:
+    keys = {**ARGUMENTS, "max_steps": STEPS, "eval_steps": 2, "save_steps": 2,
+            "gradient_accumulation_steps": 2, **changed}  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **keys)
+
+
+def trainer_of(folder: Path, callback: Any, kind: Any = OffloadTrainer, **changed: Any) -> Any:
+    return OffloadTrainer(
+        tiny_llama(), arguments(folder, **changed), train_dataset=Rows(16, 1),
+        eval_dataset=Rows(4, 2), callbacks=[callback],
+        offload=settings(folder, {"optimizer": "host"}, clip_grad_norm=None, optimizer={}),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", [{}, {"fp16": True}])
+def test_rows_are_what_trainer_logs(precision: dict[str, bool], tmp_path: Path, capfd: Any) -> None:
+    kept = Kept()
+    callback = WatchCallback(loggers=[kept], tokens=100, every=1)
+    trainer = trainer_of(tmp_path, callback, disable_tqdm=False, **precision)
+    trainer.train()
+    found = logged(trainer)
+    assert [step for step, _ in kept.rows] == [1, 2, 3, 4]
+    assert kept.of("loss") == pytest.approx(found["loss"], rel=1e-3 if precision else 1e-6)
+    assert kept.of("gradient_norm") == pytest.approx(found["grad_norm"], rel=1e-6)
+    evaluated = [value for value in kept.of("validation_loss") if value is not None]
+    assert evaluated == pytest.approx(found["eval_loss"])
+    assert kept.closed == 1
+    said = capfd.readouterr().err
+    assert "step 4/4 | loss " in said
+    assert "/4 [" not in said, "Trainer's bar is not there"
+    trainer.engine.close()
+
+
+def test_a_resumed_run_goes_on_with_its_steps(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, WatchCallback(show=False))
+    trainer.train()
+    trainer.engine.close()
+    kept = Kept()
+    trainer = trainer_of(tmp_path, WatchCallback(loggers=[kept], show=False), max_steps=6)
+    trainer.train(resume_from_checkpoint=True)
+    assert [step for step, _ in kept.rows] == [5, 6]
+    trainer.engine.close()
+
+
+def test_an_error_amid_training_ends_the_watch(tmp_path: Path) -> None:
+    kept = Kept()
+
+    class Failing(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise ZeroDivisionError
+
+    trainer = trainer_of(tmp_path, WatchCallback(loggers=[kept], show=False))
+    trainer.add_callback(Failing())
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert (kept.closed, [step for step, _ in kept.rows]) == (1, [1])
+    assert trainer.engine.watching is None
+    trainer.engine.close()
+
+
+def test_a_trainer_without_an_engine_is_refused(tmp_path: Path) -> None:
+    trainer = transformers.Trainer(
+        tiny_llama(), arguments(tmp_path, eval_strategy="no", save_strategy="no"),
+        train_dataset=Rows(16, 1), callbacks=[WatchCallback()],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="optimizer is a AdamW, and only an engine"):
+        trainer.train()
+
+
+def test_a_plain_trainer_with_an_engines_optimizer_is_watched(tmp_path: Path) -> None:
+    kept, model = Kept(), tiny_llama()
+    with offload.initialize(model, settings(tmp_path, {"optimizer": "host"})) as engine:
+        transformers.Trainer(
+            model, arguments(tmp_path, eval_strategy="no", save_strategy="no",
+                             gradient_accumulation_steps=1),
+            train_dataset=Rows(16, 1), optimizers=(engine.optimizer, None),
+            callbacks=[WatchCallback(loggers=[kept], show=False)],
+        ).train()  # fmt: skip
+    assert [step for step, _ in kept.rows] == [1, 2, 3, 4]
+    assert kept.of("loss") == [None] * 4
