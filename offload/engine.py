@@ -387,7 +387,7 @@ class Engine:
         StateError while another recording of this engine is under way.
         """
         runtime = self._open()
-        if runtime.store.recorder is not None:
+        if self.is_recorded:
             raise StateError("this engine is being recorded already; stop() that recording first")
 
         homes = self._homes  # and not the engine: a recording that is kept does not keep it
@@ -398,6 +398,11 @@ class Engine:
                 lane.recorder = recorder
 
         return Recording(steps, homes.held_nbytes, tell)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recording is under way."""
+        return self._open().store.recorder is not None
 
     def waits(self) -> dict[str, float]:
         """Those of the report."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,7 +66,8 @@ def rows_of(events: Iterable[Event]) -> list[list[Event]]:
 
 
 class Recording:
-    """Of one engine, from when it is made until `stop`. A context manager."""
+    """Of one engine, from when it is made until `stop`, or until nobody has it any more. A context
+    manager."""
 
     def __init__(
         self, steps: int, held: Callable[[], Mapping[str, int]],
@@ -73,11 +75,11 @@ class Recording:
     ) -> None:  # fmt: skip
         """The last `steps` steps are kept. `tell` gives the recorder to all that happens, and None
         at the end."""
-        if steps < 1:
-            raise StateError(f"a recording of {steps} steps; record 1 or more")
+        if not isinstance(steps, int) or steps < 1:
+            raise StateError(f"a recording of {steps!r} steps; record a whole number, 1 or more")
         self._recorder = Recorder(steps, held)
-        self._tell: Callable[[Recorder | None], None] | None = tell
         tell(self._recorder)
+        self._end = weakref.finalize(self, _end, self._recorder, tell)
 
     @property
     def ended_steps(self) -> int:
@@ -86,10 +88,7 @@ class Recording:
 
     def stop(self) -> None:
         """Nothing is recorded any more. Calling it again does nothing."""
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            self._recorder.stopped = True
-            tell(None)
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -129,6 +128,11 @@ class Recording:
         if not recorded.steps:
             raise StateError("no step has ended since the recording began: take a step first")
         Path(path).write_text(trace_json(recorded, rank))
+
+
+def _end(recorder: Recorder, tell: Callable[[Recorder | None], None]) -> None:
+    recorder.stopped = True
+    tell(None)
 
 
 def trace_json(recorded: Recorded, rank: int = 0) -> str:

@@ -59,6 +59,16 @@ def _options(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
+) -> None:
+    """Make run.html of a run anew, also of one that was killed or is under way."""
+    from offload.runs.page import write_page
+
+    typer.echo(write_page(folder))
+
+
+@app.command()
 def train(
     file: File,
     option: Overrides = None,

@@ -53,6 +53,23 @@ code{font:13px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;overflow-wrap:anywh
 ul.lines{margin:0;padding-left:20px}
 ul.lines li{overflow-wrap:anywhere;margin-bottom:3px}
 .after{margin:10px 0 0}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:12px;
+ margin-top:12px}
+.charts .card{margin:0}
+.chart{display:grid;grid-template-columns:66px 1fr;gap:8px}
+.chart>svg{overflow:visible}
+.chart path{fill:none;stroke:var(--ink);stroke-width:1.7px;stroke-linecap:round;
+ stroke-linejoin:round;vector-effect:non-scaling-stroke}
+.chart path.wide{stroke-width:4.5px;opacity:.4}
+.chart path.dashed{stroke-width:1.3px;stroke-dasharray:5 4}
+.chart path.layer{stroke:none}
+.chart path.band{stroke:none;fill:var(--ink);opacity:.18}
+.chart .grid{stroke:var(--line)}
+.chart .limit{stroke:var(--quiet);stroke-dasharray:6 4}
+.chart .dot{fill:var(--card);stroke:var(--ink);stroke-width:1.5px}
+.chart .tick{fill:var(--quiet);font-size:11px}
+pre{margin:0;font:12.5px/1.5 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;
+ overflow-wrap:anywhere;columns:260px;column-gap:28px}
 footer{margin-top:26px;font-size:13px;color:var(--quiet)}
 @media (max-width:760px){
  .rows{grid-template-columns:1fr}.rows.valued{grid-template-columns:1fr max-content}
@@ -138,6 +155,8 @@ def _style_sheet() -> str:
     )
     colours = "".join(
         f".{name}{{fill:var(--{name});background:var(--{name})}}.on.{name}{{fill:var(--on-{name})}}"
+        f".chart .{name}.layer{{fill:var(--{name})}}.chart .s-{name}{{stroke:var(--{name})}}"
+        f".chart .band.s-{name}{{fill:var(--{name})}}"
         for name in map(colour_class, LIGHT.of)
     )
     return f"{schemes}{_RULES}{colours}"

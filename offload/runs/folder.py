@@ -6,7 +6,8 @@ metrics.csv, tensorboard, wandb    the same, where train.loggers asks for it
 plain.jsonl              the same of plain PyTorch, where train.compare_plain asks for it
 prediction.json          what memory and a step were expected to take
 measured.json            what they took, when the run has ended
-loss_and_tiers.png       both losses, and memory against its budgets
+trace.json               what happened when in a few of the steps, for ui.perfetto.dev
+run.html                 all of it on one page
 checkpoints/step-00000100        the engine's
 checkpoints/step-00000100.json   the loop's; written last, so its presence says: complete
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -27,12 +29,17 @@ from typing import Any
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
+from offload.config.file import dump_yaml
 from offload.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
+from offload.recording import Recorded, trace_json
 from offload.runs.metrics import MetricsFile, write_whole
-from offload.tiers.errors import CheckpointError, ConfigError, PathError
+from offload.runs.page import PAGE, write_page
+from offload.runs.page_step import TRACE
+from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 
 KEPT_CHECKPOINTS = 2
+_log = logging.getLogger("offload")
 
 # what a resumed run may not change: its data or its arithmetic would be another's
 _FIXED_KEYS = (
@@ -70,7 +77,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.plain_metrics = MetricsFile(path / "plain.jsonl")
-        self.plot = path / "loss_and_tiers.png"
+        self.page = path / PAGE
         self._lock: OpenFolder | None = None
         self._config: dict[str, Any] = {}
 
@@ -112,18 +119,30 @@ class RunFolder:
             raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Write what is still to be written, and let other runs in."""
+        """Write what is still to be written, the page last, and let other runs in."""
         try:
             self.metrics.close()
             self.plain_metrics.close()
+            if self._lock is not None:
+                self._write_page()
         finally:
             unlock(self._lock)
             self._lock = None
 
-    def write_config(self, config: OffloadConfig) -> None:
-        """Write config.resolved.yaml."""
+    def _write_page(self) -> None:
+        try:
+            write_page(self.path)
+        except OffloadError as error:  # the run has ended well all the same
+            _log.warning("no %s: %s", PAGE, error)
+
+    def write_config(self, config: OffloadConfig, *, own_loop: bool = False) -> None:
+        """Write config.resolved.yaml; of a user's `own_loop` without `train`, which it does not
+        read."""
         self._config = config.to_dict()
-        write_whole(self.path / "config.resolved.yaml", config.resolved().to_yaml())
+        values = config.resolved().to_dict()
+        if own_loop:
+            del values["train"]
+        write_whole(self.path / "config.resolved.yaml", dump_yaml(values))
 
     def write_prediction(self, prediction: Prediction) -> None:
         """Write prediction.json; what was measured before the run went on is not of it."""
@@ -133,6 +152,10 @@ class RunFolder:
     def write_measured(self, measured: Measured) -> None:
         """Write measured.json."""
         write_whole(self.path / MEASURED, measured.to_json())
+
+    def write_trace(self, recorded: Recorded) -> None:
+        """Write trace.json."""
+        write_whole(self.path / TRACE, trace_json(recorded))
 
     def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
         """The loggers of the steps that follow, metrics.jsonl first: of an earlier run each keeps

@@ -28,6 +28,7 @@ from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder
 from offload.runs.forecast import forecast_of
+from offload.runs.step_recorder import StepRecorder
 from offload.runs.watch import Watch
 from offload.runs.world import FollowersFolder
 from offload.tiers.errors import ConfigError, UnsupportedError
@@ -54,9 +55,10 @@ class OwnRun:
         """Steps are about to be taken."""
         self._engine = engine
         self._folder.make()
-        self._folder.write_config(engine.config)
+        self._folder.write_config(engine.config, own_loop=True)
         self._folder.write_prediction(self._prediction)
-        self.loggers: list[Logger] = [*self._folder.loggers(0), self]
+        self._recorder = StepRecorder(engine, self._folder)
+        self.loggers: list[Logger] = [*self._folder.loggers(0), self, self._recorder]
         engine.before_close(self._end)
         self.watch()
 
@@ -72,6 +74,7 @@ class OwnRun:
 
     def _end(self) -> None:
         try:
+            self._recorder.close()
             if self._times.count:
                 peaks = {n: tier.peak_nbytes for n, tier in self._engine.report().tiers.items()}
                 measured = Measured(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.loggers import Logger
     from offload.planning.choice.run_check import Measured, Prediction
+    from offload.recording import Recorded
     from offload.zero.sharding import Sharding
 
 
@@ -88,13 +89,16 @@ class FollowersFolder(RunFolder):
     def make(self) -> None:
         """The first rank makes it."""
 
-    def write_config(self, config: OffloadConfig) -> None:
+    def write_config(self, config: OffloadConfig, *, own_loop: bool = False) -> None:
         """The first rank does."""
 
     def write_prediction(self, prediction: Prediction) -> None:
         """The first rank does."""
 
     def write_measured(self, measured: Measured) -> None:
+        """The first rank does."""
+
+    def write_trace(self, recorded: Recorded) -> None:
         """The first rank does."""
 
     def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:

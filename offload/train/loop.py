@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from offload.runs.folder import (
 )
 from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.metrics import StepMetrics
+from offload.runs.step_recorder import StepRecorder
 from offload.runs.world import FollowersFolder, World
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -47,7 +48,6 @@ from offload.train.comparison import (
 )
 from offload.train.display import display_on
 from offload.train.interrupts import Interrupts, noted_interrupts
-from offload.train.plot import plot_available, write_plot
 from offload.train.prediction_watch import PredictionWatch
 from offload.train.schedule import lr_factor
 from offload.train.summary import (
@@ -231,11 +231,13 @@ class Trainer:
         display = display_on(self._console, Run(start, self._train.steps, budgets))
         warning = LossWarning(self._warn)
         self._began = time.perf_counter()
-        with closing(display), self._interrupts.put_off(_PUT_OFF if self._world.is_first else ""):
+        recorder = StepRecorder(self._engine, self._folder)
+        put_off = self._interrupts.put_off(_PUT_OFF if self._world.is_first else "")
+        with closing(display), closing(recorder), put_off:
             for step in range(start, self._train.steps):
                 metrics = self._step(step)
                 self._rows.append(metrics)
-                for logger in (*loggers, display, warning, self._watch):
+                for logger in (*loggers, display, warning, self._watch, recorder):
                     logger.log(metrics.values(), metrics.step)
                 stops = bool(self._world.greatest(self._interrupts.seen))
                 self._checkpoint_if_due(now=stops)
@@ -357,9 +359,8 @@ class Trainer:
             self._console.print()
             self._console.print(comparison_table(Process(rows, memory, *held), plain))
             self._console.print(agreement(rows, plain.rows))
-        if self._world.is_first:
-            self._plot(rows, plain.rows if plain else [])
         self._console.print(f"run folder: {self._folder.path}", soft_wrap=True)
+        self._console.print(f"page: {self._folder.page}", soft_wrap=True)
         return RunResult(
             self._folder.path, rows[0].loss, rows[-1].loss, rows[-1].validation_loss,
             self._steps_done, memory,
@@ -379,15 +380,6 @@ class Trainer:
         except ChildFailed as error:  # it may need more memory than there is: ours has trained
             self._console.print(f"plain PyTorch {error.brief}", style="yellow", soft_wrap=True)
             return None
-
-    def _plot(self, rows: list[StepMetrics], plain: Sequence[StepMetrics]) -> None:
-        if plot_available():
-            tiers = self._engine.report().tiers
-            budgets = {name: tier.budget_nbytes for name, tier in tiers.items()}
-            write_plot(self._folder.plot, rows, budgets, plain)
-            self._console.print(f"picture: {self._folder.plot}", soft_wrap=True)
-        else:
-            self._console.print("no loss_and_tiers.png: pip install 'offload[report]' draws it")
 
 
 def readable(text: bytes) -> str:

@@ -84,8 +84,10 @@ def test_one_recording_at_a_time(make: MakeEngine) -> None:
     engine = make(seeded(TinyLM), HOST)
     with engine.record(), pytest.raises(StateError, match="recorded already"):
         engine.record()
-    with pytest.raises(StateError, match="1 or more"):
-        engine.record(steps=0)
+    for wrong in (0, -1, 1.5, "3", None):
+        with pytest.raises(StateError, match="1 or more"):
+            engine.record(steps=wrong)  # type: ignore[arg-type]
+    engine.record()  # and dropped
     engine.record().stop()
 
 

@@ -15,6 +15,7 @@ from offload.swap.device_state import Links, MirroredState
 from offload.swap.fences import Fences, OpenReads
 from offload.swap.ordered import OrderedWork
 from offload.swap.outbox import Outbox, Pack, runs_of
+from offload.swap.recorder import Recorder
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState
 from offload.swap.streams import CopyMark, CopyStream, WorkStream, mark_here
@@ -435,3 +436,16 @@ def test_without_streams_a_transfer_is_done_when_it_is_made():
     assert done == [True]
     assert torch.equal(target, source)
     assert not stream.await_oldest()
+
+
+def test_recorded_copies_follow_each_other_on_their_link(bench: Bench) -> None:
+    stream, recorder = bench.links.to_device, Recorder(1, dict)
+    source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    stream.copy(target, source)
+    stream.lane.recorder = recorder
+    mark = [stream.copy(target[:n], source[:n]) for n in (16, 64)][-1]
+    bench.world.watching.set()
+    stream.transfer(mark, "the last one").wait()
+    first, second = (event for event in recorder.events if event.lane == "host to device")
+    assert (first.nbytes, second.nbytes) == (16, 64)
+    assert first.start_s <= first.stop_s <= second.start_s <= second.stop_s

@@ -1,0 +1,165 @@
+"""What a run's folder says, read for its page: whatever can be read is shown, and the rest counted.
+
+A run may have been killed in the middle of a line, be of another version, or have been edited;
+nothing in it is trusted to have the right type.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_MOST_LINE = 1 << 20  # characters
+_MOST_NBYTES = 256 << 20  # of a file that is read whole
+_MOST_NAMES = 64  # of figures
+_MOST_NAME = 60  # characters
+_GROUPS = ("tiers", "moved", "waits")
+_NAN = math.nan
+
+Key = tuple[str, str]  # a group and a name in it; the group of plain figures is ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRows:
+    """The steps of one file, rising; of a step that was taken twice the later. A number is finite
+    or, where it is not known, None. A column has 8 bytes for each step: a run may be long."""
+
+    steps: Sequence[float] = ()
+    columns: Mapping[Key, Sequence[float]] = field(default_factory=dict)  # nan: not known
+    damaged: int = 0  # lines that are no step
+
+    @property
+    def nonfinite(self) -> list[int]:
+        """Steps without a finite loss in a run that has losses."""
+        losses = self.columns.get(("", "loss"), ())
+        missing = [int(s) for s, loss in zip(self.steps, losses, strict=False) if loss != loss]
+        return missing if len(missing) < len(self.steps) else []
+
+    def numbers(self, name: str, group: str = "") -> list[float | None]:
+        """Of every step."""
+        column = self.columns.get((group, name))
+        if column is None:
+            return [None] * len(self.steps)
+        return [None if y != y else y for y in column]
+
+    def known(self, name: str) -> list[float]:
+        """Those that are known."""
+        return [y for y in self.columns.get(("", name), ()) if y == y]
+
+    def names(self, group: str) -> list[str]:
+        """What a group of figures has values other than zero of, in the order of the file."""
+        return [
+            name for (of, name), column in self.columns.items()
+            if of == group and any(y > 0 for y in column)
+        ]  # fmt: skip
+
+    def growth(self, group: str, name: str) -> list[float]:
+        """Of each step, by how much a count since the beginning of the process has grown. It begins
+        anew where a run was resumed."""
+        return list(_growth(y or 0.0 for y in self.numbers(name, group)))
+
+    def seconds(self) -> list[float]:
+        """Of each step, with what came between the step before and this one where that is known."""
+        elapsed = self.growth("", "elapsed_seconds")
+        alone = self.numbers("seconds")
+        return [max(own or 0.0, whole) for own, whole in zip(alone, elapsed, strict=True)]
+
+
+def _growth(counts: Iterable[float]) -> Iterator[float]:
+    before = 0.0
+    for now in counts:
+        yield now - before if now >= before else now
+        before = now
+
+
+def read_rows(path: Path) -> PageRows:
+    """All steps in a file of metrics; none where there is no such file."""
+    steps, damaged = array("d"), 0
+    columns: dict[Key, array[float]] = {}
+    try:
+        file = path.open(errors="replace")
+    except OSError:
+        return PageRows()
+    with file:
+        for line in _lines(file):
+            values = _object(line)
+            step = _number(values.get("step")) if values is not None else None
+            if values is None or step is None or not 0 <= step <= 1 << 53:
+                damaged += bool(line.strip())
+                continue
+            for key, number in _numbers(values).items():
+                if key not in columns and len(columns) < _MOST_NAMES:
+                    columns[key] = array("d", [_NAN]) * len(steps)
+                if key in columns:
+                    columns[key].append(number)
+            steps.append(float(int(step)))
+            for column in columns.values():
+                if len(column) < len(steps):
+                    column.append(_NAN)
+    last = {step: place for place, step in enumerate(steps)}
+    order = [last[step] for step in sorted(last)]
+    if order == list(range(len(steps))):
+        return PageRows(list(steps), columns, damaged)
+    kept = {key: array("d", (column[place] for place in order)) for key, column in columns.items()}
+    return PageRows(sorted(last), kept, damaged)
+
+
+def _lines(file: Any) -> Iterator[str]:
+    """Lines, of which those that are too long are cut."""
+    while line := file.readline(_MOST_LINE):
+        yield line
+        while line and not line.endswith("\n"):
+            line = file.readline(_MOST_LINE)
+
+
+def read_object(path: Path) -> Mapping[str, Any] | None:
+    """The JSON object in a file; None where there is none, or one that is too large."""
+    try:
+        if path.stat().st_size > _MOST_NBYTES:
+            return None
+        return _object(path.read_text(errors="replace"))
+    except OSError:
+        return None
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[Key, float]:
+    """The figures of a line that are known. Those in groups are not less than 0."""
+    found: dict[Key, float] = {}
+    for name, value in values.items():
+        if name in _GROUPS and isinstance(value, dict):
+            inner = ((within[:_MOST_NAME], _number(v)) for within, v in value.items())
+            found |= {(name, within): max(0.0, n) for within, n in inner if n is not None}
+        elif (number := _number(value)) is not None:
+            found["", name[:_MOST_NAME]] = number
+    return found
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def bucketed(values: Sequence[float], buckets: int) -> list[float]:
+    """Sums of so many stretches of neighbours, or the values where there are fewer."""
+    if len(values) <= buckets:
+        return list(values)
+    edges = [number * len(values) // buckets for number in range(buckets + 1)]
+    return [sum(values[edges[n] : edges[n + 1]]) for n in range(buckets)]

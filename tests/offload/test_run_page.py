@@ -1,0 +1,341 @@
+"""run.html: one page of whatever a run's folder holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import offload
+from offload.cli import main
+from offload.errors import ConfigError
+from offload.pages.chart import Layer, Series, buckets, line_chart, round_numbers, share_chart
+from offload.runs.folder import RunFolder
+from offload.runs.page import run_page, write_page
+from offload.runs.page_rows import bucketed, read_rows
+from offload.runs.page_step import read_waterfall
+from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
+
+LINKS = ("nvme read", "nvme write", "host to device", "device to host")
+VOID = {"rect", "line", "circle", "path"}
+
+
+def rows(count: int, **changes: Any) -> Iterator[dict[str, Any]]:
+    """Steps of a run as its metrics have them; `changes` are values for all of them."""
+    for step in range(1, count + 1):
+        yield {
+            "step": step, "loss": 5.0 / step, "lr": 1e-3, "seconds": 0.5,
+            "tokens_per_second": 100.0, "gradient_norm": 1.0, "skipped_steps": 0,
+            "rss_nbytes": 500 << 20,
+            "tiers": {"device": 1 << 20, "host": 2 << 20, "nvme": 3 << 20},
+            "moved": dict.fromkeys(LINKS, step * 1000000), "validation_loss": None,
+            "waits": {"nvme": 0.1 * step, "link": 0.0, "update": 0.05 * step, "ranks": 0.0},
+            **changes,
+        }  # fmt: skip
+
+
+def write(folder: Path, lines: Any, **files: str) -> Path:
+    """A run's folder: rows or texts for metrics.jsonl, and other files, `_` for `.` in names."""
+    folder.mkdir(parents=True)
+    texts = (line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text("".join(texts))
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+SETTINGS = "budget: {host: 4194304, nvme: 8388608}\ntrain: {steps: 40, model: {shape: gpt}}\n"
+PREDICTED = json.dumps(
+    {"format": 1, "tiers": {"host": 2 << 20}, "rss_nbytes": 400 << 20, "seconds": 0.4,
+     "bottleneck": "compute", "links": {}, "bounds": ["host"], "missing": []}
+)  # fmt: skip
+MEASURED = json.dumps(
+    {"format": 1, "tiers": {"host": 3 << 20}, "rss_nbytes": 600 << 20, "seconds": 0.5, "steps": 40}
+)
+
+
+class Checked(HTMLParser):
+    """Fails for a tag that is not closed, is a script, or fetches anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.pictures: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given_ = dict(attributes)
+        assert tag not in ("script", "link", "iframe", "img", "object")
+        assert not {"src", "href"} & set(given_)
+        assert not any(name.startswith("on") for name in given_)
+        if given_.get("role") == "img":
+            self.pictures.append(given_.get("aria-label") or "")
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+        assert not any(name.startswith("on") for name, _ in attributes)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def check(page: str) -> tuple[str, list[str]]:
+    """The page's words, and what is said of its pictures."""
+    found = Checked()
+    found.feed(page)
+    found.close()
+    assert found.open == []
+    assert all(found.pictures)
+    assert "url(" not in page
+    return " ".join(" ".join(found.text).split()), found.pictures
+
+
+def test_a_run_is_on_the_page(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / "mine", rows(40), config__resolved__yaml=SETTINGS, prediction__json=PREDICTED,
+        measured__json=MEASURED, plain__jsonl="".join(json.dumps(r) + "\n" for r in rows(40)),
+    )  # fmt: skip
+    text, pictures = check(run_page(folder))
+    for said in (
+        "mine gpt:", "ended after 40 of 40 steps", "plain PyTorch (dashed)",
+        "the losses of all 40 steps are those of plain PyTorch, bit for bit",
+        "budget.host (dashed): 4.0 MiB", "peak 3.0 MiB, at most 2.0 MiB at the end of a step",
+        "waited for in all of the time nvme 4.00 s 20 %", "update 2.00 s 10 %",
+        "nvme read 38.1 MiB 976.6 KiB 2.00 MB/s",
+        "host at most 2.0 MiB 3.0 MiB 0.67", "step 400 ms 500 ms 0.80", "shape: gpt",
+    ):  # fmt: skip
+        assert said in text
+    assert any(said.startswith("offload: 5 at 1, 0.125 at 40") for said in pictures)
+    assert any("nvme 20.0 %; update 10.0 %; not waiting 70.0 %" in said for said in pictures)
+
+
+CASES: dict[str, tuple[Any, dict[str, str]]] = {
+    "no step": ([], {"config__resolved__yaml": SETTINGS}),
+    "one step": (rows(1), {}),
+    "three steps": (rows(3), {"measured__json": MEASURED}),
+    "no loss ever": (rows(9, loss=None, lr=None, tokens_per_second=None), {}),
+    "no waits": (rows(9, waits={}), {}),
+    "of an older version": ([{"step": 1, "loss": 1.0, "seconds": 1.0}], {}),
+    "ranks": (rows(9, moved={"all-gather": 5, "reduce-scatter": 7}), {}),
+    "no seconds": (rows(9, seconds=0.0), {}),
+    "huge": (rows(9, loss=1e308, rss_nbytes=1 << 60, gradient_norm=1e300), {}),
+    "tiny": (rows(9, loss=1e-320, gradient_norm=5e-324), {}),
+    "negative": (rows(9, loss=-1.0, seconds=-4.0, tiers={"host": -5}, moved={"nvme read": -1}), {}),
+    "of other types": (
+        rows(9, tiers=[1], moved="x", waits=None, lr=True, gradient_norm="1", rss_nbytes=[]),
+        {"config__resolved__yaml": "[1, 2", "prediction__json": "{", "measured__json": "[]"},
+    ),
+    "lists for sections": (
+        rows(9),
+        {"config__resolved__yaml": "budget: [1]\ntrain: 3\nplacement: {a: {tier: [1]}}\n"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_whatever_there_is_is_shown(case: tuple[Any, dict[str, str]], tmp_path: Path) -> None:
+    lines, files = case
+    text, _ = check(run_page(write(tmp_path / "run", lines, **files)))
+    assert "nan" not in text.replace("nanoseconds", "")
+    assert "inf " not in text
+
+
+def test_what_files_say_is_never_html(tmp_path: Path) -> None:
+    evil = "</pre></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+    trace = {"traceEvents": [
+        {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "steps"}},
+        {"ph": "M", "pid": 0, "tid": 2, "name": "thread_name", "args": {"name": evil}},
+        {"ph": "X", "pid": 0, "tid": 1, "name": "step 3", "ts": 0, "dur": 100},
+        {"ph": "X", "pid": 0, "tid": 2, "name": evil, "ts": 5, "dur": 90},
+    ]}  # fmt: skip
+    names = {"tiers": {evil: 5}, "moved": {evil: 7}, "waits": {evil: 1.0}}
+    folder = write(
+        tmp_path / "a <b> & \"c\" 'd'", rows(4, **names), trace__json=json.dumps(trace),
+        config__resolved__yaml=json.dumps(
+            {"train": {"model": {"shape": evil, "layers": evil}, "text": evil}, "budget": {evil: 5},
+             "placement": {evil: {evil: evil}}, "device": evil}
+        ),
+        prediction__json=json.dumps({**json.loads(PREDICTED), "missing": [evil]}),
+    )  # fmt: skip
+    page = run_page(folder)
+    text, _ = check(page)
+    assert page.count("<script") == page.count("<img") == 0
+    assert text.count("<script>alert(1)</script>") >= 6
+
+
+def test_lines_that_are_no_steps_are_counted_and_left_out(tmp_path: Path) -> None:
+    bad = [
+        "garbage\n", "[1]\n", "null\n", '{"step": "x"}\n', '{"step": 1e400}\n', "[" * 5000 + "\n",
+        '{"step": -1}\n', "x" * (3 << 20) + "\n", '{"step": true}\n',
+    ]  # fmt: skip
+    folder = write(tmp_path / "run", [*rows(5), *bad, "\n", '{"step": 6, "loss": 1.2, "ti'])
+    found = read_rows(folder / "metrics.jsonl")
+    assert found.steps == [1, 2, 3, 4, 5]
+    assert found.damaged == len(bad) + 1
+    text, _ = check(run_page(folder))
+    assert f"{len(bad) + 1} lines of metrics.jsonl could not be read" in text
+    assert "cut short" in text
+
+
+def test_losses_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    lines = [*rows(4), {"step": 5, "loss": None, "seconds": 1.0}]
+    text, _ = check(run_page(write(tmp_path / "run", lines)))
+    assert "the loss was not finite in 1 step, first in step 5" in text
+    assert "loss not finite" in text
+
+
+def test_a_step_taken_twice_counts_once_as_it_was_taken_last(tmp_path: Path) -> None:
+    lines = [*rows(5), {"step": 4, "loss": 9.0}, {"step": 2, "loss": 8.0}]
+    found = read_rows(write(tmp_path / "run", lines) / "metrics.jsonl")
+    assert found.steps == [1, 2, 3, 4, 5]
+    assert found.numbers("loss")[1:4] == [8.0, 5.0 / 3, 9.0]
+
+
+def test_counts_begin_anew_where_a_run_was_resumed(tmp_path: Path) -> None:
+    first, second = list(rows(4)), list(rows(4))
+    lines = [*first, *({**row, "step": row["step"] + 4} for row in second)]
+    found = read_rows(write(tmp_path / "run", lines) / "metrics.jsonl")
+    assert found.growth("moved", "nvme read") == [1_000_000.0] * 8
+    assert found.growth("waits", "nvme") == pytest.approx([0.1] * 8)
+
+
+def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+    page = run_page(write(tmp_path / "run", rows(5_000), config__resolved__yaml=SETTINGS))
+    assert len(page) < 200_000
+    check(page)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_page(tmp_path)
+
+
+def test_the_command_makes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "run", rows(3))
+    for path, status in ((folder, 0), (tmp_path / "none", 2)):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(path)])
+        assert ended.value.code == status
+    said = capsys.readouterr()
+    assert said.out.strip() == str(folder / "run.html")
+    assert "holds no run" in said.err
+
+
+# ---------------------------------------------------------------- of an engine
+def run_own(tmp_path: Path, steps: int) -> Path:
+    keys = config(tmp_path, NVME, budget={"host": "1MiB", "nvme": "64MiB"})
+    folder = tmp_path / "run"
+    with offload.initialize(seeded(TinyLM), keys, run_folder=folder) as engine:
+        for tokens in batches(steps):
+            engine.module.loss(tokens).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return folder
+
+
+def test_a_loop_of_ones_own_leaves_a_page_with_one_of_its_steps(tmp_path: Path) -> None:
+    folder = run_own(tmp_path, 8)
+    trace = json.loads((folder / "trace.json").read_text())
+    assert trace["otherData"]["steps"] == [4, 5, 6]
+    waterfall = read_waterfall(folder / "trace.json")
+    assert waterfall is not None
+    assert waterfall.step in (4, 5, 6)
+    assert waterfall.rows[0][0] == "model's thread"
+    assert all(
+        0 <= s.start_s <= s.stop_s <= waterfall.seconds for _, r in waterfall.rows for s in r
+    )
+    text, pictures = check((folder / "run.html").read_text())
+    assert "One step model's thread" in text
+    assert "ended after 8 steps" in text
+    assert "shakespeare" not in text  # what `offload train` would read by default
+    assert any(said.startswith("nvme write: busy") for said in pictures)
+
+
+def test_a_run_of_one_step_has_no_trace(tmp_path: Path) -> None:
+    folder = run_own(tmp_path, 1)
+    assert not (folder / "trace.json").exists()
+    check((folder / "run.html").read_text())
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    folder.metrics.path.write_text("")
+    (tmp_path / "run/run.html").mkdir()  # in its way
+    folder.close()
+    assert "no run.html" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"traceEvents": 3}', '{"traceEvents": [3, {}]}'])
+def test_a_file_that_is_no_trace_is_no_picture(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    assert read_waterfall(tmp_path / "trace.json") is None
+
+
+# ---------------------------------------------------------------- charts
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.one_of(st.none(), numbers), min_size=1, max_size=20), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_any_numbers_can_be_drawn(ys: list[float | None], from_zero: bool) -> None:
+    xs = [float(x) for x in range(len(ys))]
+    drawn = line_chart(
+        [Series("x", xs, ys), Series("y", xs, ys, "dots")], "{:.3g}".format,
+        base=0.0 if from_zero else None,
+    )  # fmt: skip
+    if all(y is None for y in ys):
+        assert drawn == ""
+        return
+    check(drawn)
+    path = re.findall(r' d="([^"]*)"', drawn)
+    places = [float(n) for text in path for n in re.findall(r"-?\d+(?:\.\d+)?", text)]
+    assert all(-1 <= place <= 1001 for place in places)
+    assert "nan" not in drawn
+
+
+@given(st.integers(0, 5000))
+@settings(deadline=None, max_examples=20)
+def test_no_peak_is_lost_in_a_long_line(peak: int) -> None:
+    xs = [float(x) for x in range(5001)]
+    ys = [1.0 if x == peak else 0.0 for x in range(5001)]
+    found = buckets(xs, ys)
+    assert len(found) < 1000
+    assert [each.greatest for each in found].count(1.0) == 1
+
+
+@given(numbers, numbers)
+@settings(deadline=None)
+def test_marks_are_few_and_inside(a: float, b: float) -> None:
+    low, high = min(a, b), max(a, b)
+    marks = round_numbers(low, high)
+    assert 0 < len(marks) < 12
+    if math.isfinite(high - low):
+        slack = (high - low) * 1e-6
+        assert all(low - slack <= mark <= high + slack for mark in marks)
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=700), st.integers(1, 300))
+def test_stretches_of_a_run_add_up(values: list[float], count: int) -> None:
+    found = bucketed(values, count)
+    assert len(found) == min(count, len(values))
+    assert math.fsum(found) == pytest.approx(math.fsum(values))
+
+
+def test_shares_of_one_step_fill_the_chart() -> None:
+    check(share_chart([7.0], [Layer("nvme", "nvme read", [0.25]), Layer("x", "compute", [0.75])]))
