@@ -3,8 +3,8 @@
     model's thread   ── forward ──┤ waits ├── forward ──┤ waits ├──
     a lane           ─────┤ read of block 3 ├───┤ update of block 4 ├──
 
-Each thing that a thread may have to wait for is of a lane. A clock is read only where a thread does
-wait. One thread waits for one thing at a time, so no second is counted twice; a wait for an update
+Each thing that a thread may have to wait for is of a lane. No clock is read for a transfer that is
+done. One thread waits for one thing at a time, so no second is counted twice; a wait for an update
 that itself waits for files is one for the update.
 
 While a `Recorder` is set, a lane also notes what happens when.
@@ -46,6 +46,11 @@ def be_worker(name: str) -> None:
     _this_thread.name = name
 
 
+def is_worker() -> bool:
+    """Whether this thread called `be_worker`."""
+    return _this_thread.is_worker
+
+
 class Lane:
     """One of them. The waits of threads that are no workers are counted: of the model's thread, one
     at a time."""
@@ -66,7 +71,7 @@ class Lane:
                 yield
         finally:
             ended = time.perf_counter()
-            if not _this_thread.is_worker:
+            if not is_worker():
                 self.waited_s += ended - began
             recorder = self.recorder
             if recorder is not None:

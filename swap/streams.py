@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from offload.swap.lanes import Lane, WaitFor, be_worker
+from offload.swap.lanes import Lane, WaitFor, be_worker, is_worker
 from offload.swap.recorder import Recorder
 from offload.swap.transfer import Transfer
 from offload.tiers import accelerator
@@ -67,7 +67,8 @@ class CopyMark:
         """Block this thread until it is done."""
         if self.event is None:
             return
-        if self._lane is None or self.event.query():
+        # whether it is done already is not asked first: that is a call of the driver's, too
+        if self._lane is None or is_worker():
             self.event.synchronize()
             return
         with self._lane.waiting("a copy"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +19,17 @@ SLOW_S = 0.004
 
 @pytest.fixture
 def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(fd: int, buffers: Any, offset: int) -> int:
-        time.sleep(SLOW_S)
-        return os.preadv(fd, buffers, offset)
+    def slow(call: Callable[..., int]) -> Callable[..., int]:
+        def later(fd: int, buffers: Any, offset: int) -> int:
+            time.sleep(SLOW_S)
+            return call(fd, buffers, offset)
 
-    monkeypatch.setattr(homes, "open_backend", lambda *_, **__: ThreadsBackend(preadv=slow))
+        return later
+
+    def backend(*_: Any, **__: Any) -> ThreadsBackend:
+        return ThreadsBackend(preadv=slow(os.preadv), pwritev=slow(os.pwritev))
+
+    monkeypatch.setattr(homes, "open_backend", backend)
 
 
 def train(engine: Any, steps: int = 2) -> tuple[dict[str, float], float]:
@@ -40,7 +47,7 @@ def train(engine: Any, steps: int = 2) -> tuple[dict[str, float], float]:
 def test_slow_files_are_waited_for_and_updates_apart(make: MakeEngine, slow_files: None) -> None:
     engine = make(seeded(TinyLM), NVME, budget={"host": "1MiB", "nvme": "64MiB"}, prefetch=1)
     waits, seconds = train(engine)
-    assert waits["update"] >= SLOW_S  # an update reads its records: its wait is not one for nvme
+    assert waits["update"] > 0  # an update ends with its writes: a wait for it is not one for nvme
     assert waits["link"] == waits["ranks"] == 0.0
     assert sum(waits.values()) <= seconds
 
@@ -59,7 +66,7 @@ def test_reads_in_the_way_of_a_forward_are_waits_for_nvme(
     engine.module.loss(batches(1)[0])
     seconds = time.perf_counter() - began
     waits = {name: now - before[name] for name, now in engine.report().waits.items()}
-    assert SLOW_S <= waits["nvme"] <= seconds
+    assert 0 < waits["nvme"] <= seconds
     assert waits["update"] == 0.0
 
 
