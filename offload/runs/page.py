@@ -468,4 +468,6 @@ def _digits(value: float) -> str:
 
 
 def _percent(share: float) -> str:
+    if 0 < share < 0.001:
+        return "<0.1 %"
     return f"{share * 100:.1f} %" if share < 0.0995 else f"{share * 100:.0f} %"
