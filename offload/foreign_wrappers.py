@@ -18,7 +18,10 @@ from offload.tiers.errors import UnsupportedError
 from offload.zero.runtime import Runtime
 
 # by name: some of them are never imported
-_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
+_WRAPPERS = frozenset({
+    "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine",
+    "FSDPModule",  # `fully_shard` puts it among the bases of a module's class
+})  # fmt: skip
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -52,7 +55,7 @@ def _moves_parameters(module: Any) -> bool:
 def _refuse(wrapper: nn.Module) -> None:
     raise UnsupportedError(
         f"{type(wrapper).__name__} around a model that trains through an offload engine: the "
-        "engine's ranks gather parameters and average gradients themselves; use the model as it is "
-        "(accelerate: prepare the optimizer and the loader, not the model). transformers' Trainer "
-        "wraps the model by itself on several ranks: run it on one, or write the loop"
+        "engine's ranks gather parameters and average gradients themselves; use the model as it "
+        "is, without wrapper and without fully_shard (accelerate: prepare the optimizer and the "
+        "loader, not the model; transformers: OffloadTrainer instead of Trainer)"
     )

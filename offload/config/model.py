@@ -386,9 +386,9 @@ class OffloadConfig(Section):
     micro_batches: MicroBatches = Field(
         1,
         description="Pieces of each batch that a block runs over before the next block begins: "
-        "weights and gradients move once per step, activations of one piece at a time. auto: as "
-        "many as make a step fastest and fit, where the batch is known beforehand (`offload "
-        "train`, memest); otherwise 1. Another number rounds differently.",
+        "weights and gradients move once per step, and a block that is recomputed is so piece by "
+        "piece. auto: as many as make a step fastest and fit, where the batch is known beforehand "
+        "(`offload train`, memest); otherwise 1. Another number rounds differently.",
         examples=[4],
         json_schema_extra=about(unit="pieces"),
     )

@@ -84,7 +84,7 @@ WORK = (
     ),
     Row(
         ("Is the batch larger", "than one sequence?"),
-        ("`micro_batches: N", "a piece's activations at a time"),
+        ("`micro_batches: N", "beside it, or smaller batches,", "accumulated"),
     ),
     Row(
         ("Is there a fast disk?",),

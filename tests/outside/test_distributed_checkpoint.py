@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload.errors import StateError, UnsupportedError
@@ -160,6 +162,26 @@ def test_what_torch_saved_an_engine_loads_and_the_other_way_round(tmp_path: Path
     dcp.load(state, checkpoint_id=tmp_path / "engine", planner=part)
     assert_same_bits(other.state_dict(), weights)
     assert optimizer.state[other.layers[0].weight]["step"] == 6
+
+
+def test_what_fsdp2_saved_sharded_an_engine_goes_on_with(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        sharded = seeded(Flat)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+        train(sharded, optimizer, 3)
+        dcp.save({"app": AppState(sharded, optimizer)}, checkpoint_id=tmp_path / "fsdp")
+        expected = train(sharded, optimizer, 3, seed=1)
+    finally:
+        torch.distributed.destroy_process_group()
+    model = seeded(Flat)
+    with offload.initialize(model, settings(tmp_path, {})) as engine:
+        dcp.load({"app": EngineState(engine)}, checkpoint_id=tmp_path / "fsdp")
+        assert engine.optimizer.param_groups[0]["lr"] == 1e-2
+        found = train(model, engine.optimizer, 3, seed=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
