@@ -1,6 +1,6 @@
 """What the site has beyond docs/*.md (`make docs`, mkdocs.yml), and what it must not have.
 
-README.md is its first page. Files of the repository that pages link to are pages, too. The
+README.md, and files of the repository that pages link to, are pages, too. The
 reference of the configuration is made of its models, that of errors of their classes. Pages are
 written as GitHub reads them.
 """
@@ -60,8 +60,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def page_of(source: str) -> str:
     """The page that shows a file of the repository; both as paths in their folders."""
-    if source == "README.md":
-        return "index.md"
     if source.startswith("docs/"):
         return source.removeprefix("docs/")
     return f"repository/{source.removesuffix('.md')}.md"
@@ -69,8 +67,6 @@ def page_of(source: str) -> str:
 
 def source_of(page: str) -> str:
     """The other way round. A page that is not there says so when its links are checked."""
-    if page == "index.md":
-        return "README.md"
     if not page.startswith("repository/"):
         return f"docs/{page}"
     name = page.removeprefix("repository/")
