@@ -32,7 +32,7 @@ _COMMENT = re.compile(r"^<!--.*?-->\n?", re.S | re.M)
 _LINK = re.compile(r"(!?\[[^\]\n]*\])\(([^)\s#:]+)(#[^)\s]*)?\)")
 _INLINE_CODE = re.compile(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", re.S)
 # what GitHub begins without an empty line before it
-_LIST_OR_TABLE = re.compile(r"^(?![-|*#>\s]|\d+\.)(.+)\n(?=(?:[-*] |\d+\. |\|))", re.M)
+_LIST_OR_TABLE = re.compile(r"^(?![-*] |\d+\. |[|#>\s])(.+)\n(?=(?:[-*] |\d+\. |\|))", re.M)
 # anything that a browser fetches by itself
 _FETCHED = re.compile(
     r"<(?:link|script|img|iframe|source|video|audio|object|embed|use)\b[^>]*?"

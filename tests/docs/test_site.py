@@ -31,6 +31,7 @@ def shown(hooks: ModuleType, text: str, page: str = "index.md") -> str:
     ("text", "page", "expected"),
     [
         ("so:\n- a\n- b\n", "index.md", "so:\n\n- a\n- b\n"),
+        ("**so:**\n1. a\n2. b\n", "index.md", "**so:**\n\n1. a\n2. b\n"),
         ("- a\n  more\n- b\n", "index.md", "- a\n  more\n- b\n"),
         ("so:\n| a |\n|---|\n", "index.md", "so:\n\n| a |\n|---|\n"),
         ("a <!-- b --> c\n<!-- setup\nx = 1\n-->\nd", "index.md", "a <!-- b --> c\nd"),
