@@ -49,6 +49,11 @@ class Report:
     unless the precision is fp16. A use of a group came in the order of the last step
     (`prefetch_hits`) or in another (`prefetch_misses`); `evictions` counts copies that made room
     for others. `placements` says in words where each class of state lives.
+
+    `waits` are seconds for which the thread that trains has waited since the beginning: for `nvme`
+    (transfers from and to files), `link` (copies between host and device), `update` (a group's
+    pending update, whatever that waits for) and `ranks` (collectives, and what their threads wait
+    for). On a GPU the thread queues work and goes on: its own stream's waits are not in here.
     """
 
     tiers: dict[str, TierReport]
@@ -62,8 +67,4 @@ class Report:
     prefetch_misses: int = 0
     evictions: int = 0
     placements: dict[str, str] = field(default_factory=dict)
-    # Seconds for which the thread that trains has waited since the engine's start: for "nvme"
-    # (transfers from and to files), "link" (copies between host and device), "update" (a group's
-    # pending update, whatever that waits for) and "ranks" (collectives, and what their threads wait
-    # for). On a GPU the thread queues work and goes on: its own stream's waits are not in here.
     waits: dict[str, float] = field(default_factory=dict)
