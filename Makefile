@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 BENCH_DIR ?= runs/bench
 # PYTHON=... given by the caller: gpu-check uses that interpreter as it is, and makes no .venv
 # a file's tests share what they set up: each file goes to one process as a whole, and they are begun
@@ -15,12 +16,13 @@ NULL_GPU_PYTHON ?= $(BIN)/python
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint typecheck bench null-gpu gpu-check clean
+.PHONY: help venv demo test test-long docs lint typecheck bench null-gpu gpu-check clean
 
 help:
 	@echo "make demo       train a small language model over device, host and nvme, and in plain PyTorch"
 	@echo "make test       all tests"
 	@echo "make test-long  with all cases where a sample is the rule"
+	@echo "make docs       docs/ as a site, in build/site; a broken link is an error"
 	@echo "make bench      limits, ours and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
 	@echo "make null-gpu   the engine's calls of CUDA, without a GPU; NULL_GPU_PYTHON=... has torch for CUDA"
 	@echo "make gpu-check  tests, kernels, copies and steps on a GPU; PYTHON=... is used as it is"
@@ -47,6 +49,14 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --long $(PYTEST_ARGS)
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "build/site/index.html, or with search: $(BIN)/python -m http.server --directory build/site"
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

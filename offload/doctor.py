@@ -82,8 +82,9 @@ def check_path(path: Path) -> list[Check]:
     """File system, room, permissions and I/O backends of one folder for swap files."""
     shown = str(path)
     if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        return [Check(shown, "fail", what, f"mkdir -p {path}, or correct nvme.paths")]
+        if path.exists():
+            return [Check(shown, "fail", "is not a folder", "name a folder in nvme.paths")]
+        return [Check(shown, "fail", "does not exist", f"mkdir -p {path}, or correct nvme.paths")]
     if not os.access(path, os.W_OK | os.X_OK):
         return [Check(shown, "fail", "not writable by this user", f"chown or chmod {path}")]
     checks = [_file_system(path), _free_space(path)]

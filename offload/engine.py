@@ -83,13 +83,18 @@ def initialize(
 ) -> Engine:
     """Spread the model's states over tiers and make it train from there.
 
-    `model` may be on the meta device: it is then initialised group by group and is never whole in
-    RAM, from `weights` (a safetensors file or folder, or a checkpoint of ours), or by what its
-    constructor would call: `reset_parameters`, `_init_weights`. A tensor that these do not set, or
-    that the constructor set in another way, is an UnsupportedError that names it. So is a model of
-    `offload.open_pretrained`, which is read from its files.
+    `model` is on the CPU or on the meta device; the object stays the same and is used as before.
+    On the meta device it is initialised group by group and is never whole in RAM, from `weights` (a
+    safetensors file or folder, or a checkpoint of ours), or by what its constructor would call:
+    `reset_parameters`, `_init_weights`. A tensor that these do not set, or that the constructor set
+    in another way, is an UnsupportedError that names it. A model of `offload.open_pretrained` is
+    read from its files in the same way.
+
+    `config`: the path of a YAML file, a mapping with its keys, or an OffloadConfig; by default all
+    keys have their defaults.
+
     `parameters` are the optimizer's param groups as torch.optim takes them; by default all
-    trainable parameters. The module object stays the same and is used as before.
+    trainable parameters.
 
     `mesh` (1D) holds the ranks that train this model together, each with other data: by default all
     of the world. A model that is parallel in other ways as well needs it: one that
@@ -98,7 +103,12 @@ def initialize(
     `run_folder`: a new folder for what was predicted and what came, for `memest check`; each step
     adds a row to its metrics.jsonl (see `Engine.watch`).
 
-    Raises ConfigError, PathError or BudgetError before anything is allocated.
+    On several ranks all call it, with the same model and configuration; the first one's values
+    count.
+
+    Raises ConfigError, PathError or BudgetError before anything is allocated; UnsupportedError for
+    what cannot train this way, by its name; StateError for a model that trains through another
+    engine.
     """
     loaded = OffloadConfig.load({} if config is None else config)
     _refuse_shared(model)
@@ -138,7 +148,14 @@ _ELSEWHERE = {
 
 
 class Engine:
-    """Owns the tiers of one model. A context manager; `close` gives everything back."""
+    """Owns the tiers of one model. A context manager; `close` gives everything back.
+
+    `module` is the model, `optimizer` its `OffloadOptimizer`, `device` where it computes and wants
+    its inputs, `config` the configuration with every `auto` resolved, `plan` each state's tier.
+
+    What trains, reads or saves is a StateError on a closed engine. On several ranks, `gathered`,
+    `gradient`, `save_checkpoint` and `load_checkpoint` are for all ranks together.
+    """
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
@@ -307,7 +324,8 @@ class Engine:
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()` in every precision; scales the loss under fp16."""
+        """`loss.backward()` in every precision; scales `loss` (one element) under fp16. It is not
+        divided: of N passes for a step, divide it by N."""
         with self._open().scaled_backward() as scale:
             (loss if scale == 1.0 else loss * scale).backward()
         self.note_pass(loss)
@@ -342,10 +360,12 @@ class Engine:
 
     @contextmanager
     def gathered(self, *what: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> Iterator[None]:
-        """Full parameters inside the block, for reading or writing.
+        """Full parameters inside the block, for reading or writing: of their own shape, where the
+        engine computes, in the format it computes in.
 
         `what` are parameters, modules or iterables of parameters; nothing given means all. Written
-        parameters keep exactly what was written.
+        parameters keep exactly what was written, and so do their masters. It waits for pending
+        updates. TierFullError where the budget cannot hold all of them at once.
         """
         runtime = self._open()
         params = _params_of(what) if what else list(self.module.parameters())
@@ -353,14 +373,16 @@ class Engine:
             yield
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy, on its device, of what was accumulated for `param` (`param.grad` is a handle of
-        it)."""
+        """A copy of what was accumulated for `param` (`param.grad` is a handle of it), of its
+        shape, on its device and in the format it is kept in, without a loss scale; None if there
+        is none."""
         self._open()
         return self.values.gradient(param)
 
     # ---------------------------------------------------------------- looking
     def report(self) -> Report:
-        """Bytes per tier, bytes moved, steps, and seconds waited so far."""
+        """Bytes per tier, bytes moved, steps, and seconds waited so far. It waits for nothing:
+        numbers of what is under way may change while they are read."""
         runtime = self._open()
         last = self.optimizer.last_step
         with self._homes.lock:
@@ -452,16 +474,20 @@ class Engine:
             self._homes.ledger.check_integrity()
 
     def settle(self) -> None:
-        """Wait for every pending update and every byte on its way."""
+        """Wait for every pending update and every byte on its way. Raises what failed there."""
         self._open().settle()
         if self._homes.activations is not None:
             self._homes.activations.settle()
 
     # ---------------------------------------------------------------- checkpoints
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write parameters, optimizer states and param groups into the folder `path`.
+        """Write parameters, masters, optimizer states and param groups into the folder `path`, one
+        group after the other, and wait until it is complete. A checkpoint of ours there is
+        replaced then, and not before; any number of ranks can load it.
 
-        UnsupportedError where parameters are DTensors; their `state_dict()` is complete.
+        StateError while gradients wait for a step, or inside `gathered`. PathError for a folder
+        with anything else in it, or that cannot be written. UnsupportedError where parameters are
+        DTensors; their `state_dict()` is complete.
         """
         from offload.checkpoint import save
 
@@ -472,7 +498,11 @@ class Engine:
         self.last_checkpoint = SavedCheckpoint(Path(path), stepper.taken + stepper.skipped)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Take over what `save_checkpoint` wrote. CheckpointError if it does not fit the model."""
+        """Take over what `save_checkpoint` wrote, under any placement and number of ranks, after
+        all of it was checked against its hashes.
+
+        CheckpointError, and nothing is changed, if it is damaged or of another model.
+        """
         from offload.checkpoint import load
 
         _refuse_parts("load_checkpoint", self._open())
@@ -493,6 +523,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     def before_close(self, call: Callable[[], None]) -> None:

@@ -34,8 +34,14 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """One of the `optimizer_kinds` over a runtime's groups. `state` holds
-    what users put there: see `state_dict`."""
+    """`engine.optimizer`: adamw, adam, lion, adagrad or sgd (`optimizer.type`), with its states in
+    the tiers of its engine.
+
+    Schedulers of torch.optim, `param_groups` and hooks work on it as on any optimizer; `state`
+    holds what users put there, and `state_dict()` has copies of the states. `last_step` is None
+    before the first step, then has its `gradient_norm` (unscaled, before clipping) and whether it
+    was `skipped`. It cannot be copied or pickled.
+    """
 
     def __init__(
         self, runtime: Runtime, values: ParameterValues, params: Params, config: OptimizerConfig
@@ -130,7 +136,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients. Returns the closure's loss, if given."""
+        """Update all parameters that have gradients. Returns the closure's loss, if given.
+
+        It returns when the norm is known and every update is decided; each update runs before its
+        group is read next. What fails in one is raised there. StateError inside `engine.gathered`,
+        and for too few passes since the last step where gradient_accumulation_steps says more.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

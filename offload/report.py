@@ -11,7 +11,12 @@ from offload.tiers.tier import Tier
 
 @dataclass(frozen=True)
 class TierReport:
-    """One tier. All in bytes."""
+    """One tier. All in bytes.
+
+    `used_nbytes` and `peak_nbytes` never exceed `budget_nbytes`; `by_class` and `peak_by_class` are
+    the same by what the bytes are for (parameters, gradients, optimizer, ...). Peaks of classes are
+    at times of their own.
+    """
 
     budget_nbytes: int
     used_nbytes: int
@@ -35,9 +40,23 @@ def tier_reports(accounts: Mapping[Tier, TierAccount]) -> dict[str, TierReport]:
 
 @dataclass(frozen=True)
 class Report:
-    """Tiers, bytes moved so far, and what became of the steps."""
+    """Tiers, bytes moved so far, and what became of the steps, of this rank.
 
-    tiers: dict[str, TierReport]  # device, host and nvme, whether used or not
+    `tiers` are device, host and nvme, whether used or not. `bytes_moved` is by link, since the
+    beginning (`nvme read`, `nvme write`, `host to device`, ...), `bytes_saved` what did not have to
+    cross it. `steps` were taken, `skipped_steps` not, for infinite or NaN gradients.
+    `gradient_norm` is that of the last step, unscaled and before clipping; `loss_scale` is None
+    unless the precision is fp16. A use of a group came in the order of the last step
+    (`prefetch_hits`) or in another (`prefetch_misses`); `evictions` counts copies that made room
+    for others. `placements` says in words where each class of state lives.
+
+    `waits` are seconds for which the thread that trains has waited since the beginning: for `nvme`
+    (transfers from and to files), `link` (copies between host and device), `update` (a group's
+    pending update, whatever that waits for) and `ranks` (collectives, and what their threads wait
+    for). On a GPU the thread queues work and goes on: its own stream's waits are not in here.
+    """
+
+    tiers: dict[str, TierReport]
     bytes_moved: dict[str, int]
     bytes_saved: dict[str, int]
     steps: int
@@ -48,8 +67,4 @@ class Report:
     prefetch_misses: int = 0
     evictions: int = 0
     placements: dict[str, str] = field(default_factory=dict)
-    # Seconds for which the thread that trains has waited since the engine's start: for "nvme"
-    # (transfers from and to files), "link" (copies between host and device), "update" (a group's
-    # pending update, whatever that waits for) and "ranks" (collectives, and what their threads wait
-    # for). On a GPU the thread queues work and goes on: its own stream's waits are not in here.
     waits: dict[str, float] = field(default_factory=dict)

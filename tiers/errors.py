@@ -41,7 +41,11 @@ class BudgetError(OffloadError):
 
 
 class TierFullError(BudgetError):
-    """A tier has no room left for a lease or an extent."""
+    """A tier has no room left for a lease or an extent.
+
+    `tier` and `owner` (what needs the room) are names; `needed_nbytes`, `free_nbytes` and
+    `budget_nbytes` bytes.
+    """
 
     def __init__(
         self, tier: str, owner: str, needed_nbytes: int, free_nbytes: int, budget_nbytes: int,
@@ -59,7 +63,10 @@ class TierFullError(BudgetError):
 
 
 class StorageError(OffloadError):
-    """A read or write of a swap file or checkpoint failed."""
+    """A read or write of a swap file or checkpoint failed.
+
+    `path`, `offset_bytes` and `nbytes` say which, `errno` is the system's number, or None.
+    """
 
     def __init__(
         self, message: str, *, path: str = "", offset_bytes: int = 0, nbytes: int = 0,
@@ -101,10 +108,13 @@ class ModifiedError(StateError, RuntimeError):
 
 
 class RankError(OffloadError):
-    """A collective of several ranks did not end, or failed."""
+    """A collective of several ranks did not end, or failed.
+
+    `ranks` are missing, behind, or went another way; empty where that is not known.
+    """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
-        self.ranks = ranks  # that are missing, behind, or went another way
+        self.ranks = ranks
         super().__init__(message)
 
 

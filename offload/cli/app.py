@@ -152,7 +152,7 @@ def migrate(
 @config_app.command()
 def explain(
     key: Annotated[
-        str, typer.Argument(metavar="[KEY]", help="For example optimizer.states, or a section.")
+        str, typer.Argument(metavar="KEY", help="For example optimizer.states, or a section.")
     ] = "",
 ) -> None:
     """Say what KEY means: its type, default, an example, and what it interacts with; of a section,

@@ -318,6 +318,11 @@ class ZeroConfig(Section):
         return self
 
 
+def _or_auto(schema: dict[str, Any]) -> None:
+    """`_expand_auto_placement`, in JSON Schema."""
+    schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"const": "auto"}]
+
+
 class OffloadConfig(Section):
     """Everything a run needs to know; every key is optional."""
 
@@ -345,11 +350,15 @@ class OffloadConfig(Section):
     budget: BudgetConfig = Field(
         default_factory=BudgetConfig, description="Most bytes that each tier may hold."
     )
-    nvme: NvmeConfig = Field(default_factory=NvmeConfig, description="The nvme tier.")
+    nvme: NvmeConfig = Field(
+        default_factory=NvmeConfig,
+        description="Swap files: where they are, and how they are read and written.",
+    )
     placement: PlacementConfig = Field(
         default_factory=PlacementConfig,
         description="The home of each class of state. auto, or a class that is absent: the fastest "
         "placement within the budgets, by predicted time (`offload plan` shows it).",
+        json_schema_extra=_or_auto,
     )
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer and its states."

@@ -42,7 +42,8 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     _optimizers: list[Any]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerator's; a model that trains through an engine comes with its optimizer."""
+        """As Accelerator's; a model that trains through an engine comes with its optimizer
+        (`engine.optimizer`), and neither is moved, wrapped or copied."""
         for each in args:
             if isinstance(each, OffloadOptimizer):
                 assert isinstance(each.engine, Engine)
@@ -97,7 +98,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     # ---------------------------------------------------------------- states
     @property
     def engines(self) -> list[Engine]:
-        """Of the optimizers that were prepared, in their order."""
+        """Those of the optimizers that were prepared, in their order."""
         return [each.engine for each in self._optimizers_of_engines()]  # type: ignore[misc]
 
     def _optimizers_of_engines(self) -> list[OffloadOptimizer]:

@@ -38,7 +38,8 @@ _HALF_LOADED = (
 
 
 class EngineState(Stateful):
-    """`Stateful` of an engine's model and optimizer: {"model": ..., "optim": ...}.
+    """`Stateful` of an engine's model and optimizer: `{"model": ..., "optim": ...}`, tensors of the
+    parameters' shapes whose values are read from the tiers, and written there, one at a time.
 
     UnsupportedError on several ranks, and for a model with extra state of its own. The engine must
     not train between the beginning and the end of a save or load. What a load leaves half done is a

@@ -238,7 +238,8 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """StateError before Trainer has set up the model."""
+        """The engine that trains the LightningModule, open until `engine.close()`. StateError
+        before Trainer has set up the model."""
         if self._maker.engine is None:
             raise StateError("Trainer makes the engine in fit, validate, test or predict; call one")
         return self._maker.engine
@@ -398,7 +399,7 @@ class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore
 
     @property
     def engine(self) -> Engine:
-        """StateError before `fabric.setup`."""
+        """The engine of `fabric.setup`, open until `engine.close()`. StateError before."""
         if self._maker.engine is None:
             raise StateError("the engine is made in fabric.setup(model, optimizer)")
         return self._maker.engine
@@ -561,7 +562,8 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) ->
     """A checkpoint file as Trainer writes it without a strategy, of a folder that `OffloadStrategy`
     wrote: for `LightningModule.load_from_checkpoint`. It has everything but the optimizer's states.
 
-    The weights are those that the model computed with, all names of tied ones.
+    The weights are those that the model computed with, all names of tied ones, and are in RAM all
+    together meanwhile. CheckpointError where a part of it is missing.
     """
     state, states = streamed_folder.read(
         folder, lambda path: torch.load(path, map_location="cpu", weights_only=False)

@@ -75,7 +75,7 @@ def from_pretrained(
 
     `config`, `parameters`, `mesh` and `run_folder` are those of `offload.initialize`, all else is
     that of `open_pretrained`. Call these two where the model is to be changed before it trains:
-    adapters, frozen weights, groups of parameters.
+    adapters, frozen weights, groups of parameters. Raises what the two raise.
     """
     folder = Path(folder)
     loaded = OffloadConfig.load({} if config is None else config)

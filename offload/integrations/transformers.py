@@ -53,10 +53,11 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 @dataclass
 class OffloadArguments:
-    """The key `offload` among TrainingArguments, also for HfArgumentParser:
+    """The key `offload`, the path of a YAML file, among TrainingArguments, also for
+    HfArgumentParser:
 
-    @dataclass
-    class Arguments(OffloadArguments, TrainingArguments): ...
+        @dataclass
+        class Arguments(OffloadArguments, TrainingArguments): ...
     """
 
     offload: str | None = field(
@@ -87,7 +88,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The engine that the model trains through; made here if nothing needed it before."""
+        """The engine that the model trains through; made here if nothing needed it before, and so
+        raises what `offload.initialize` raises. It stays open until `engine.close()`."""
         model = self.model
         if self._engine is not None and self._engine.module is model:
             return self._engine

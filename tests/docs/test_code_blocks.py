@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from offload import Engine
+from offload import Engine, OffloadConfig
+from offload.config.file import parse_document
+from offload.deepspeed.migration import migrate
 from tests.docs import command_lines
 from tests.docs.code_blocks import PAGES, ROOT, Block, BlockError, at_line, blocks_of
 
@@ -70,26 +72,15 @@ def check_import(name: str, attributes: list[str]) -> None:
     assert [each for each in attributes if not hasattr(module, each)] == []
 
 
-@pytest.mark.parametrize("page", pages_with("yaml"))
-def test_yaml_is_a_configuration(page: str) -> None:
-    from offload.config import OffloadConfig
-    from offload.config.file import parse_document
-
+@pytest.mark.parametrize("page", [name for name in NAMES if of(name, "yaml") or of(name, "json")])
+def test_yaml_is_a_configuration_and_json_one_of_deepspeeds(page: str) -> None:
     for block in of(page, "yaml"):
         if not block.why_not(long=True):
             where = str(block.page.relative_to(ROOT))
             OffloadConfig.load(parse_document(at_line(block.text, block.line), where).value or {})
-
-
-@pytest.mark.parametrize("page", pages_with("json"))
-def test_json_can_be_read_and_migrated(page: str) -> None:
-    from offload.deepspeed.migration import migrate
-
     for block in of(page, "json"):
         if not block.why_not(long=True):
-            value = json.loads(block.text)
-            if "zero_optimization" in value:
-                migrate(value, None)
+            migrate(json.loads(block.text), None)
 
 
 @pytest.mark.parametrize("page", pages_with("console"))

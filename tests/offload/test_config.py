@@ -432,6 +432,11 @@ def test_every_key_of_the_schema_is_described() -> None:
     assert [key for key, has in described if not has] == []
 
 
+def test_the_schema_takes_a_placement_of_one_word() -> None:
+    placement = OffloadConfig.model_json_schema()["properties"]["placement"]
+    assert {"const": "auto"} in placement["anyOf"]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused_with_a_config_error(text: str) -> None:
