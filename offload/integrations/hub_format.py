@@ -16,7 +16,7 @@ parameter (two of them concatenated) is converted once more, with values, when a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +27,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from offload.checkpoint.weights import stream_weights
+from offload.integrations.weight_files import Write
 from offload.tiers.errors import UnsupportedError
 from offload.zero.layout import ParamSpec
 
 if TYPE_CHECKING:
     from offload.engine import Engine
-
-Write = Callable[[str, Tensor], None]  # a tensor's name, and its next bytes (1D uint8)
 
 
 class HubFormat:
