@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from offload.checkpoint.weights import stream_weights
-from offload.integrations.hub_format import HubFormat
+from offload.integrations.hub_format import EngineInHubFormat
 from offload.integrations.weight_files import write_shards
 
 if TYPE_CHECKING:
@@ -94,6 +94,6 @@ def save_weights(
         return
     assert isinstance(engine.module, PreTrainedModel)
     write_shards(
-        HubFormat(engine, hub_format=hub_format), folder, max_shard_size, variant=variant,
+        EngineInHubFormat(engine, hub_format=hub_format), folder, max_shard_size, variant=variant,
         metadata={"total_parameters": engine.module.num_parameters()},
     )  # fmt: skip
