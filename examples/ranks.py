@@ -16,6 +16,8 @@ import offload
 
 
 def main(steps: int) -> None:
+    if not dist.is_torchelastic_launched():
+        sys.exit("start it by torchrun: torchrun --nproc-per-node 2 examples/ranks.py")
     torch.manual_seed(0)
     model = Model()  # the first rank's values are used on all
     config = {**CONFIG, "zero": {"stage": 3}}  # <-- each rank keeps its part of everything

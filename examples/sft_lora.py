@@ -2,7 +2,7 @@
 
 pip install 'offload[hf]' trl
 python examples/sft_lora.py                 # a tiny model that knows nothing; no network
-python examples/sft_lora.py Llama-3.1-8B    # the folder of a model
+python examples/sft_lora.py Llama-3.1-8B    # the folder of a model: raise budget.host below
 """
 
 from __future__ import annotations

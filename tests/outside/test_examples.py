@@ -105,6 +105,12 @@ def test_two_ranks_learn_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "runs/ranks/checkpoint/manifest.json").is_file()
 
 
+def test_a_rank_alone_is_told_to_use_torchrun(tmp_path: Path) -> None:
+    done = run(tmp_path, str(EXAMPLES / "ranks.py"))
+    assert done.returncode == 1
+    assert "start it by torchrun" in done.stderr
+
+
 def test_lightnings_trainer_learns_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     first, *_, last = (
