@@ -20,6 +20,7 @@ CONFIG = {  # <-- or a YAML file
     "clip_grad_norm": 1.0,
 }
 LENGTH, WIDTH = 64, 256
+TEXT = torch.tensor(list(Path(__file__).with_name("soliloquy.txt").read_bytes()))
 
 
 class Model(nn.Module):
@@ -44,17 +45,23 @@ class Model(nn.Module):
         return logits
 
 
+def rows() -> Tensor:
+    """Pieces of the text, drawn at random."""
+    return torch.stack([TEXT[n : n + LENGTH + 1] for n in torch.randint(len(TEXT) - LENGTH, (8,))])
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    logits = model(rows[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
 def main(steps: int) -> None:
-    text = torch.tensor(list(Path(__file__).with_name("soliloquy.txt").read_bytes()))
     torch.manual_seed(0)
     model = Model()
     with offload.initialize(model, CONFIG) as engine:  # <-- instead of model.to(...), AdamW(...)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, steps)
         for step in range(steps):
-            starts = torch.randint(0, len(text) - LENGTH, (8,)).tolist()
-            rows = torch.stack([text[start : start + LENGTH + 1] for start in starts])
-            logits = model(rows[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            loss = loss_of(model, rows())
             loss.backward()
             engine.optimizer.step()  # <-- the engine's
             engine.optimizer.zero_grad()

@@ -61,11 +61,13 @@ class DeviceHomes:
 
     def at_home(
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
-        stride_nbytes: int | None = None,
+        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
         """Parameters or gradients at home on the device."""
         lease = self.pool.demand(nbytes, name, state_class)
-        return DeviceHomeState(name, nbytes, piece_nbytes, lease, self._update_links, stride_nbytes)
+        return DeviceHomeState(
+            name, nbytes, piece_nbytes, lease, self._update_links, edge_nbytes, stride_nbytes
+        )
 
     def record(self, name: str, nbytes: int) -> State:
         """An optimizer record at home on the device."""

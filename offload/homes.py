@@ -135,17 +135,18 @@ class TieredHomes:
 
     # ---------------------------------------------------------------- states
     def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
-    ) -> State:
+        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        stride: int | None = None,
+    ) -> State:  # fmt: skip
         tier = self.plan.parameters[index]
         size, piece = numel * self._itemsize, self.plan.chunk_numel * self._itemsize
-        begin = None if stride is None else stride * self._itemsize
+        cut = edge * self._itemsize, None if stride is None else stride * self._itemsize
         label, kind = f"{name} parameters", StateClass.PARAMETERS
         if not self.plan.gpu:  # used where they are
-            return self._state(tier, label, size, piece, kind, next_use, begin)
+            return self._state(tier, label, size, piece, kind, next_use, *cut)
         if tier.on_device:
-            return self._device.at_home(label, size, piece, kind, begin)
-        home = self._state(tier, label, size, piece, kind, next_use, begin)
+            return self._device.at_home(label, size, piece, kind, *cut)
+        home = self._state(tier, label, size, piece, kind, next_use, *cut)
         return self._device.mirrored(home, next_use)
 
     def gradients(
@@ -172,20 +173,20 @@ class TieredHomes:
 
     def _state(
         self, tier: Tier, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
-        next_use: NextUse, stride_nbytes: int | None = None,
+        next_use: NextUse, edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
         if tier.is_file:
             assert self.store is not None, "the plan puts something on nvme"
             return FileState(
                 name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use,
-                stride_nbytes,
+                edge_nbytes, stride_nbytes,
             )  # fmt: skip
         if tier is Tier.HOST:
             lease = self.pool.demand(nbytes, name, state_class)  # copies make room
         else:
             with self.lock:
                 lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
-        return MemoryState(name, nbytes, piece_nbytes, lease, stride_nbytes)
+        return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
 
     def device_work(self) -> DeviceWork:
         """The streams and memory of the device that updates and gradients use beside the model."""

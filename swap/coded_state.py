@@ -107,7 +107,7 @@ class CodedState(SlotState):
         span, home = self.span(piece), self._home.span(piece)
         return stored[home.start : home.start + self._codec.stored_nbytes(span.stop - span.start)]
 
-    def wrote(self, *, write_back: bool = True) -> None:
+    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         """Stored at once, and rounded to what is stored."""
         with self._lock:
             if self._slot is None:

@@ -24,9 +24,9 @@ class DeviceHomeState(MemoryState):
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
-        stride_nbytes: int | None = None,
+        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes, lease, stride_nbytes)
+        super().__init__(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
         self._links = links
         self._whole = lease.tensor[:nbytes]
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
@@ -124,5 +124,5 @@ class DeviceRecordState(DeviceHomeState):
     def blank(self) -> torch.Tensor:
         return self.host_blank()
 
-    def wrote(self, *, write_back: bool = True) -> None:
+    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         self.host_wrote()

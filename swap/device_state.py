@@ -58,7 +58,13 @@ class MirroredState(SlotState):
     ) -> None:  # fmt: skip
         """`pool` is one of device memory; `reads` are those of all its slots."""
         super().__init__(
-            home.name, home.nbytes, home.piece_nbytes, pool, next_use, home.stride_nbytes
+            home.name,
+            home.nbytes,
+            home.piece_nbytes,
+            pool,
+            next_use,
+            home.edge_nbytes,
+            home.stride_nbytes,
         )
         self._home = home
         self._links = links
@@ -180,13 +186,15 @@ class MirroredState(SlotState):
         if not mirrored:
             self._home.note_use()
 
-    def wrote(self, *, write_back: bool = True) -> None:
+    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         with self._lock:
             if self._slot is None or self._lacking:
                 raise StateError(f"{self.name} holds no device memory that could have been written")
-            source = self._slot.tensor[: self.nbytes]
-        self._links.to_host.copy(self._home.blank(), source).wait()
-        self._home.wrote()
+            changed = slice(self.edge_nbytes if to_edge else self.nbytes)
+            source = self._slot.tensor[changed]
+        home = self._home.tensor() if to_edge else self._home.blank()
+        self._links.to_host.copy(home[changed], source).wait()
+        self._home.wrote(to_edge=to_edge)
 
     def residency(self) -> Residency:
         with self._lock:

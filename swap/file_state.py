@@ -37,9 +37,9 @@ class FileState(SlotState):
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         store: BlockStore, pool: SlotPool, next_use: Callable[[], float],
-        stride_nbytes: int | None = None,
+        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes, pool, next_use, stride_nbytes)
+        super().__init__(name, nbytes, piece_nbytes, pool, next_use, edge_nbytes, stride_nbytes)
         inner = [self.span(piece).start for piece in range(self.pieces)]
         if any(start % PAGE_NBYTES for start in inner):
             raise ValueError(f"{name}: pieces of {piece_nbytes} bytes would share pages")
@@ -178,7 +178,7 @@ class FileState(SlotState):
         return view
 
     @uninterrupted
-    def wrote(self, *, write_back: bool = True) -> None:
+    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
@@ -187,7 +187,9 @@ class FileState(SlotState):
                     f"{self.name}: nobody has a view of what was written, so it may have been "
                     "dropped meanwhile"
                 )
-            self._dirty = set(range(self.pieces))  # first: a dirty copy is not dropped
+            all_of_it = self._filling or not to_edge
+            changed = range(self.pieces if all_of_it else self._pieces_to_edge)
+            self._dirty.update(changed)  # first: a dirty copy is not dropped
             self._filling = False
             if not write_back:
                 return

@@ -16,9 +16,10 @@ class SlotState(State):
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, pool: SlotPool,
-        next_use: Callable[[], float], stride_nbytes: int | None = None,
+        next_use: Callable[[], float], edge_nbytes: int | None = None,
+        stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes, stride_nbytes)
+        super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
         self._pool = pool
         self._lock = pool.lock
         self._next_use = next_use

@@ -39,30 +39,43 @@ class State(abc.ABC):
     """`nbytes` bytes in *pieces* of `piece_nbytes` (the last one may be shorter); a piece moves in
     one transfer.
 
-    With a `stride_nbytes` pieces begin anew at each multiple of it, so that each of several owners'
-    parts is made of pieces of its own.
+    Pieces begin anew at `edge_nbytes`, behind which nothing is updated: what is not changed is not
+    written with what is. With a `stride_nbytes` they also do, up to there, at each multiple of it,
+    so that each of several owners' parts is made of pieces of its own:
+
+        ├─ 0 ──┤├ 1 ┤ ├─ 2 ──┤├ 3 ┤ ├─── 4 ────┤├─── 5 ────┤├ 6 ┤
+        0             stride        edge                        nbytes
 
     Guaranteed by callers: the update side works on a piece only between `host_piece` or
     `read_piece` and `wrote_piece` or `write_piece`, and never while the compute side writes.
     """
 
     def __init__(
-        self, name: str, nbytes: int, piece_nbytes: int, stride_nbytes: int | None = None
-    ) -> None:
+        self, name: str, nbytes: int, piece_nbytes: int, edge_nbytes: int | None = None,
+        stride_nbytes: int | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.nbytes = nbytes
         self.piece_nbytes = piece_nbytes
-        self.stride_nbytes = stride_nbytes or max(1, nbytes)
+        self.edge_nbytes = nbytes if edge_nbytes is None else edge_nbytes
+        self.stride_nbytes = stride_nbytes or max(1, self.edge_nbytes)
         self.pieces_per_stride = -(-self.stride_nbytes // piece_nbytes)
-        strides, rest = divmod(nbytes, self.stride_nbytes)
-        self.pieces = max(1, strides * self.pieces_per_stride + -(-rest // piece_nbytes))
+        strides, rest = divmod(self.edge_nbytes, self.stride_nbytes)
+        self._pieces_to_edge = strides * self.pieces_per_stride + -(-rest // piece_nbytes)
+        behind = -(-(nbytes - self.edge_nbytes) // piece_nbytes)
+        self.pieces = max(1, self._pieces_to_edge + behind)
 
     def span(self, piece: int) -> slice:
         """The bytes of a piece within the buffer."""
-        stride, number = divmod(piece, self.pieces_per_stride)
-        begin = stride * self.stride_nbytes
-        start = begin + number * self.piece_nbytes
-        return slice(start, min(start + self.piece_nbytes, begin + self.stride_nbytes, self.nbytes))
+        behind = piece - self._pieces_to_edge
+        if behind >= 0:
+            start, end = self.edge_nbytes + behind * self.piece_nbytes, self.nbytes
+        else:
+            stride, number = divmod(piece, self.pieces_per_stride)
+            begin = stride * self.stride_nbytes
+            start = begin + number * self.piece_nbytes
+            end = min(begin + self.stride_nbytes, self.edge_nbytes)
+        return slice(start, min(start + self.piece_nbytes, end))
 
     in_place = False  # True: `tensor()` is the home itself and never moves
     at_home_on_device = False  # True: device memory is the home; the CPU's update stages it
@@ -89,11 +102,11 @@ class State(abc.ABC):
         """
 
     @abc.abstractmethod
-    def wrote(self, *, write_back: bool = True) -> None:
+    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         """The compute side changed the buffer, and still has a view of it: start taking it home.
 
         Without `write_back` it goes home only if its memory is needed for something else: the
-        caller discards the buffer soon.
+        caller discards the buffer soon. `to_edge`: nothing was changed behind the edge.
         """
 
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
@@ -181,9 +194,9 @@ class MemoryState(State):
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease,
-        stride_nbytes: int | None = None,
+        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes, stride_nbytes)
+        super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
         self._lease = lease
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
@@ -195,7 +208,7 @@ class MemoryState(State):
     def blank(self) -> torch.Tensor:
         return self.tensor()
 
-    def wrote(self, *, write_back: bool = True) -> None:
+    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         """Home already."""
 
     def residency(self) -> Residency:

@@ -36,7 +36,7 @@ class SharedState(State, RankCopies):
     """The base of both: the update side works on this rank's own part in `home`, piece by piece."""
 
     def __init__(self, home: State, nbytes: int, first_piece: int) -> None:
-        super().__init__(home.name, nbytes, home.piece_nbytes, home.stride_nbytes)
+        super().__init__(home.name, nbytes, home.piece_nbytes)
         self.home = home
         self._first = first_piece  # of this rank's part, in `home`
         self.pieces = home.pieces
@@ -271,7 +271,7 @@ class GatheredState(SharedState):
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
-    def wrote(self, *, write_back: bool = True) -> None:
+    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         """The caller changed the whole copy: store this rank's part of it."""
         lease, _ = self._copy()
         if self.is_coded:
@@ -375,7 +375,7 @@ class ReplicatedState(SharedState):
             start = cut + rank * self._own_frozen
             collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
         mark = mark_here(self._gatherer.device)
-        self.home.wrote()
+        self.home.wrote(to_edge=not frozen)
         del whole  # not before: a copy without views may be dropped
         return mark
 
@@ -397,8 +397,8 @@ class ReplicatedState(SharedState):
     def blank(self) -> torch.Tensor:
         return self.home.blank()
 
-    def wrote(self, *, write_back: bool = True) -> None:
-        self.home.wrote(write_back=write_back)
+    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+        self.home.wrote(write_back=write_back, to_edge=to_edge)
 
     def host_tensor(self) -> torch.Tensor:
         self._await_arrival()

@@ -4,7 +4,8 @@
               ├─ p0 ─┤├─── p1 ───┤├ p2 ┤ │ ├─ frozen q0 ─┤├─ q1 ─┤ │
 
 Trainable parameters come first: gradients and optimizer states cover `[0, numel_trainable)` on the
-same grid of elements, so that piece `i` of each class belongs to piece `i` of the others.
+same grid of elements, so that piece `i` of each class belongs to piece `i` of the others. Frozen
+ones that are more than a page begin with a page of their own: they are not written with those.
 
 Several ranks split both regions evenly; each end is padded so that they can. A parameter may lie
 in several ranks' shards:
@@ -23,7 +24,7 @@ from offload.tiers.units import round_up
 
 # A parameter starts on a cache line, a full vector in every dtype and a block of 8-bit states.
 ALIGN_NUMEL = 256
-# A shard is whole pages of 16-bit elements: part of a file can be read and written by itself.
+# Whole pages of 16-bit elements, as a shard is: part of a file can be read and written by itself.
 SHARD_ALIGN_NUMEL = 2048
 
 
@@ -77,6 +78,12 @@ class Layout:
         return self.numel_trainable // self.ranks
 
     @property
+    def edge(self) -> int:
+        """Where pieces begin anew: nothing behind it is updated."""
+        paged = self.numel_trainable % SHARD_ALIGN_NUMEL == 0
+        return self.numel_trainable if paged else self.numel
+
+    @property
     def shard_frozen(self) -> int:
         return (self.numel - self.numel_trainable) // self.ranks
 
@@ -96,7 +103,9 @@ def lay_out(params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1) -> 
     """The layout of parameters, which may have any order and sizes (also 0), for `ranks` shards,
     each of which can be cut evenly for `replicas`."""
     world = ranks * replicas
-    whole = ALIGN_NUMEL if world == 1 else world * SHARD_ALIGN_NUMEL
+    frozen = sum(param.numel for param in params if not param.trainable)
+    paged = world > 1 or SHARD_ALIGN_NUMEL <= frozen < sum(param.numel for param in params)
+    whole = world * SHARD_ALIGN_NUMEL if paged else ALIGN_NUMEL
     specs = []
     offset = 0
     numel_trainable = 0

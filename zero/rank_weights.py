@@ -29,7 +29,7 @@ from offload.zero.ranks import Ranks
 from offload.zero.sharding import ALONE, Sharding
 
 # Elements of a group that have a home here, and of the parts of it that are pieces of their own.
-MakeHome = Callable[[int, int | None], State]
+MakeHome = Callable[[int, int, int | None], State]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class OneRankWeights:
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
     ) -> tuple[State, RankCopies]:  # fmt: skip
-        return make(layout.numel, None), RankCopies()
+        return make(layout.numel, layout.edge, None), RankCopies()
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
         """Nothing is repeated."""
@@ -118,13 +118,13 @@ class RankWeights:
         """The parameters of a group, as the model sees them, and what they have of other ranks'
         parts. `is_held` and `update` are the group's (see `GatheredState`)."""
         if self.sharding.ranks == 1:
-            return make(layout.numel, None), RankCopies()
+            return make(layout.numel, layout.edge, None), RankCopies()
         shared: GatheredState | ReplicatedState
         if self.sharding.parameters:
-            home = make(layout.shard_numel, None)
+            home = make(layout.shard_numel, layout.shard_trainable, None)
             shared = GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
         else:
-            home = make(layout.numel, layout.shard_trainable or None)
+            home = make(layout.numel, layout.edge, layout.shard_trainable or None)
             shared = ReplicatedState(
                 home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
             )

@@ -44,9 +44,11 @@ class WeightHomes(Protocol):
     """Makes the states of groups' parameters, each with the home that the placement gives it."""
 
     def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
-    ) -> State:
-        """`stride`: elements of the parts that are pieces of their own."""
+        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        stride: int | None = None,
+    ) -> State:  # fmt: skip
+        """Elements behind `edge` are not updated; `stride` are those of each of the parts that are
+        pieces of their own."""
         ...
 
 
@@ -98,9 +100,9 @@ class WeightStore:
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
 
     def _make_state(self, index: int, name: str, layout: Layout) -> tuple[State, RankCopies]:
-        def make(numel: int, stride: int | None) -> State:
+        def make(numel: int, edge: int, stride: int | None) -> State:
             return self._homes.parameters(
-                index, name, numel, lambda: self.fetcher.next_use(index), stride
+                index, name, numel, lambda: self.fetcher.next_use(index), edge, stride
             )
 
         return self.ranks.parameters(

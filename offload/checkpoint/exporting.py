@@ -54,22 +54,29 @@ Pieces = Callable[[], Iterator[memoryview]]
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class ExportedTensor:
     info: TensorInfo
     pieces: Pieces  # its bytes, in order; may be asked for again (tied weights)
 
 
+# Writes a transformers model's tensors into a folder, in the format of the hub: the files' names,
+# or None where it cannot.
+WriteHubFormat = Callable[[ModelRecord, Sequence[ExportedTensor], Path], list[str] | None]
+
+
 def export(
-    path: Path, out: Path, dtype: str | None = None, source: Path | None = None
-) -> list[Path]:
+    path: Path, out: Path, dtype: str | None = None, source: Path | None = None,
+    hub_format: WriteHubFormat | None = None,
+) -> list[Path]:  # fmt: skip
     """Write the model of checkpoint `path` to `out`; the files written.
 
     `dtype` fp32 gives full-precision (master) weights, bf16 and fp16 16-bit ones, None those that
     the model computed with. Every name is there, but those that transformers ties itself;
     persistent buffers keep their own dtype. `source` is a folder with the files of the tokenizer
     and, if the checkpoint does not know it, of the configuration; by default the one that the model
-    came from, where that is there still. Checks all hashes first. `out` is complete or absent, and
-    must not exist: PathError.
+    came from, where that is there still. A transformers model goes through `hub_format`, where that
+    is given; else tensors have the model's own names and shapes. Checks all hashes first. `out` is
+    complete or absent, and must not exist: PathError.
     """
     if os.path.lexists(out):
         raise PathError(f"{out} exists; remove it, or name another file or folder")
@@ -82,7 +89,7 @@ def export(
         weights = _Weights(reader, dtype)
         pending = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
         try:
-            names = _write(weights, out, pending, source)
+            names = _write(weights, out, pending, source, hub_format)
             os.rename(pending, out)
         except BaseException:
             shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
@@ -91,15 +98,27 @@ def export(
     return [out / name for name in names] or [out]
 
 
-def _write(weights: _Weights, out: Path, pending: Path, source: Path | None) -> list[str]:
+def _write(
+    weights: _Weights, out: Path, pending: Path, source: Path | None,
+    hub_format: WriteHubFormat | None,
+) -> list[str]:  # fmt: skip
     if out.suffix == ".safetensors":
         _write_file(pending, weights.all())
         return []
     with storage_errors("creating", pending):
         pending.mkdir()
     model = weights.model
-    ties = set() if model is None else set(model.tied)
-    tensors = {t.info.name: t for t in weights.all(ties)}
+    written: list[str] | None = None
+    if model is not None and hub_format is not None:
+        written = hub_format(model, weights.all(set(model.tied)), pending)
+    if written is None:
+        written = _write_own_names(weights, pending)
+    return [*written, *_write_others(model, source, weights.dtype_name, pending)]
+
+
+def _write_own_names(weights: _Weights, pending: Path) -> list[str]:
+    model = weights.model
+    tensors = {t.info.name: t for t in weights.all(set() if model is None else set(model.tied))}
     files = cut({name: tensor.info.nbytes for name, tensor in tensors.items()})
     for file, names in files.items():
         _write_file(pending / file, [tensors[name] for name in names])
@@ -109,7 +128,7 @@ def _write(weights: _Weights, out: Path, pending: Path, source: Path | None) -> 
             total = sum(tensor.info.nbytes for tensor in tensors.values())
             (pending / INDEX).write_text(index_text(files, total))
         written.append(INDEX)
-    return [*written, *_write_others(model, source, weights.dtype_name, pending)]
+    return written
 
 
 def _write_others(
@@ -139,7 +158,7 @@ def _content(model: ModelRecord | None, source: Path | None, name: str) -> dict[
     return read_json(source / name)
 
 
-def _write_file(path: Path, tensors: Sequence[_Tensor]) -> None:
+def _write_file(path: Path, tensors: Sequence[ExportedTensor]) -> None:
     sections = {"tensors": [tensor.info for tensor in tensors]}
     check_room(path.parent, file_nbytes(sections, _METADATA))
     with SafetensorsWriter(path, sections, _METADATA) as file:
@@ -166,20 +185,22 @@ class _Weights:
         """Of the parameters, as transformers spells it."""
         return _SPELT[self._dtype or DTYPES[self._manifest.precision]]
 
-    def all(self, without: Container[str] = ()) -> list[_Tensor]:
+    def all(self, without: Container[str] = ()) -> list[ExportedTensor]:
         """Every tensor under each of its names, but those `without` that have another one."""
-        found: list[_Tensor] = []
+        found: list[ExportedTensor] = []
         for index in range(len(self._manifest.groups)):
             for record in self._manifest.parameters:
                 if record.group == index:
                     found += self._parameter(record, without)
         return found + [self._buffer(record) for record in self._manifest.buffers]
 
-    def _buffer(self, record: BufferRecord) -> _Tensor:
+    def _buffer(self, record: BufferRecord) -> ExportedTensor:
         stored = self._reader.buffer(record)
-        return _Tensor(stored.info, lambda: self._raw(stored))
+        return ExportedTensor(stored.info, lambda: self._raw(stored))
 
-    def _parameter(self, record: ParameterRecord, without: Container[str]) -> Iterator[_Tensor]:
+    def _parameter(
+        self, record: ParameterRecord, without: Container[str]
+    ) -> Iterator[ExportedTensor]:
         stored = self._reader.parameter(record)
         target = self._dtype or record.dtype
 
@@ -190,7 +211,7 @@ class _Weights:
 
         kept = [name for name in record.names if name not in without]
         for name in kept or record.names[:1]:
-            yield _Tensor(replace(stored.info, name=name, dtype=target), pieces)
+            yield ExportedTensor(replace(stored.info, name=name, dtype=target), pieces)
 
     # ---------------------------------------------------------------- pieces
     def _raw(self, stored: StoredTensor) -> Iterator[memoryview]:

@@ -66,7 +66,7 @@ def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[P
     CheckpointError for an index that is damaged, or names what is missing or lies elsewhere.
     """
     for name in names:
-        _check_name(folder, name, folder)
+        _check_name(folder, name, folder / CONFIG)
         if not os.path.isfile(folder / name):
             continue
         path = own_file(folder, name)

@@ -85,9 +85,10 @@ def export(
     """Write the model of PATH to OUT, in safetensors files that any program reads. A folder OUT of
     a transformers model is one that from_pretrained opens."""
     from offload.checkpoint.exporting import export as run
+    from offload.integrations.hub_export import write_hub_format
     from offload.tiers.units import format_bytes
 
-    files = run(path, out, None if dtype is None else str(dtype), source)
+    files = run(path, out, None if dtype is None else str(dtype), source, write_hub_format)
     nbytes = sum(file.stat().st_size for file in files)
     typer.echo(f"wrote {out} ({format_bytes(nbytes)})")
     others = [file.name for file in files if file.suffix != ".safetensors"]

@@ -7,6 +7,7 @@ model, optimizer, loader = accelerator.prepare(model, engine.optimizer, loader)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from offload.checkpoint.disk import storage_errors
+from offload.checkpoint.weights import stream_weights
 from offload.engine import Engine
+from offload.integrations.weight_files import OwnNames, remove_other_shards, write_shards
 from offload.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
 
@@ -138,6 +142,29 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         for number, engine in enumerate(self.engines):
             engine.save_checkpoint(Path(folder) / _name(number))
         return folder
+
+    def save_model(
+        self, model: nn.Module, save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB", safe_serialization: bool = True,
+    ) -> None:  # fmt: skip
+        """As Accelerator's; weights of an engine are streamed. Of several ranks all have to call
+        it. UnsupportedError for an engine's weights as a pickle."""
+        engine = next((e for e in self.engines if e.module is self.unwrap_model(model)), None)
+        if engine is None:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if not safe_serialization:
+            raise UnsupportedError(
+                "save_model(safe_serialization=False): a pickle is written from complete tensors "
+                "in RAM; leave the argument out"
+            )
+        if not self.is_main_process:
+            stream_weights(engine, lambda *_: None)
+            return
+        folder = Path(save_directory)
+        with storage_errors("creating", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        remove_other_shards(folder, write_shards(OwnNames(engine), folder, max_shard_size))
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any

@@ -16,7 +16,7 @@ parameter (two of them concatenated) is converted once more, with values, when a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,28 +27,26 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from offload.checkpoint.weights import stream_weights
+from offload.integrations.weight_files import Write
 from offload.tiers.errors import UnsupportedError
 from offload.zero.layout import ParamSpec
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
-Write = Callable[[str, Tensor], None]  # a tensor's name, and its next bytes (1D uint8)
+
+Described = Mapping[str, tuple[Iterable[int], torch.dtype]]  # a state dict: shapes, dtypes
 
 
 class HubFormat:
-    """What is to be saved of an engine's model: `tensors` has them by name on the meta device, in
-    transformers' order, each tied weight once, and of one storage where they are with values."""
+    """A model's tensors in the format of the hub: `tensors` has them by name on the meta device, in
+    transformers' order, and of one storage where they are with values."""
 
-    def __init__(self, engine: Engine, *, hub_format: bool) -> None:
-        model = engine.module
-        assert isinstance(model, PreTrainedModel)
-        self._engine = engine
+    def __init__(self, model: PreTrainedModel, own: Described, *, hub_format: bool = True) -> None:
+        """`own` are the model's tensors, each tied one once. Not `hub_format`: they stay as they
+        are. UnsupportedError for a conversion that cannot be followed."""
         self._model = model
-        self._sources: dict[str, list[str]] = {}  # names of a parameter's, by its first name
-        self._others: dict[str, Tensor] = {}  # that are in no tier
-        described = self._describe()
-        described = remove_tied_weights_from_state_dict(described, model)
+        described = {name: _Valueless.like(name, *each) for name, each in own.items()}
         self.tensors: dict[str, Tensor] = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in described.items()
@@ -59,11 +57,37 @@ class HubFormat:
             found = revert_weight_conversion(model, found)
         self._views, self._joint = _sort(described, found)
 
-    def _describe(self) -> dict[str, _Valueless]:
-        """The model's state dict."""
-        runtime, ignored = self._engine.runtime, self._model._keys_to_ignore_on_save or ()
+    def take(self, name: str, elements: range, raw: Tensor, write: Write) -> None:
+        """Some elements of a tensor of the model, and their bytes (1D uint8): written are those
+        that they become, each from its first to its last. In any order of tensors."""
+        for view in self._views.get(name, ()):
+            view.take(elements, raw, write)
+        joint = self._joint.get(name)
+        if joint is not None and joint.take(name, elements, raw):
+            converted = revert_weight_conversion(self._model, joint.values())
+            for target in joint.targets:
+                write(target, _bytes(converted[target]))
+
+
+class EngineInHubFormat:
+    """What is to be saved of an engine's model: `tensors` has them by name on the meta device."""
+
+    def __init__(self, engine: Engine, *, hub_format: bool) -> None:
+        model = engine.module
+        assert isinstance(model, PreTrainedModel)
+        self._engine = engine
+        self._sources: dict[str, list[str]] = {}  # names of a parameter's, by its first name
+        self._others: dict[str, Tensor] = {}  # that are in no tier
+        described = remove_tied_weights_from_state_dict(self._describe(model), model)
+        own = {name: (tensor.shape, tensor.dtype) for name, tensor in described.items()}
+        self._format = HubFormat(model, own, hub_format=hub_format)
+        self.tensors = self._format.tensors
+
+    def _describe(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """The model's state dict, on the meta device."""
+        runtime, ignored = self._engine.runtime, model._keys_to_ignore_on_save or ()
         described = {}
-        for name, value in self._model.state_dict(keep_vars=True).items():
+        for name, value in model.state_dict(keep_vars=True).items():
             if name in ignored:
                 continue
             if not isinstance(value, Tensor):
@@ -72,14 +96,15 @@ class HubFormat:
                     "pass save_pretrained a state_dict= without it"
                 )
             found = runtime.group_of(value)
+            shape, dtype = value.shape, value.dtype
             if found is None:
                 self._others[name] = value
-                described[name] = _Valueless.like(name, value.shape, value.dtype)
             else:
                 group, index = found
                 spec = group.layout.params[index]
                 self._sources.setdefault(spec.name, []).append(name)
-                described[name] = _Valueless.like(name, spec.shape, group.dtype)
+                shape, dtype = torch.Size(spec.shape), group.dtype
+            described[name] = torch.empty(shape, dtype=dtype, device="meta")
         return described
 
     def write(self, write: Write) -> None:
@@ -88,21 +113,12 @@ class HubFormat:
 
         def take(spec: ParamSpec, elements: range, raw: Tensor) -> None:
             for name in self._sources.get(spec.name, ()):
-                self._take(name, elements, raw, write)
+                self._format.take(name, elements, raw, write)
 
         stream_weights(self._engine, take)
         for name, tensor in self._others.items():
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._take(name, range(tensor.numel()), raw, write)
-
-    def _take(self, name: str, elements: range, raw: Tensor, write: Write) -> None:
-        for view in self._views.get(name, ()):
-            view.take(elements, raw, write)
-        joint = self._joint.get(name)
-        if joint is not None and joint.take(name, elements, raw):
-            converted = revert_weight_conversion(self._model, joint.values())
-            for target in joint.targets:
-                write(target, _bytes(converted[target]))
+            self._format.take(name, range(tensor.numel()), raw, write)
 
 
 class _Valueless(Tensor):

@@ -174,7 +174,7 @@ def _settings(
         named = text.get("architectures")
         name = str(named[0]) if isinstance(named, list) and named else ""
         model_class = getattr(transformers, name, None) if name else None
-        if not _is_model_class(transformers, model_class):  # the file may name anything
+        if not is_model_class(transformers, model_class):
             raise ConfigError(
                 f"{folder / 'config.json'} names {f'the class {name}' if name else 'no class'}, "
                 f"and transformers {transformers.__version__} has none of that name; pass "
@@ -200,7 +200,8 @@ def _settings(
     return settings, model_class, left
 
 
-def _is_model_class(transformers: Any, found: Any) -> bool:
+def is_model_class(transformers: Any, found: Any) -> bool:
+    """Whether a name in a configuration is that of a model's class: it may be anything's."""
     return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 

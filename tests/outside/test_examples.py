@@ -78,10 +78,67 @@ def test_an_example_is_for_the_model_that_it_names(name: str) -> None:
     assert f'"{written_for.model}"' in comment_of(name)
 
 
-def test_the_loop_of_ones_own_learns() -> None:
-    out = subprocess.run(
-        [sys.executable, str(EXAMPLES / "own_loop.py"), "12"], check=True, capture_output=True,
-        text=True, env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-    ).stdout  # fmt: skip
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder,
+        env=environment, timeout=300,
+    )  # fmt: skip
+
+
+def losses_of(done: subprocess.CompletedProcess[str]) -> list[float]:
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", done.stdout)]
+
+
+def test_the_loop_of_ones_own_learns(tmp_path: Path) -> None:
+    losses = losses_of(run(tmp_path, str(EXAMPLES / "own_loop.py"), "12"))
     assert losses[-1] < losses[0] / 2
+
+
+def test_two_ranks_learn_under_torchrun(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(tmp_path, *launcher, str(EXAMPLES / "ranks.py"), "8")
+    losses = losses_of(done)
+    assert losses[-1] < losses[0] / 2
+    assert all(f"rank {rank}, MiB" in done.stdout for rank in range(2))
+    assert (tmp_path / "runs/ranks/checkpoint/manifest.json").is_file()
+
+
+def test_a_rank_alone_is_told_to_use_torchrun(tmp_path: Path) -> None:
+    done = run(tmp_path, str(EXAMPLES / "ranks.py"))
+    assert done.returncode == 1
+    assert "start it by torchrun" in done.stderr
+
+
+def test_lightnings_trainer_learns_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    first, *_, last = (
+        losses_of(run(tmp_path, str(EXAMPLES / "lightning_trainer.py"), str(steps)))[-1]
+        for steps in (2, 12)
+    )
+    assert last < first / 2
+    assert (tmp_path / "runs/lightning/last.ckpt/state.ckpt").is_file()
+
+
+def test_adapters_learn_and_the_weights_are_not_written(tmp_path: Path) -> None:
+    for name in "trl", "peft", "datasets":
+        pytest.importorskip(name)
+    done = run(tmp_path, str(EXAMPLES / "sft_lora.py"))
+    losses = losses_of(done)
+    assert losses[-1] < losses[0]
+    written = re.search(r"nvme write: (\d+) MiB", done.stdout)
+    assert written is not None
+    assert int(written[1]) < 100, "the weights once, and the adapters in 30 steps"
+    assert (tmp_path / "runs/sft_lora/adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("sft_lora", "datasets"), ("lightning_trainer", "lightning")]
+)
+def test_what_is_missing_is_named(name: str, missing: str, tmp_path: Path) -> None:
+    code = f"import runpy, sys; sys.modules[{missing!r}] = None; sys.path.insert(0, sys.argv[1]); "
+    code += f"runpy.run_path(sys.argv[1] + '/{name}.py', run_name='__main__')"
+    done = run(tmp_path, "-c", code, str(EXAMPLES))
+    assert done.returncode == 1
+    assert re.fullmatch(rf"(?i){missing} is missing: pip install .*\n", done.stderr)

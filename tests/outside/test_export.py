@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import offload
 from offload.checkpoint.exporting import export
@@ -19,7 +20,8 @@ from offload.checkpoint.model_files import cut
 from offload.checkpoint.reader import CheckpointReader
 from offload.engine import DTYPES
 from offload.errors import CheckpointError
-from tests.offload.engine_cases import HOST, bits, config, seeded
+from offload.integrations.hub_export import write_hub_format
+from tests.offload.engine_cases import HOST, assert_same_bits, bits, config, seeded
 from tests.offload.test_checkpoint_cli import run
 from tests.outside.pretrained_cases import assert_same_model, opened, saved
 from tests.outside.test_causal_lm_zoo import NAMES, transformers
@@ -58,13 +60,55 @@ def test_an_exported_model_is_the_trained_one(model_type: str, tmp_path: Path, l
     except Exception as error:  # noqa: BLE001 - whatever keeps transformers from it
         pytest.skip(f"{type(error).__name__}: {error}"[:90])
     path = checkpoint(folder, tmp_path)
-    export(path, tmp_path / "out")
-    plain, said = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(said.values()), said
-    with opened(folder, tmp_path, kind) as engine:
-        engine.load_checkpoint(path)
-        plain.config.name_or_path = engine.module.config.name_or_path
-        assert_same_model(plain, engine)
+    for out, hub_format in ("own", None), ("out", write_hub_format):
+        export(path, tmp_path / out, hub_format=hub_format)
+        plain, said = kind.from_pretrained(tmp_path / out, output_loading_info=True)
+        assert not any(said.values()), said
+        with opened(folder, tmp_path, kind) as engine:
+            engine.load_checkpoint(path)
+            plain.config.name_or_path = engine.module.config.name_or_path
+            assert_same_model(plain, engine)
+    plain.save_pretrained(tmp_path / "expected")
+    assert_same_bits(
+        *(load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_experts_are_one_by_one_as_transformers_saves_them(
+    dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "model", "mixtral")
+    path = checkpoint(folder, tmp_path)
+    monkeypatch.setattr("offload.integrations.hub_export._SHARD", "20KB")
+    monkeypatch.setattr("offload.checkpoint.exporting._PIECE_NUMEL", 999)
+    export(path, tmp_path / "out", dtype, hub_format=write_hub_format)
+    plain = CAUSAL.from_pretrained(tmp_path / "out")
+    assert plain.dtype == DTYPES[dtype or "fp32"]
+    plain.save_pretrained(tmp_path / "expected", max_shard_size="20KB")
+    for name in sorted(each.name for each in (tmp_path / "expected").glob("model*")):
+        found, expected = (tmp_path / each / name for each in ("out", "expected"))
+        if name.endswith(".json"):
+            maps = [json.loads(each.read_text())["weight_map"] for each in (found, expected)]
+            assert maps[0] == maps[1]
+            assert any("experts.3." in tensor for tensor in maps[0])
+        else:
+            assert_same_bits(load_file(found), load_file(expected))
+
+
+def test_a_class_that_transformers_does_not_have_keeps_its_own_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint(saved(tmp_path / "model", "llama"), tmp_path)
+    with CheckpointReader(path) as reader:
+        record = reader.manifest.model
+    assert record is not None
+    for change in {"architectures": ["Mine"]}, {"hidden_act": "none of them"}:
+        other = record.model_copy(update={"config": {**record.config, **change}})
+        with caplog.at_level("WARNING", "offload"):
+            assert write_hub_format(other, [], tmp_path) is None
+        assert "tensors keep the names" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

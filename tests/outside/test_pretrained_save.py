@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.checkpoint.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, NoSpaceError, StateError
 from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
 from tests.outside.test_causal_lm_zoo import NAMES, build
@@ -184,7 +185,7 @@ def test_a_failed_save_leaves_what_was_there(
         def full(*_: Any) -> None:
             raise NoSpaceError("no space", path="here")
 
-        monkeypatch.setattr(saving.SafetensorsWriter, "append", full)
+        monkeypatch.setattr(SafetensorsWriter, "append", full)
         with pytest.raises(NoSpaceError):
             model.save_pretrained(tmp_path / "saved")
         monkeypatch.undo()

@@ -59,14 +59,18 @@ class Places:
     def use_of(self, name: str) -> Callable[[], float]:
         return lambda: self.next_use.get(name, 1.0)
 
-    def in_memory(self, name: str, nbytes: int = NBYTES, stride: int | None = None) -> MemoryState:
+    def in_memory(
+        self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
+    ) -> MemoryState:
         lease = self.homes.lease(nbytes, owner=name, state_class=StateClass.PARAMETERS)
-        return MemoryState(name, nbytes, PIECE_NBYTES, lease, stride)
+        return MemoryState(name, nbytes, PIECE_NBYTES, lease, edge, stride)
 
-    def in_file(self, name: str, nbytes: int = NBYTES, stride: int | None = None) -> FileState:
+    def in_file(
+        self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
+    ) -> FileState:
         return FileState(
             name, nbytes, PIECE_NBYTES, StateClass.PARAMETERS, self.store, self.host,
-            self.use_of(name), stride,
+            self.use_of(name), edge, stride,
         )  # fmt: skip
 
 

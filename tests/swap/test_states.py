@@ -25,6 +25,7 @@ from tests.swap.state_conformance import (
     Places,
     StateConformance,
     content,
+    fill,
     make_places,
     staging,
 )
@@ -151,14 +152,53 @@ class TestLaggingDeviceRecordState(OnALaggingDevice, TestDeviceRecordState):
     pass
 
 
-@pytest.mark.parametrize("stride_pages", [1, 3, 4, 5, 8, 10, 11])
-def test_pieces_begin_anew_with_each_owners_part(tmp_path: Path, stride_pages: int) -> None:
+@pytest.mark.parametrize("edge_pages", [0, 1, 5, 8, None])
+@pytest.mark.parametrize("stride_pages", [1, 3, 4, 5, 8, 10, 11, None])
+def test_pieces_begin_anew_with_each_owners_part_and_at_the_edge(
+    tmp_path: Path, stride_pages: int | None, edge_pages: int | None
+) -> None:
     for places in make_places(tmp_path):
-        stride = stride_pages * PAGE_NBYTES
-        state = places.in_memory("shared", stride=stride)
+        stride = None if stride_pages is None else stride_pages * PAGE_NBYTES
+        edge = NBYTES if edge_pages is None else edge_pages * PAGE_NBYTES
+        state = places.in_memory("shared", edge=edge, stride=stride)
         spans = [state.span(piece) for piece in range(state.pieces)]
         assert [span.stop for span in spans] == [*(span.start for span in spans[1:]), NBYTES]
-        for start in range(0, NBYTES, stride):
-            assert any(span.start == start for span in spans)
+        for start in (*range(0, edge, stride or NBYTES), edge):
+            assert start == NBYTES or any(span.start == start for span in spans)
         assert all(0 < span.stop - span.start <= PIECE_NBYTES for span in spans)
+        state.close()
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_what_lies_behind_the_edge_is_written_only_with_all_of_it(
+    tmp_path: Path, mirrored: bool
+) -> None:
+    edge = 5 * PAGE_NBYTES
+    for places in make_places(tmp_path):
+        state: State = places.in_file("adapted", edge=edge)
+        if mirrored:
+            state = MirroredState(
+                state, places.device, places.links, places.reads, places.use_of("adapted")
+            )
+
+        def written() -> int:
+            state.settle()  # noqa: B023 - called before the next one
+            return places.store.statistics().io.write_nbytes  # noqa: B023
+
+        expected = content(1, NBYTES)
+        fill(state, expected)
+        assert written() == NBYTES
+        view = state.tensor()
+        view[:edge] = expected[:edge] = content(2, edge)
+        state.wrote(to_edge=True)
+        assert written() == NBYTES + edge
+        view[:] = expected[:] = content(3, NBYTES)
+        state.wrote()
+        assert written() == NBYTES + edge + NBYTES
+        del view
+        for piece in range(state.pieces):
+            found = staging(state.span(piece))
+            state.read_piece(piece, found).wait()
+            span = state.span(piece)
+            assert torch.equal(found[: span.stop - span.start], expected[span])
         state.close()

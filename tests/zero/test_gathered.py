@@ -288,7 +288,8 @@ def update_and_refresh(folder: str) -> list[torch.Tensor]:
     own = layout.shard_trainable * ITEMSIZE
     for places in make_places(Path(folder)):
         with shared(places.device, 0) as found:
-            home = places.in_memory("g", layout.numel * ITEMSIZE, stride=own)
+            cut = layout.numel_trainable * ITEMSIZE
+            home = places.in_memory("g", layout.numel * ITEMSIZE, cut, own)
             state = found.replicated(home, layout)
             state.blank().copy_(whole(0, layout))
             state.wrote()

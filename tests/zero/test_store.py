@@ -56,8 +56,9 @@ class Homes:
     states: list[State] = field(default_factory=list)
 
     def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
-    ) -> State:
+        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        stride: int | None = None,
+    ) -> State:  # fmt: skip
         return self.state(name, 4 * numel, next_use)
 
     def state(self, name: str, nbytes: int, next_use: NextUse) -> State:
@@ -134,8 +135,9 @@ class _Counter:
         self.sizes: list[int] = []
 
     def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, stride: int | None = None
-    ) -> State:
+        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        stride: int | None = None,
+    ) -> State:  # fmt: skip
         self.sizes.append(4 * numel)
         lease = MemoryTier(Tier.HOST, 4 << 20, HostMemory(4 << 20), Ledger()).lease(
             4 * numel, owner=name, state_class=StateClass.PARAMETERS

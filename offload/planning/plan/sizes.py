@@ -40,6 +40,12 @@ class GroupBytes:
     summed: bool = False  # gradients are fp32 sums of 16-bit ones: never on nvme
     home_numel: int = 0  # elements of the parameters that are at home on this rank
 
+    @property
+    def updated_numel(self) -> int:
+        """Of those, the ones that an update writes home."""
+        whole = self.home_numel == self.layout.numel
+        return self.layout.edge if whole else self.layout.shard_trainable
+
     @cached_property
     def optimizer(self) -> int:
         return sum(self.records)

@@ -2,7 +2,7 @@
 action, and what copies host memory holds meanwhile.
 
     use          parameters at home on nvme are read unless a copy is in host memory, and cross to
-                 the device unless one is there
+                 the device unless one is there; of that, what was updated elsewhere crosses again
     gradient     leaves the device, is written where its home is nvme; what a second pass adds to
                  is read back unless it is still in memory
     update       reads weight, record and gradient as far as no copy is in memory; writes weight and
@@ -241,16 +241,21 @@ class StepRun:
 
     def _mirror(self, group: int, moved: Bytes, take: _Take) -> bool:
         weights = self._weights[group]
-        if weights in self._device and group in self._current:
+        mirrored = weights in self._device
+        if mirrored and group in self._current:
             return True
         if not take(self._device, weights):
             return False
         self._current.add(group)
-        moved.to_device += self._plan.groups[group].home_numel * self._itemsize
+        sizes = self._plan.groups[group]
+        numel = sizes.updated_numel if mirrored else sizes.home_numel
+        moved.to_device += numel * self._itemsize
         return True
 
     def _chunks(self, group: int) -> int:
-        return -(-self._plan.groups[group].home_numel // self._plan.chunk_numel)
+        sizes, chunk = self._plan.groups[group], self._plan.chunk_numel
+        frozen = sizes.home_numel - sizes.updated_numel
+        return -(-sizes.updated_numel // chunk) - (-frozen // chunk)
 
     # ---------------------------------------------------------------- gradients
     def _gradient(self, action: Action) -> Bytes:

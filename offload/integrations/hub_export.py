@@ -1,0 +1,83 @@
+"""The model of a checkpoint in the format of the hub, without an engine: its class is built on the
+meta device, for transformers to say what its tensors are called in files."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.exporting import ExportedTensor
+from offload.checkpoint.manifest import ITEMSIZE, ModelRecord
+from offload.checkpoint.model import DTYPE_NAMES
+from offload.checkpoint.model_files import INDEX
+from offload.integrations.pretrained import is_model_class
+from offload.tiers.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from offload.integrations.hub_format import HubFormat
+    from offload.integrations.weight_files import Write
+
+_log = logging.getLogger("offload")
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_SHARD = "5GB"
+
+
+def write_hub_format(
+    record: ModelRecord, tensors: Sequence[ExportedTensor], folder: Path
+) -> list[str] | None:
+    """The safetensors files that transformers' `save_pretrained` would write, streamed, and their
+    index; the files' names. None, and a message says why, where transformers cannot tell."""
+    try:
+        saved = _Converted(record, tensors)
+    except Exception as error:  # noqa: BLE001 - whatever building the class may raise
+        _log.warning(
+            "tensors keep the names and shapes that they have in memory, which from_pretrained "
+            "opens as well (%s: %s)", type(error).__name__, error,
+        )  # fmt: skip
+        return None
+    from offload.integrations.weight_files import write_shards
+
+    files = write_shards(saved, folder, _SHARD)
+    return [*files, *([INDEX] if len(files) > 1 else [])]
+
+
+class _Converted:
+    def __init__(self, record: ModelRecord, tensors: Sequence[ExportedTensor]) -> None:
+        model = _on_meta(record)
+        ignored = model._keys_to_ignore_on_save or ()
+        self._own = [tensor for tensor in tensors if tensor.info.name not in ignored]
+        from offload.integrations.hub_format import HubFormat
+
+        own = {t.info.name: (t.info.shape, _DTYPES[t.info.dtype]) for t in self._own}
+        self._format: HubFormat = HubFormat(model, own)
+        self.tensors = self._format.tensors
+
+    def write(self, write: Write) -> None:
+        for tensor in self._own:
+            first, itemsize = 0, ITEMSIZE[tensor.info.dtype]
+            for piece in tensor.pieces():
+                raw: Tensor = torch.frombuffer(piece, dtype=torch.uint8)
+                elements = range(first, first + raw.numel() // itemsize)
+                self._format.take(tensor.info.name, elements, raw, write)
+                first = elements.stop
+
+
+def _on_meta(record: ModelRecord) -> Any:
+    """The model, without values. UnsupportedError where it is none of transformers' own."""
+    if importlib.util.find_spec("transformers") is None:
+        raise UnsupportedError("transformers is not installed")
+    import transformers
+
+    name = record.config["architectures"][0]
+    kind: Any = getattr(transformers, name, None)
+    if not is_model_class(transformers, kind):
+        raise UnsupportedError(f"transformers {transformers.__version__} has no model {name}")
+    settings = kind.config_class.from_dict(dict(record.config))
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return kind(settings)

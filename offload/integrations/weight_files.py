@@ -1,0 +1,181 @@
+"""A model's weights as safetensors files in a folder, cut into shards as huggingface_hub cuts them:
+written from the tiers, one piece at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
+from torch import Tensor
+
+from offload.checkpoint.disk import check_room, storage_errors, sync_folder
+from offload.checkpoint.model import DTYPE_NAMES
+from offload.checkpoint.model_files import INDEX, SINGLE
+from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.checkpoint.weights import stream_weights
+from offload.tiers.errors import UnsupportedError
+from offload.zero.layout import ParamSpec
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+Write = Callable[[str, Tensor], None]  # a tensor's name, and its next bytes (1D uint8)
+_METADATA = {"format": "pt"}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+class Tensors(Protocol):
+    """What is written: `tensors` has it by name, on the meta device."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    def write(self, write: Write) -> None:
+        """Every tensor's bytes, in any order of tensors."""
+
+
+class OwnNames:
+    """The parameters and persistent buffers of an engine's model, each once, by its first name."""
+
+    def __init__(self, engine: Engine) -> None:
+        """UnsupportedError for what is no tensor."""
+        self._engine = engine
+        self._names: dict[str, str] = {}  # of a parameter here, by its first one in the engine
+        self._others: dict[str, Tensor] = {}  # that are in no tier
+        self.tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, value in engine.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise UnsupportedError(
+                    f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
+                    "engine.save_checkpoint saves it"
+                )
+            if id(value) not in seen:
+                seen.add(id(value))
+                self._add(name, value)
+
+    def _add(self, name: str, value: Tensor) -> None:
+        found = self._engine.runtime.group_of(value)
+        shape, dtype = value.shape, value.dtype
+        if found is None:
+            self._others[name] = value
+        else:
+            group, index = found
+            spec = group.layout.params[index]
+            self._names[spec.name] = name
+            shape, dtype = torch.Size(spec.shape), group.dtype
+        self.tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+
+    def write(self, write: Write) -> None:
+        def take(spec: ParamSpec, elements: range, raw: Tensor) -> None:
+            if spec.name in self._names:
+                write(self._names[spec.name], raw)
+
+        stream_weights(self._engine, take)
+        for name, tensor in self._others.items():
+            write(name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+
+
+def write_shards(
+    saved: Tensors, folder: Path, max_shard_size: int | str, *, variant: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> list[str]:  # fmt: skip
+    """The files, and their index where there are several, with `metadata` in it; the files' names.
+    What is in `folder` is replaced when the new files are complete."""
+    pattern = named(SINGLE, variant).replace(".safetensors", "{suffix}.safetensors")
+    split = split_state_dict_into_shards_factory(
+        dict(saved.tensors), filename_pattern=pattern, max_shard_size=max_shard_size,
+        get_storage_size=get_torch_storage_size,
+        get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,  # its own knows no meta
+    )  # fmt: skip
+    with _Files(folder, split.filename_to_tensors, saved.tensors) as files:
+        saved.write(files.append)
+        files.finish()
+    if split.is_sharded:
+        index = {
+            "metadata": {**(metadata or {}), **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        path = folder / named(INDEX, variant)
+        with storage_errors("writing", path):
+            path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    sync_folder(folder)
+    return list(split.filename_to_tensors)
+
+
+def remove_other_shards(folder: Path, kept: Container[str]) -> None:
+    """Those of an earlier save."""
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in kept:
+            path.unlink()
+
+
+def named(name: str, variant: str | None) -> str:
+    stem, _, ending = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{ending}"
+
+
+class _Files:
+    """Safetensors files that are filled side by side; a context manager. None of them has its name
+    before `finish`."""
+
+    def __init__(
+        self, folder: Path, names: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
+    ) -> None:
+        sections = {file: _sections(held, tensors) for file, held in names.items()}
+        check_room(folder, sum(file_nbytes(each, _METADATA) for each in sections.values()))
+        self._final: dict[Path, Path] = {}
+        self._file_of: dict[str, SafetensorsWriter] = {}
+        self._open = ExitStack()
+        self._open.callback(self._remove)
+        with ExitStack() as failed:
+            failed.callback(self._open.close)
+            for file, each in sections.items():
+                pending = folder / f".{file}.tmp-{secrets.token_hex(6)}"
+                self._final[pending] = folder / file
+                writer = SafetensorsWriter(pending, each, _METADATA)
+                self._open.enter_context(writer)
+                self._file_of.update(dict.fromkeys(names[file], writer))
+            failed.pop_all()
+
+    def append(self, name: str, raw: Tensor) -> None:
+        """A tensor's next bytes."""
+        self._file_of[name].append(f"={name}", raw.numpy().data)
+
+    def finish(self) -> None:
+        for writer in dict.fromkeys(self._file_of.values()):
+            writer.finish()
+        for pending, final in self._final.items():
+            with storage_errors("writing", final):
+                os.replace(pending, final)
+
+    def _remove(self) -> None:
+        for pending in self._final:
+            pending.unlink(missing_ok=True)
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._open.close()
+
+
+def _sections(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, list[TensorInfo]]:
+    """One per tensor, as they come in any order. Wide dtypes first, so that each is aligned."""
+    ordered = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
+    return {
+        f"={name}": [TensorInfo(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape))]
+        for name in ordered
+    }

@@ -1,0 +1,96 @@
+"""LoRA on frozen weights: these are read from their tier and never written there again, and have
+neither gradients nor optimizer states nor masters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import round_up
+from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
+from tests.offload.lora_memory import RANK, WIDTH, Adapted
+
+PROGRAM = Path(__file__).with_name("lora_memory.py")
+ITEMSIZE = {"fp32": 4, "bf16": 2}
+STEPS = 3
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(*(Adapted(64) for _ in range(3)), nn.Linear(64, 64).requires_grad_(False))
+
+
+def train(engine: offload.Engine, steps: int) -> None:
+    model: Any = engine.module
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(2, 64, generator=generator).to(next(model.parameters()).dtype)
+        model(x).float().square().mean().backward()
+        assert [p.grad is not None for p in model.parameters()] == [
+            p.requires_grad for p in model.parameters()
+        ]
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    engine.settle()
+
+
+@pytest.mark.parametrize("chunk", [4096, 1 << 20])
+@pytest.mark.parametrize("precision", ITEMSIZE)
+def test_each_step_writes_what_belongs_to_adapters_alone(
+    precision: str, chunk: int, tmp_path: Path
+) -> None:
+    """Also where the weights and their adapters are fewer than a chunk."""
+    keys = config(
+        tmp_path, NVME, precision=precision, groups={"blocks": ["Adapted"]},
+        budget={"host": "64MiB", "nvme": "256MiB"}, optimizer={"chunk": chunk},
+    )  # fmt: skip
+    model = seeded(build)
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    with offload.initialize(model, keys) as engine:
+        engine.settle()
+        before = engine.report().bytes_moved["nvme write"]
+        train(engine, STEPS)
+        written = engine.report().bytes_moved["nvme write"] - before
+        groups = [group for group in engine.plan.groups if group.layout.numel_trainable]
+        assert len(groups) == 3
+        weights = sum(
+            round_up(g.layout.numel_trainable * ITEMSIZE[precision], PAGE_NBYTES) for g in groups
+        )
+        states = sum(group.gradients + sum(group.records) for group in groups)
+        assert written == STEPS * (weights + states)
+        for group in groups:
+            assert group.layout.numel_trainable < group.layout.numel // 2
+            assert sum(group.records) <= 12 * group.layout.numel_trainable, "moments, low halves"
+        assert engine.report().tiers["nvme"].by_class["optimizer"] == sum(
+            sum(group.records) for group in groups
+        )
+        with engine.gathered():
+            after = {n: p.detach().clone() for n, p in model.named_parameters() if n in frozen}
+        assert_same_bits(after, {n: t.to(after[n].dtype) for n, t in frozen.items()})
+
+
+def test_weights_of_three_times_the_budget_are_adapted_within_it(tmp_path: Path) -> None:
+    """200 MiB of frozen weights on nvme, `budget: {host: 64MiB}`."""
+    root = str(PROGRAM.parents[2])
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    adapters = found["layers"] * 2 * RANK * WIDTH * 4
+    frozen = found["layers"] * WIDTH * WIDTH * 4
+    assert found["rss"] <= found["host"] * 1.05 + (32 << 20) < frozen
+    assert found["written"] <= found["steps"] * 4.2 * adapters  # weights, gradients, two moments
+    assert found["read"] > (found["steps"] - 1) * frozen, "more than the memory for copies holds"
+    assert found["nvme"]["gradients"] <= adapters
+    assert found["nvme"]["optimizer"] <= 2.4 * adapters
