@@ -285,7 +285,7 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()` in every precision; scales the loss under fp16."""
         with self._open().scaled_backward() as scale:
-            (loss if scale == 1.0 else loss * scale).backward()
+            _plain(loss if scale == 1.0 else loss * scale).backward()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` as `backward` scales it, for a `backward()` of your own on the result, or on a sum
@@ -293,7 +293,7 @@ class Engine:
         runtime = self._open()
         if runtime.loss_scale is None:
             return loss
-        scaled = loss * runtime.loss_scale.scale
+        scaled = _plain(loss * runtime.loss_scale.scale)
         scaled.register_hook(lambda _: runtime.announce_scaled())
         return scaled
 
@@ -511,6 +511,11 @@ def _close_alone(*made: Any) -> None:
         _close_all(*made)
     except OffloadError as error:
         _log.warning("while closing an engine that was dropped: %s", error)
+
+
+def _plain(loss: torch.Tensor) -> torch.Tensor:
+    """Of torch's own class: another one's `backward` may scale, too (`deepspeed.fp16_loss`)."""
+    return loss.as_subclass(torch.Tensor)
 
 
 def _listed(parameters: ParamGroups | None) -> Any:
