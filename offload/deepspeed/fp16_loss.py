@@ -17,16 +17,16 @@ from offload.tiers.errors import StateError, UnsupportedError
 
 
 class ScalingLoss(torch.Tensor):
-    """One element, unscaled, with a graph. `backward` multiplies it with the loss scale."""
+    """Unscaled, with a graph. `backward` multiplies it with the loss scale."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
             return _backward(*args, **(kwargs or {}))
+        if func is torch.Tensor.__format__:  # which knows torch's own class only
+            return format(plain(args[0]), *args[1:])
         found = super().__torch_function__(func, types, args, kwargs or {})
-        if type(found) is cls and not (found.requires_grad and found.numel() == 1):
-            return plain(found)
-        return found
+        return plain(found) if type(found) is cls and not found.requires_grad else found
 
 
 def plain(loss: Any) -> Any:
