@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from offload.checkpoint.exporting import export
+from offload.checkpoint.exporting import export, read_whole
+from offload.checkpoint.safetensors_file import TensorInfo
 from offload.deepspeed.saved import folder_of
+from offload.lazy_tensors import DTYPES
 from offload.tiers.errors import UnsupportedError
 
 
@@ -22,10 +22,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Parameters (masters, fp32) and persistent buffers by name, whole in RAM. CheckpointError
     where there is none; UnsupportedError for `exclude_frozen_parameters`."""
     _refuse(exclude_frozen_parameters)
-    with tempfile.TemporaryDirectory(prefix=".fp32-", dir=checkpoint_dir) as beside:
-        out = Path(beside) / "weights.safetensors"
-        export(folder_of(Path(checkpoint_dir), tag), out, "fp32")
-        return dict(load_file(out))
+    found = read_whole(folder_of(Path(checkpoint_dir), tag), "fp32")
+    return {name: _tensor(info, raw) for name, (info, raw) in found.items()}
+
+
+def _tensor(info: TensorInfo, raw: bytearray) -> torch.Tensor:
+    dtype = DTYPES[info.dtype]
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(info.shape)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
