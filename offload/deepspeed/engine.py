@@ -404,7 +404,9 @@ class EngineModule(nn.Module):
     ) -> bool:  # fmt: skip
         """Write the folder SAVE_DIR/TAG (a checkpoint of ours), TAG.json with the loop's state, and
         the file `latest`. All ranks together. UnsupportedError for a client state that would have
-        to be pickled."""
+        to be pickled, ValueError without a folder."""
+        if not save_dir:
+            raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
         save_all(self, Path(save_dir), _tag(tag, self.global_steps), dict(client_state or {}),
                  save_latest=save_latest)  # fmt: skip
         return True

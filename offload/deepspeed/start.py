@@ -16,6 +16,7 @@ from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.engine import EngineModule
 from offload.deepspeed.leaf_modules import classes_of_leaves, follow_section
 from offload.deepspeed.settings import Settings
+from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
 from offload.engine import initialize as initialize_engine
 from offload.tiers.errors import ConfigError, UnsupportedError
@@ -24,6 +25,7 @@ _log = logging.getLogger("offload")
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
+@outside_init()
 def initialize(
     args: Any = None, model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,

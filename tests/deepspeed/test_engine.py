@@ -512,6 +512,22 @@ def test_a_model_made_under_zero_init() -> None:
         assert not model()[0].weight.is_meta
 
 
+def test_initialize_may_be_called_under_zero_init() -> None:
+    found = []
+    for inside in False, True:
+        with deepspeed.zero.Init(), deepspeed.zero.Init(enabled=inside):
+            net = model()
+            if inside:
+                engine = deepspeed.initialize(model=net, config=BASE)[0]
+            assert torch.empty(1).is_meta
+        if not inside:
+            engine = deepspeed.initialize(model=net, config=BASE)[0]
+        found.append(train(engine, range(6)))
+        engine.destroy()
+        assert not torch.empty(1).is_meta
+    assert found[0] == found[1]
+
+
 def test_values_written_under_zero_init_are_not_lost_in_silence() -> None:
     values = model().state_dict()
     with deepspeed.zero.Init(), warnings.catch_warnings():
@@ -551,6 +567,8 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     with initialized(model(), config) as engine:
         train(engine, range(6))
         state = {"epoch": 2, "rng": torch.get_rng_state(), "pair": (1, {3: "x"})}
+        with pytest.raises(ValueError, match="name a folder"):
+            engine.save_checkpoint("")
         assert engine.save_checkpoint(tmp_path, client_state=state)
         expected = train(engine, range(6, 12))
         rate = engine.get_lr()
