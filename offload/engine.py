@@ -327,7 +327,7 @@ class Engine:
         """`loss.backward()` in every precision; scales `loss` (one element) under fp16. It is not
         divided: of N passes for a step, divide it by N."""
         with self._open().scaled_backward() as scale:
-            (loss if scale == 1.0 else loss * scale).backward()
+            _plain(loss if scale == 1.0 else loss * scale).backward()
         self.note_pass(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -336,7 +336,7 @@ class Engine:
         runtime = self._open()
         if runtime.loss_scale is None:
             return loss
-        scaled = loss * runtime.loss_scale.scale
+        scaled = _plain(loss * runtime.loss_scale.scale)
         scaled.register_hook(lambda _: runtime.announce_scaled())
         return scaled
 
@@ -627,6 +627,11 @@ def _close_alone(*made: Any) -> None:
         _close_all(*made)
     except OffloadError as error:
         _log.warning("while closing an engine that was dropped: %s", error)
+
+
+def _plain(loss: torch.Tensor) -> torch.Tensor:
+    """Of torch's own class: another one's `backward` may scale, too (`deepspeed.fp16_loss`)."""
+    return loss.as_subclass(torch.Tensor)
 
 
 def _listed(parameters: ParamGroups | None) -> Any:

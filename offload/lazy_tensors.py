@@ -30,7 +30,7 @@ from offload.materialise import check_range, check_shape
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.discovery import managed
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
     "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
@@ -100,7 +100,7 @@ class _Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        return _DTYPES[self.tensor.info.dtype]
+        return DTYPES[self.tensor.info.dtype]
 
     def read(self, *, rounded: bool) -> torch.Tensor:
         return self._bytes(0, self.tensor.info.nbytes).reshape(self.tensor.info.shape)

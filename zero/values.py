@@ -67,6 +67,12 @@ class ParameterValues(WeightValues):
         whole = self._whole(torch.from_numpy(out), f"{field} of {spec.name}")
         return like(param, whole.view(spec.shape))
 
+    def part_of(self, param: nn.Parameter) -> slice:
+        """The elements of a parameter, flat, whose states this rank keeps."""
+        group, index = self._find(param)
+        part = self._state_of(group).parts.get(index)
+        return slice(0, 0) if part is None else slice(part.start, part.start + part.spec.numel)
+
     def _whole(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's part in a tensor of the whole, zeros for the rest."""
         return self._runtime.rank_work.combine(part, name)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.deepspeed.batches import Batches
+from offload.deepspeed.fp16_loss import ScalingLoss, plain
 from offload.deepspeed.hints import missing_method
 from offload.deepspeed.registry import ENGINES
 from offload.deepspeed.saved import load_saved, save_all, save_weights
@@ -64,6 +65,8 @@ class EngineModule(nn.Module):
         self._passes_counted = 0  # ... of the model, at the last call of step
         self._grad_norm: float | None = None
         self.offload.runtime.stepper.checks_passes = False
+        if optimizer is not None and self.fp16_enabled():
+            engine.before_close(model.register_forward_hook(_with_scaling_losses).remove)
         ENGINES.add(self)
 
     # ---------------------------------------------------------------- forward and backward
@@ -84,7 +87,10 @@ class EngineModule(nn.Module):
     def _watched(self, output: torch.Tensor) -> Any:
         """As it is; what comes back for it in a backward of the user's own is divided as `backward`
         divides the loss."""
-        return _Watched.apply(output, self) if output.requires_grad else output
+        if not output.requires_grad:
+            return output
+        watched = _Watched.apply(plain(output), self)
+        return watched.as_subclass(type(output)) if type(output) is ScalingLoss else watched
 
     def _averaged(self, value: torch.Tensor) -> torch.Tensor:
         """A loss, or its gradient, divided by the passes of a step; of a sum over ranks, which
@@ -132,6 +138,7 @@ class EngineModule(nn.Module):
                 "engine.backward takes a loss with one element; call output.backward(gradient) for "
                 "other tensors"
             )
+        loss = plain(loss)
         divided = loss / self._batches.steps if scale_wrt_gas and self._batches.steps > 1 else loss
         summed = self._summed(divided)
         self._in_backward = True
@@ -152,7 +159,7 @@ class EngineModule(nn.Module):
                 "engine.scale takes a scalar loss with a graph; for other tensors, call "
                 "output.backward(gradient)"
             )
-        return self.offload.scale(loss)
+        return self.offload.scale(plain(loss))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -167,7 +174,15 @@ class EngineModule(nn.Module):
         finally:
             self._in_no_sync = False
 
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """As `no_sync`: gradients of all passes inside are reduced once, by the step after it."""
+        return self.no_sync()
+
     # ---------------------------------------------------------------- steps
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether `step` counts passes; False: each one steps."""
+        return self._settings.counts_passes
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` steps."""
         if self._boundary is not None:
@@ -210,6 +225,7 @@ class EngineModule(nn.Module):
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self.offload.optimizer
+        passes = self.offload.runtime.stepper.passes_since_step
         optimizer.step()
         optimizer.zero_grad()
         self._passes_counted = 0
@@ -225,7 +241,10 @@ class EngineModule(nn.Module):
                 self._settings.client.given._opt_called = True  # type: ignore[attr-defined]
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
-        self.global_samples += self._batches.train
+        self.global_samples += (
+            self._batches.train if self._settings.counts_passes
+            else passes * self._batches.micro * self.world_size
+        )  # fmt: skip
         every = self._settings.made.get("steps_per_print")
         if every and self.global_rank == 0 and self.global_steps % int(every) == 0:
             _log.info(
@@ -307,6 +326,11 @@ class EngineModule(nn.Module):
         scale = self.offload.runtime.loss_scale
         return 1.0 if scale is None else scale.scale
 
+    @property
+    def scales_losses(self) -> bool:
+        """Whether it is open and trains in fp16."""
+        return not self.offload.is_closed and self.optimizer is not None and self.fp16_enabled()
+
     def gradient_clipping(self) -> float:
         """The largest norm; 0: no clipping."""
         return self.offload.config.clip_grad_norm or 0.0
@@ -340,6 +364,11 @@ class EngineModule(nn.Module):
 
     def steps_per_print(self) -> int | None:
         return self._settings.made.get("steps_per_print")  # type: ignore[no-any-return]
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients travel as sparse tensors: none, all are reduced dense."""
+        return set()
 
     def report(self) -> Report:
         """Bytes per tier, bytes moved, steps."""
@@ -376,7 +405,9 @@ class EngineModule(nn.Module):
     ) -> bool:  # fmt: skip
         """Write the folder SAVE_DIR/TAG (a checkpoint of ours), TAG.json with the loop's state, and
         the file `latest`. All ranks together. UnsupportedError for a client state that would have
-        to be pickled."""
+        to be pickled, ValueError without a folder."""
+        if not save_dir:
+            raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
         save_all(self, Path(save_dir), _tag(tag, self.global_steps), dict(client_state or {}),
                  save_latest=save_latest)  # fmt: skip
         return True
@@ -443,6 +474,16 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.engine.gradient_of(gradient), None
+
+
+def _with_scaling_losses(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    """A forward hook of an fp16 model: losses that it returns scale themselves."""
+
+    def scaling(output: torch.Tensor) -> torch.Tensor:
+        is_loss = output.requires_grad and output.numel() == 1 and output.is_floating_point()
+        return output.as_subclass(ScalingLoss) if is_loss else output
+
+    return pytree.tree_map_only(torch.Tensor, scaling, outputs)
 
 
 def _half(value: Any) -> Any:

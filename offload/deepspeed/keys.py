@@ -252,7 +252,7 @@ ZERO = (
     _unneeded("save_muon_momentum_buffer_in_memory", "of Muon, which is refused"),
     _warned(
         "leaf_module", "groups are whole blocks; name others in groups.blocks, as modules whose "
-        "branches the ranks choose differently", {},
+        "branches the ranks choose differently. offload.deepspeed does that", {},
     ),
     _unneeded("mics_hierarchical_params_gather", "a group is gathered in one call"),
     _warned(

@@ -77,12 +77,10 @@ def load_saved(
     scheduler: bool, counters: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
     """See `EngineModule.load_checkpoint`."""
+    tag = _last_tag(folder) if tag is None else tag
     if tag is None:
-        latest = folder / LATEST
-        if not latest.is_file():
-            _log.warning("%s is not there: nothing was loaded; name a tag", latest)
-            return None, None
-        tag = latest.read_text().strip()
+        _log.warning("%s is not there: nothing was loaded; name a tag", folder / LATEST)
+        return None, None
     path, beside = _paths(folder, tag)
     state: dict[str, Any] = {}
     with _agreed(engine, f"{path} was not loaded"):
@@ -121,6 +119,21 @@ def save_weights(engine: EngineModule, folder: Path, name: str) -> None:
             export(pending, made)
             os.replace(made, out)
             shutil.rmtree(pending)
+
+
+def folder_of(folder: Path, tag: str | int | None) -> Path:
+    """The checkpoint that `tag` names, or the last one. CheckpointError where there is none, or it
+    is DeepSpeed's."""
+    found = _last_tag(folder) if tag is None else str(tag)
+    if found is None:
+        raise CheckpointError(f"{folder / LATEST} is not there; name a tag")
+    _refuse_theirs(folder / found)
+    return folder / found
+
+
+def _last_tag(folder: Path) -> str | None:
+    latest = folder / LATEST
+    return latest.read_text().strip() if latest.is_file() else None
 
 
 def _paths(folder: Path, tag: str) -> tuple[Path, Path]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,14 @@ class Settings:
                 "here when a step is due; use offload.initialize for it"
             )
         return cls(given, made, made.batches, client, config)
+
+    def with_blocks(self, classes: Sequence[str]) -> Settings:
+        """With these classes as blocks beside those that are named."""
+        if not classes:
+            return self
+        groups = self.config.groups
+        blocks = groups.model_copy(update={"blocks": (*groups.blocks, *classes)})
+        return replace(self, config=self.config.model_copy(update={"groups": blocks}))
 
     @property
     def has_optimizer(self) -> bool:

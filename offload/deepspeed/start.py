@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.engine import EngineModule
+from offload.deepspeed.leaf_modules import classes_of_leaves, follow_section
 from offload.deepspeed.settings import Settings
+from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
 from offload.engine import initialize as initialize_engine
 from offload.tiers.errors import ConfigError, UnsupportedError
@@ -23,6 +25,7 @@ _log = logging.getLogger("offload")
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
+@outside_init()
 def initialize(
     args: Any = None, model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
@@ -62,6 +65,9 @@ def initialize(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()) if given is None else given)
     settings = Settings.of(_config(args, config, config_params), ranks, optimizer)
+    follow_section(model, settings.made.get("zero_optimization.leaf_module", {}))
+    if ranks > 1 and settings.config.zero.stage == 3:
+        settings = settings.with_blocks(classes_of_leaves(model, settings.config.groups.blocks))
     groups = given if settings.client is None else settings.client.groups
     engine = _engine(model, settings, groups)
     try:

@@ -23,6 +23,8 @@ class Init:
     Of DeepSpeed's arguments `enabled` counts; the others say how it cuts parameters.
     """
 
+    entered = 0  # of this process
+
     def __init__(
         self, module: nn.Module | None = None, data_parallel_group: Any = None,
         mem_efficient_linear: bool = True, remote_device: str | None = None,
@@ -35,6 +37,8 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             self._contexts.enter_context(torch.device("meta"))
+            Init.entered += 1
+            self._contexts.callback(_leave)
         return self
 
     def __exit__(
@@ -42,6 +46,17 @@ class Init:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self._contexts.close()
+
+
+def _leave() -> None:
+    Init.entered -= 1
+
+
+@contextlib.contextmanager
+def outside_init() -> Iterator[None]:
+    """What is made inside is on no meta device, also within `Init`."""
+    with torch.device("cpu") if Init.entered else contextlib.nullcontext():
+        yield
 
 
 class GatheredParameters:

@@ -99,6 +99,11 @@ def test_a_loop_that_owns_the_boundary() -> None:
                 engine.step()
         plain.train(range(6))
         assert same(weights(net), weights(plain.model))
+        assert not engine.managed_gradient_accumulation()
+        assert engine.global_samples == 6 * BATCH
+        engine.backward(mse(engine(batch(0)[0]), batch(0)[1]))
+        engine.step()
+        assert engine.global_samples == 7 * BATCH  # of the passes that there were
         with pytest.raises(StateError, match="managed_gradient_accumulation"):
             engine.set_gradient_accumulation_boundary(True)
 
@@ -507,6 +512,22 @@ def test_a_model_made_under_zero_init() -> None:
         assert not model()[0].weight.is_meta
 
 
+def test_initialize_may_be_called_under_zero_init() -> None:
+    found = []
+    for inside in False, True:
+        with deepspeed.zero.Init(), deepspeed.zero.Init(enabled=inside):
+            net = model()
+            if inside:
+                engine = deepspeed.initialize(model=net, config=BASE)[0]
+            assert torch.empty(1).is_meta
+        if not inside:
+            engine = deepspeed.initialize(model=net, config=BASE)[0]
+        found.append(train(engine, range(6)))
+        engine.destroy()
+        assert not torch.empty(1).is_meta
+    assert found[0] == found[1]
+
+
 def test_values_written_under_zero_init_are_not_lost_in_silence() -> None:
     values = model().state_dict()
     with deepspeed.zero.Init(), warnings.catch_warnings():
@@ -546,6 +567,8 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     with initialized(model(), config) as engine:
         train(engine, range(6))
         state = {"epoch": 2, "rng": torch.get_rng_state(), "pair": (1, {3: "x"})}
+        with pytest.raises(ValueError, match="name a folder"):
+            engine.save_checkpoint("")
         assert engine.save_checkpoint(tmp_path, client_state=state)
         expected = train(engine, range(6, 12))
         rate = engine.get_lr()
@@ -670,8 +693,9 @@ def test_attributes_of_the_model_and_hints_for_those_that_are_not_there() -> Non
         assert engine.module is net
         assert not engine.eval().training
         assert engine.zero_optimization_stage() == 2
-        with pytest.raises(AttributeError, match=r"use engine\.no_sync\(\)"):
-            engine.coalesce_grad_reduction()
+        with pytest.raises(AttributeError, match="gradients are reduced in backward"):
+            engine.allreduce_gradients()
+        assert engine.sparse_tensor_module_names == set()
         with pytest.raises(AttributeError, match="'nonsense'"):
             _ = engine.nonsense
         engine.reload_states()
@@ -679,10 +703,8 @@ def test_attributes_of_the_model_and_hints_for_those_that_are_not_there() -> Non
             engine.offload_states()
     with pytest.raises(AttributeError, match="the model itself"):
         _ = deepspeed.init_inference
-    with pytest.raises(AttributeError, match="safe_get_full_grad"):
-        _ = deepspeed.utils.safe_get_local_grad
-    with pytest.raises(AttributeError, match="groups"):
-        _ = deepspeed.utils.set_z3_leaf_modules
+    with pytest.raises(AttributeError, match=r"deepspeed\.utils has no 'groups'"):
+        _ = deepspeed.utils.groups
 
 
 def test_no_sync() -> None:
@@ -697,6 +719,21 @@ def test_no_sync() -> None:
                 with pytest.raises(StateError, match="inside no_sync"), engine.no_sync():
                     pass
             engine.step()
+        plain.train(range(3))
+        assert same(weights(net), weights(plain.model))
+
+
+def test_coalesced_reduction_is_one_step() -> None:
+    net = model()
+    plain = Plain(net)
+    with initialized(net, {**BASE, "zero_optimization": {"stage": 3}}) as engine:
+        with engine.coalesce_grad_reduction():
+            for number in range(3):
+                engine.backward(mse(engine(batch(number)[0]), batch(number)[1]))
+            with pytest.raises(StateError, match="inside no_sync"):
+                engine.step()
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
         plain.train(range(3))
         assert same(weights(net), weights(plain.model))
 

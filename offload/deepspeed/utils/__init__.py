@@ -10,6 +10,15 @@ import torch
 from torch import nn
 
 from offload.deepspeed.hints import missing_name
+from offload.deepspeed.leaf_modules import (  # noqa: F401 - DeepSpeed has them here
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from offload.deepspeed.registry import engine_of, needed
 from offload.tiers.errors import StateError
 
@@ -88,6 +97,71 @@ def safe_set_full_optimizer_state(
     engine = needed(param, "safe_set_full_optimizer_state")
     _check_state(engine, optim_state_key)
     engine.offload.values.write(param, optim_state_key, value)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part, 1D, of what `safe_get_full_grad` gives. Parts have different sizes, also
+    none. On several ranks all have to ask. StateError below stage 3."""
+    return _mine(param, "safe_get_local_grad", safe_get_full_grad(param))
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the gradient; all ranks replace theirs. StateError as
+    `safe_set_full_grad`, for another size, and below stage 3."""
+    safe_set_full_grad(param, _as_mine(param, "safe_set_local_grad", value))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the master (see `safe_get_local_grad`)."""
+    return _mine(param, "safe_get_local_fp32_param", safe_get_full_fp32_param(param))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the master (see `safe_set_local_grad`)."""
+    safe_set_full_fp32_param(param, _as_mine(param, "safe_set_local_fp32_param", value))
+
+
+def safe_get_local_optimizer_state(
+    param: nn.Parameter, optim_state_key: str
+) -> torch.Tensor | None:
+    """This rank's part of one of the optimizer's states (see `safe_get_local_grad`)."""
+    full = safe_get_full_optimizer_state(param, optim_state_key)
+    return _mine(param, "safe_get_local_optimizer_state", full)
+
+
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Set this rank's part of one of the optimizer's states (see `safe_set_local_grad`)."""
+    whole = _as_mine(param, "safe_set_local_optimizer_state", value)
+    safe_set_full_optimizer_state(param, whole, optim_state_key)
+
+
+def _part_of(param: nn.Parameter, what: str) -> slice:
+    engine = needed(param, what)
+    if engine.zero_optimization_stage() != 3:
+        raise StateError(
+            f"{what}: parameters are cut into parts at zero_optimization.stage: 3 alone; call "
+            f"{what.replace('local', 'full')}"
+        )
+    return engine.offload.values.part_of(param)
+
+
+def _mine(param: nn.Parameter, what: str, whole: torch.Tensor | None) -> torch.Tensor | None:
+    return None if whole is None else whole.reshape(-1)[_part_of(param, what)].clone()
+
+
+def _as_mine(param: nn.Parameter, what: str, value: torch.Tensor) -> torch.Tensor:
+    """`value` in its place among zeros: a rank takes over its own part alone."""
+    part = _part_of(param, what)
+    if value.numel() != part.stop - part.start:
+        raise StateError(
+            f"{what}: this rank's part has {part.stop - part.start} elements, the value "
+            f"{value.numel()}"
+        )
+    whole = value.new_zeros(param.shape)
+    whole.view(-1)[part] = value.reshape(-1)
+    return whole
 
 
 def _check_state(engine: Any, key: str) -> None:

@@ -1,0 +1,61 @@
+"""`deepspeed.utils.zero_to_fp32`: the fp32 weights of what `engine.save_checkpoint` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.exporting import export, read_whole
+from offload.checkpoint.safetensors_file import TensorInfo
+from offload.deepspeed.saved import folder_of
+from offload.lazy_tensors import DTYPES
+from offload.tiers.errors import UnsupportedError
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | int | None = None,
+    exclude_frozen_parameters: bool = False, lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Parameters (masters, fp32) and persistent buffers by name, whole in RAM. CheckpointError
+    where there is none; UnsupportedError for `exclude_frozen_parameters`."""
+    _refuse(exclude_frozen_parameters)
+    found = read_whole(folder_of(Path(checkpoint_dir), tag), "fp32")
+    return {name: _tensor(info, raw) for name, (info, raw) in found.items()}
+
+
+def _tensor(info: TensorInfo, raw: bytearray) -> torch.Tensor:
+    dtype = DTYPES[info.dtype]
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(info.shape)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path, output_dir: str | Path, max_shard_size: str = "5GB",
+    safe_serialization: bool = False, tag: str | int | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:  # fmt: skip
+    """Write them to the folder `output_dir`, which must not exist, as safetensors files of up to
+    5 GB, streamed. PathError, CheckpointError, UnsupportedError."""
+    _refuse(exclude_frozen_parameters)
+    if max_shard_size != "5GB":
+        raise UnsupportedError(f"max_shard_size: {max_shard_size}: files have up to 5GB")
+    export(folder_of(Path(checkpoint_dir), tag), Path(output_dir), "fp32")
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | int | None = None
+) -> Any:
+    """`model`, with those values; names that only one of them has are left out."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def _refuse(exclude_frozen_parameters: bool) -> None:
+    if exclude_frozen_parameters:
+        raise UnsupportedError(
+            "exclude_frozen_parameters: checkpoints have all parameters; drop the others by name"
+        )
