@@ -103,8 +103,8 @@ class MetaInitialiser:
                 raise UnsupportedError(
                     f"{entry.name} on the meta device is {other.name}, too, and their modules "
                     "would initialise it in different ways: it is not known which one the model "
-                    "began with; build the model on the CPU, or pass weights= with safetensors "
-                    "files"
+                    "began with; build the model on the CPU (not under torch.device('meta') or "
+                    "zero.Init), or pass weights= with safetensors files"
                 )
 
     def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, torch.Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Report:
     `tiers` are device, host and nvme, whether used or not. `bytes_moved` is by link, since the
     beginning (`nvme read`, `nvme write`, `host to device`, ...), `bytes_saved` what did not have to
     cross it. `steps` were taken, `skipped_steps` not, for infinite or NaN gradients.
-    `gradient_norm` is that of the last step, unscaled and before clipping; `loss_scale` is None
+    `gradient_norm` is that of the last step, unscaled and before the engine's clipping (a loop that
+    clips by itself hands over gradients that are clipped already); `loss_scale` is None
     unless the precision is fp16. A use of a group came in the order of the last step
     (`prefetch_hits`) or in another (`prefetch_misses`); `evictions` counts copies that made room
     for others. `placements` says in words where each class of state lives.
@@ -68,3 +70,20 @@ class Report:
     evictions: int = 0
     placements: dict[str, str] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A few lines to read: what tiers hold, what moved, what the steps did."""
+        lines = [
+            f"{name:<7} {format_bytes(tier.used_nbytes)} held, {format_bytes(tier.peak_nbytes)} at "
+            f"most, of {format_bytes(tier.budget_nbytes)}"
+            for name, tier in self.tiers.items()
+            if tier.budget_nbytes
+        ]
+        moved = [f"{name} {format_bytes(n)}" for name, n in self.bytes_moved.items() if n]
+        waited = [f"{name} {seconds:.1f} s" for name, seconds in self.waits.items() if seconds]
+        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
+        return "\n".join([
+            *lines, f"moved   {', '.join(moved) or 'nothing'}",
+            f"waited  {', '.join(waited) or 'for nothing'}",
+            f"steps   {self.steps}, {self.skipped_steps} skipped{norm}",
+        ])  # fmt: skip

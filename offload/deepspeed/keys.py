@@ -156,7 +156,10 @@ TOP = (
     _unneeded("disable_allgather", "the stages of ZeRO gather as docs/ranks.md says"),
     _unneeded("zero_allow_untested_optimizer", "an optimizer without a rule of ours is refused"),
     _unneeded("zero_force_ds_cpu_optimizer", "updates always run in our kernels"),
-    _unneeded("steps_per_print", "offload.deepspeed logs a line so often; a loop of your own does"),
+    _unneeded(
+        "steps_per_print",
+        "offload.deepspeed logs a line so often, at level INFO; a loop of your own does",
+    ),
     _unneeded("dataloader_drop_last", "of your loader; offload.deepspeed's follows it"),
     _unneeded("wall_clock_breakdown", "engine.report() and run folders have times and bytes"),
     _unneeded("memory_breakdown", "engine.report() has bytes per tier"),

@@ -23,6 +23,7 @@ GIB = 1 << 30
 _MEMORY_SIZES = tuple(
     n * GIB for n in (1, 2, 3, *(k << p for p in range(11) for k in (4, 5, 6, 7)), 8192)
 )
+_STEP = 64 << 20  # of budgets to be raised
 _GPU_SIZES = tuple(n * GIB for n in (4, 6, 8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192))
 _DISK_SIZES = tuple(n * GIB for n in (*(k << p for p in range(16) for k in (2, 3)), 128 << 10))
 
@@ -124,14 +125,20 @@ def _passes(case: Case, batch: int, passes: int) -> Case | None:
 
 
 def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Knob]:
-    """Raise a budget that was given and is too small, as far as the machine goes."""
+    """Raise a budget that was given and is too small, as far as the machine goes. Beside another
+    change less may do; and with more room the chunks that are left open grow, so that it takes
+    somewhat more than what is needed now."""
     if getattr(case.config.budget, tier) is None:
         return
     for shortfall in found.shortfalls:
         if shortfall.tier is tier and shortfall.key == f"budget.{tier}":
-            needed = -(-shortfall.needed_nbytes // (64 << 20)) * 64
-            text = f"what it needs, instead of {format_bytes(shortfall.capacity_nbytes)}"
-            yield (_set(text, {f"budget.{tier}": f"{needed}MiB"}),)
+            needed = -(-shortfall.needed_nbytes // _STEP)
+            sizes = (needed // 4, needed // 2, needed * 3 // 4, needed, needed + 1, needed + 2)
+            text = f"instead of {format_bytes(shortfall.capacity_nbytes)}"
+            yield [
+                _set(text, {f"budget.{tier}": f"{n * _STEP >> 20}MiB"})
+                for n in sizes if n * _STEP > shortfall.capacity_nbytes
+            ]  # fmt: skip
 
 
 def _placements(case: Case) -> Iterator[Knob]:
