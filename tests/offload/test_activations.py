@@ -610,7 +610,9 @@ def measured(tier: str, check: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_activations_on_nvme_leave_memory(folder: Path) -> None:
+def test_activations_on_nvme_leave_memory(folder: Path, long: bool) -> None:
+    if not long:
+        pytest.skip("a quarter of a minute: with --long")
     there, away = measured("device", False, folder), measured("nvme", False, folder)
     assert away["loss"] == there["loss"]
     assert away["parked"] > 400 * MIB

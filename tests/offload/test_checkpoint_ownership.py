@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,8 +142,8 @@ def test_what_comes_into_the_folder_during_the_save_is_kept(
     before = tree(path)
     write = _Saver.write
 
-    def writing(saver: _Saver, folder: Path) -> None:
-        write(saver, folder)
+    def writing(saver: _Saver, *args: Any) -> None:
+        write(saver, *args)
         written(path, "notes.txt")
 
     monkeypatch.setattr(_Saver, "write", writing)

@@ -314,5 +314,7 @@ def test_extra_state_is_refused(tmp_path: Path) -> None:
         EngineState(engine).state_dict()
 
 
-def test_saving_and_loading_stream(tmp_path: Path) -> None:
+def test_saving_and_loading_stream(tmp_path: Path, long: bool) -> None:
+    if not long:
+        pytest.skip("a quarter of a minute: with --long")
     assert_streams("dcp", tmp_path)
