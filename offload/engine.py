@@ -409,6 +409,8 @@ class Engine:
         StateError while another recording of this engine is under way.
         """
         runtime = self._open()
+        if self.own_run is not None:
+            self.own_run.stop_recording()  # a loop's own recording comes first
         if self.is_recorded:
             raise StateError("this engine is being recorded already; stop() that recording first")
 
@@ -447,13 +449,17 @@ class Engine:
 
         self._open()
         before, self.watching = self.watching, None
-        if before is not None:
-            before.close()
         of_folder = () if self.own_run is None else self.own_run.loggers
-        self.watching = Watch(
-            self, steps=steps, tokens=tokens, loggers=loggers, show=show, every=every,
-            of_folder=of_folder,
-        )  # fmt: skip
+        try:
+            if before is not None:
+                before.close()
+            self.watching = Watch(
+                self, steps=steps, tokens=tokens, loggers=loggers, show=show, every=every,
+                of_folder=of_folder,
+            )  # fmt: skip
+        finally:
+            if self.watching is None and self.own_run is not None:
+                self.own_run.watch()
         return self.watching
 
     def note_pass(self, loss: torch.Tensor) -> None:
@@ -585,6 +591,8 @@ class Engine:
     ) -> None:  # fmt: skip
         if kind is KeyboardInterrupt and self.watching is not None:
             self.watching.interrupted()
+        if kind is not None and self.own_run is not None:
+            self.own_run.cut_short = True
         try:
             self.close()
         except OffloadError as closing:

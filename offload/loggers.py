@@ -14,6 +14,7 @@ import csv
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -92,11 +93,15 @@ class JSONLinesLogger:
         self._lines: LineFile | None = None
 
     def log(self, values: Values, step: int) -> None:
-        """Values that are not finite become null, since JSON has no NaN."""
+        """Values that are not finite become null, since JSON has no NaN; what is not known is left
+        out."""
         if self._lines is None:
             _make_parent(self.path)
+            is_cut = _ends_amid_a_line(self.path)
             self._lines = LineFile(self.path)
-        finite = {name: _finite(value) for name, value in values.items()}
+            if is_cut:
+                self._lines.append("")  # the beginning of a line stays one of its own
+        finite = {name: _finite(value) for name, value in values.items() if value is not None}
         self._lines.append(json.dumps({"step": step, **finite}))
 
     def flush(self) -> None:
@@ -109,6 +114,15 @@ class JSONLinesLogger:
         lines, self._lines = self._lines, None
         if lines is not None:
             lines.close()
+
+
+def _ends_amid_a_line(path: Path) -> bool:
+    """A program that was killed may have left the beginning of a line."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 class CSVLogger:
@@ -124,7 +138,9 @@ class CSVLogger:
     def log(self, values: Values, step: int) -> None:
         row = {"step": step, **dict(flat(values))}
         if self._file is None:
-            self._columns = self._read()[0]
+            self._columns, rows = self._read()
+            if _ends_amid_a_line(self.path):
+                self._write(self._columns, rows[:-1])
         new = [name for name in row if name not in self._columns]
         if new:
             self._widen(new)
@@ -234,9 +250,12 @@ class _Curves:
     def of(self, values: Values) -> Iterator[tuple[str, float]]:
         before, self._before = self._before, values
         rest = {name: value for name, value in values.items() if name not in _COUNTED}
-        for name, value in (*flat(rest), *values["figures"].items()):
+        ours = dict(flat(rest))
+        for name, value in ours.items():
             if value is not None:
                 yield name, value
+        for name, value in values["figures"].items():
+            yield (f"figures/{name}" if name in ours else name), value
         seconds = values["elapsed_seconds"] - before.get("elapsed_seconds", math.inf)
         if seconds <= 0:  # the first row
             return

@@ -190,9 +190,12 @@ class MirroredState(SlotState):
         with self._lock:
             if self._slot is None or self._lacking:
                 raise StateError(f"{self.name} holds no device memory that could have been written")
-            changed = slice(self.edge_nbytes if to_edge else self.nbytes)
+            keeps_rest = to_edge and self.edge_nbytes < self.nbytes
+            changed = slice(self.edge_nbytes if keeps_rest else self.nbytes)
             source = self._slot.tensor[changed]
-        home = self._home.tensor() if to_edge else self._home.blank()
+        if keeps_rest:
+            self._home.settle()  # nothing of it may be on its way while it changes
+        home = self._home.tensor() if keeps_rest else self._home.blank()
         self._links.to_host.copy(home[changed], source).wait()
         self._home.wrote(to_edge=to_edge)
 

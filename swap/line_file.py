@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiofiles
 
+from offload.swap.shield import uninterrupted
 from offload.tiers.errors import StateError
 
 _GATHER_S = 0.1
@@ -37,6 +38,7 @@ class LineFile:
         )
         self._thread.start()
 
+    @uninterrupted  # a line without a write on its way would hold up all that follow
     def append(self, line: str) -> None:
         """Write `line` soon. OSError where an earlier line could not be written."""
         if self._loop.is_closed():

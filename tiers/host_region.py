@@ -23,6 +23,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ class HostRegion(mmap.mmap):
             end = 0
             for start, stop in [*self._seen(), (len(self), len(self))]:
                 if start > end:
-                    self.madvise(mmap.MADV_DONTNEED, end, start - end)
+                    with suppress(OSError):  # locked in memory (mlockall): it goes with its tensors
+                        self.madvise(mmap.MADV_DONTNEED, end, start - end)
                 end = stop
 
     def _seen(self) -> list[Range]:

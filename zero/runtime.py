@@ -122,6 +122,7 @@ class Runtime:
         self._partials = DevicePartials(work.partials) if work.partials is not None else None
         self._outbox = work.outbox
         self._scaled_backward = False
+        self._scaling_all = False  # within `scaled_backward`
         self._called = False  # ... for a forward
         self.on_forward: Callable[[], None] | None = None  # the whole model is about to be called
         self._backward_thread = 0  # the one that gave the last gradient
@@ -349,15 +350,22 @@ class Runtime:
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
-        """The scale that the loss has to be multiplied with (1 without loss scaling)."""
-        self._scaled_backward = True
+        """The scale that the loss has to be multiplied with (1 without loss scaling). StateError if
+        a part of it was multiplied already."""
+        self._scaled_backward = self._scaling_all = True
         try:
             yield self.loss_scale.scale if self.loss_scale is not None else 1.0
         finally:
-            self._scaled_backward = False
+            self._scaled_backward = self._scaling_all = False
 
     def announce_scaled(self) -> None:
         """Within a backward, before any gradient comes: its loss was multiplied with the scale."""
+        if self._scaling_all:
+            raise StateError(
+                "the loss would be multiplied with the loss scale twice: give engine.backward what "
+                "engine.scale was not given, or give all terms to engine.scale and call backward() "
+                "of their sum, each term in torch's own class"
+            )
         if not self._scaled_backward:
             self._scaled_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_announced)

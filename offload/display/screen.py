@@ -142,9 +142,9 @@ class Screen:
 
     # ---------------------------------------------------------------- what others print
     def _begin(self) -> None:
-        self._terminal = sys.stdout
+        self._terminal = _behind(sys.stdout)
         for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
+            stream = _behind(getattr(sys, name))
             if _is_terminal(stream):
                 self._replaced[name] = stream
                 setattr(sys, name, _Passing(self, stream))
@@ -178,6 +178,13 @@ class Screen:
 
 
 _KEPT = 1 << 10  # characters: a line that never ends takes no more memory
+
+
+def _behind(stream: Any) -> Any:
+    """Another display may have put back one of ours that had ended."""
+    while isinstance(stream, _Passing):
+        stream = stream.stream
+    return stream
 
 
 class _Passing:

@@ -113,9 +113,10 @@ def write_shards(
 
 
 def remove_other_shards(folder: Path, kept: Container[str]) -> None:
-    """Those of an earlier save."""
+    """Those of an earlier save, and its only file, which would be loaded in the place of shards."""
     for path in folder.iterdir():
-        if _SHARD.fullmatch(path.name) and path.name not in kept:
+        is_ours = path.name == SINGLE or _SHARD.fullmatch(path.name)
+        if is_ours and path.name not in kept:
             path.unlink()
 
 

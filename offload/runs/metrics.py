@@ -42,8 +42,9 @@ class StepMetrics:
         """A line of a `MetricsFile`; of another version, what this one knows."""
         values = {k: v for k, v in json.loads(line).items() if k == "step" or k in _NAMES}
         for name in ("loss", "lr", "tokens_per_second"):
-            if values[name] is None:
+            if values.get(name) is None:
                 values[name] = math.nan
+        values.setdefault("gradient_norm", None)
         return cls(**values)
 
 
@@ -65,7 +66,15 @@ class MetricsFile(JSONLinesLogger):
     def _whole_lines(self) -> list[str]:
         self.flush()
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return [line for line in lines if line.endswith("}")]
+        return [line for line in lines if _is_whole(line)]
+
+
+def _is_whole(line: str) -> bool:
+    """A line that was cut short may end as an inner object does."""
+    try:
+        return "step" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -50,6 +50,7 @@ class OwnRun:
             )
         self._prediction = predicted(model, config)
         self._times = StepTimes()
+        self.cut_short = False  # by an error: said by the engine
 
     def begin(self, engine: Engine) -> None:
         """Steps are about to be taken."""
@@ -68,6 +69,10 @@ class OwnRun:
             self._engine, show=False, of_folder=self.loggers, waits_for_log=False
         )
 
+    def stop_recording(self) -> None:
+        """Write what was recorded for the folder so far, and record no more."""
+        self._recorder.close()
+
     def log(self, values: Values, step: int) -> None:
         """A step has been taken."""
         self._times.note(values["seconds"])
@@ -78,8 +83,9 @@ class OwnRun:
             if self._times.count:
                 peaks = {n: tier.peak_nbytes for n, tier in self._engine.report().tiers.items()}
                 measured = Measured(
-                    peaks, peak_rss_nbytes(), self._times.usual_s, self._times.count
-                )
+                    peaks, peak_rss_nbytes(), self._times.usual_s, self._times.count,
+                    cut_short=self.cut_short,
+                )  # fmt: skip
                 self._folder.write_measured(measured)
         finally:
             self._folder.close()

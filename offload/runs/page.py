@@ -158,6 +158,8 @@ def _state(run: _Run) -> tuple[str, str]:
     steps = int(run.rows.steps[-1]) if run.rows.steps else 0
     wanted = run.at("train.steps")
     of = f" of {wanted:,}" if isinstance(wanted, int) and wanted >= steps else ""
+    if run.measured.get("cut_short") is True:
+        return f"{steps:,}{of} steps; ended by an error or a Ctrl-C", "bad"
     if run.measured:
         return f"ended after {steps:,}{of} steps", "good"
     return f"{steps:,}{of} steps; under way when this page was made, or cut short", "bad"
@@ -185,7 +187,8 @@ def _cards(run: _Run) -> Iterator[str]:
         else:
             yield _card("RAM of the process", _bytes(max(rss)), "greatest at the end of a step")
     waited, whole = _waited(rows), sum(rows.seconds())
-    if rows.names("waits") and whole:
+    waited.pop(_LOOP, None)
+    if waited and whole:
         share = min(1.0, sum(waited.values()) / whole)
         most = max(waited, key=lambda name: waited[name])
         yield _card("waiting", _percent(share), f"of the time, most for {most}")
@@ -295,6 +298,13 @@ def _waterfall(run: _Run) -> str:
     return f'<div class="card">{found.html()}<p class="quiet after">{escape(note)}</p></div>'
 
 
+_LOOP = "loop"  # beside the waits: what the program did between a step and the next forward
+
+
+def _said(name: str) -> str:
+    return "between steps" if name == _LOOP else name
+
+
 def _waited(rows: PageRows) -> dict[str, float]:
     """Seconds, by cause."""
     return {name: sum(rows.growth("waits", name)) for name in rows.names("waits")}
@@ -312,18 +322,21 @@ def _waits(run: _Run) -> str:
     # a wait at a checkpoint is no part of any step's seconds
     lengths = [max(s, sum(each[i] for each in waited.values())) for i, s in enumerate(lengths)]
     layers = [
-        Layer(name, _WAITS.get(name, "waiting"), _shares(each, lengths))
+        Layer(_said(name), _WAITS.get(name, "waiting"), _shares(each, lengths))
         for name, each in waited.items()
     ]
     rest = [1.0 - sum(layer.shares[i] for layer in layers) for i in range(len(xs))]
     layers.append(Layer("not waiting", "compute", [max(0.0, share) for share in rest]))
     keys = key((layer.meaning, layer.name) for layer in layers)
     total = [
-        (escape(name), duration(seconds), _percent(min(1.0, seconds / whole)))
+        (escape(_said(name)), duration(seconds), _percent(min(1.0, seconds / whole)))
         for name, seconds in _waited(rows).items()
     ]
     sums = table(["waited for", "in all", "of the time"], total)
-    note = "of the thread that trains: for nvme, copies over the link, updates, other ranks"
+    note = (
+        "of the thread that trains: for nvme, copies over the link, updates, other ranks; and the "
+        "loop's own time between steps"
+    )
     return f'<div class="card">{share_chart(xs, layers)}{keys}{_note(note)}{sums}</div>'
 
 

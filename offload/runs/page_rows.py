@@ -32,13 +32,7 @@ class PageRows:
     steps: Sequence[float] = ()
     columns: Mapping[Key, Sequence[float]] = field(default_factory=dict)  # nan: not known
     damaged: int = 0  # lines that are no step
-
-    @property
-    def nonfinite(self) -> list[int]:
-        """Steps without a finite loss in a run that has losses."""
-        losses = self.columns.get(("", "loss"), ())
-        missing = [int(s) for s, loss in zip(self.steps, losses, strict=False) if loss != loss]
-        return missing if len(missing) < len(self.steps) else []
+    nonfinite: Sequence[int] = ()  # steps whose loss was not finite: null, and not left out
 
     def numbers(self, name: str, group: str = "") -> list[float | None]:
         """Of every step."""
@@ -64,10 +58,14 @@ class PageRows:
         return list(_growth(y or 0.0 for y in self.numbers(name, group)))
 
     def seconds(self) -> list[float]:
-        """Of each step, with what came between the step before and this one where that is known."""
-        elapsed = self.growth("", "elapsed_seconds")
-        alone = self.numbers("seconds")
-        return [max(own or 0.0, whole) for own, whole in zip(alone, elapsed, strict=True)]
+        """Of each step, with what came between the step before and this one where that is known.
+        What came before the first step of a process is of none."""
+        found, before = [], math.inf
+        for own, now in zip(self.numbers("seconds"), self.numbers("elapsed_seconds"), strict=True):
+            since = 0.0 if now is None or now < before else now - before
+            found.append(max(own or 0.0, since))
+            before = math.inf if now is None else now
+        return found
 
 
 def _growth(counts: Iterable[float]) -> Iterator[float]:
@@ -80,6 +78,7 @@ def _growth(counts: Iterable[float]) -> Iterator[float]:
 def read_rows(path: Path) -> PageRows:
     """All steps in a file of metrics; none where there is no such file."""
     steps, damaged = array("d"), 0
+    nonfinite: set[int] = set()
     columns: dict[Key, array[float]] = {}
     try:
         file = path.open(errors="replace")
@@ -98,15 +97,16 @@ def read_rows(path: Path) -> PageRows:
                 if key in columns:
                     columns[key].append(number)
             steps.append(float(int(step)))
+            (nonfinite.add if values.get("loss", 0) is None else nonfinite.discard)(int(step))
             for column in columns.values():
                 if len(column) < len(steps):
                     column.append(_NAN)
     last = {step: place for place, step in enumerate(steps)}
     order = [last[step] for step in sorted(last)]
     if order == list(range(len(steps))):
-        return PageRows(list(steps), columns, damaged)
+        return PageRows(list(steps), columns, damaged, sorted(nonfinite))
     kept = {key: array("d", (column[place] for place in order)) for key, column in columns.items()}
-    return PageRows(sorted(last), kept, damaged)
+    return PageRows(sorted(last), kept, damaged, sorted(nonfinite))
 
 
 def _lines(file: Any) -> Iterator[str]:

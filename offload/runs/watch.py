@@ -105,7 +105,7 @@ class Watch:
     def passed(self, loss: torch.Tensor) -> None:
         """A backward pass has been made of `loss`."""
         if self._is_first and loss.numel() == 1:
-            loss = loss.detach().reshape(())
+            loss = loss.detach().reshape(()).clone()  # the loop may change it in place
             self._passes = loss if self._passes is None else self._passes + loss
 
     def interrupted(self) -> None:
@@ -122,13 +122,15 @@ class Watch:
         """Show and log what is left, and close the loggers. Idempotent. A run's folder goes on."""
         engine = self._engine()
         self._is_closed = True
-        if self._is_first and self._finalizer.detach() is not None:
-            self._hook.remove()
-            if engine is not None and not engine.is_closed:
-                engine.runtime.on_forward = None
-            self._outlet.close()
-        if engine is not None:
-            engine.watch_ended(self)
+        try:
+            if self._is_first and self._finalizer.detach() is not None:
+                self._hook.remove()
+                if engine is not None and not engine.is_closed:
+                    engine.runtime.on_forward = None
+                self._outlet.close()
+        finally:
+            if engine is not None:
+                engine.watch_ended(self)
 
     def __enter__(self) -> Self:
         return self
@@ -271,7 +273,7 @@ def _completed(held: _Held) -> tuple[StepMetrics, dict[str, Any]]:
 def _number(name: str, value: Any) -> Any:
     """A number, or a tensor of one on another device, which is not asked for it yet."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item() if value.device.type == "cpu" else value.detach()
+        return value.item() if value.device.type == "cpu" else value.detach().clone()
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -145,3 +145,13 @@ def test_engines_with_different_scales_do_not_share_a_loss() -> None:
         pytest.raises(StateError, match=r"different loss scales, \[16.0, 512.0\]"),
     ):
         (first(*half(0))["loss"] + second(*half(0))["loss"]).backward()
+
+
+def test_a_loss_that_is_scaled_already_is_not_scaled_again() -> None:
+    with initialized(WithLoss(model()), FP16) as engine:
+        with pytest.raises(StateError, match="twice"):
+            engine.backward(engine.scale(engine(*half(0))["loss"]))
+        engine.zero_grad()
+        loss = engine.scale(engine(*half(0))["loss"]) + engine(*half(1))["loss"]
+        with pytest.raises(StateError, match="twice"):
+            loss.backward()

@@ -199,3 +199,22 @@ def test_a_run_of_weights_and_biases_gets_every_step(
         assert wandb.run is own, "the program's own run goes on"
         with pytest.raises(ConfigError, match=r"WandbLogger\(project=\.\.\.\): the program's own"):
             WandbLogger(project="another")
+
+
+def test_what_a_killed_program_left_of_a_line_spoils_no_other(tmp_path: Path) -> None:
+    table, lines = tmp_path / "a.csv", tmp_path / "a.jsonl"
+    for step in (1, 2):
+        for logger in (CSVLogger(table), JSONLinesLogger(lines)):
+            logger.log(row(step), step)
+            logger.close()
+    for path in (table, lines):
+        path.write_bytes(path.read_bytes()[:-3])
+    for logger in (CSVLogger(table), JSONLinesLogger(lines)):
+        logger.log(row(3), 3)
+        logger.close()
+    with table.open() as file:
+        assert [each["step"] for each in csv.DictReader(file)] == ["1", "3"]
+    whole = [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}}")]
+    assert [each["step"] for each in whole] == [1, 3]
+    read = MetricsFile(lines).read()
+    assert [each.step for each in read] == [1, 3]

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ def test_a_run_folder_gets_each_step_once_whoever_watches(make: Any, tmp_path: P
         engine.watch(show=False).log(loss=step(engine, data[4]))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert [line["loss"] is None for line in lines] == [True, False, False, True, False]
+    assert ["loss" not in line for line in lines] == [True, False, False, True, False]
     assert kept.steps == [2, 3]
     assert json.loads((folder / "measured.json").read_text())["steps"] == 5
 
@@ -240,6 +240,60 @@ def test_the_bits_are_the_same_when_watched(make: Any, tmp_path: Path) -> None:
             found.append((losses, states_of(engine)))
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
+
+
+def test_a_loss_that_the_loop_changes_afterwards_was_read_before(make: Any) -> None:
+    kept = Kept()
+    with make() as engine, engine.watch(loggers=[kept], show=False):
+        loss = engine.module.loss(batches(1)[0])
+        engine.backward(loss)
+        expected = loss.item()
+        engine.optimizer.step()
+        loss.detach_().mul_(2)
+    assert kept.of("loss") == [expected]
+
+
+@pytest.mark.parametrize("ends", ["refused", "a logger fails"])
+def test_a_run_folder_goes_on_where_a_watch_fails(ends: str, make: Any, tmp_path: Path) -> None:
+    class Failing(Kept):
+        def close(self) -> None:
+            raise OSError("no room")
+
+    with make(run_folder=tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        if ends == "refused":
+            with pytest.raises(ConfigError):
+                engine.watch(steps=0)
+        else:
+            with (
+                pytest.raises(OSError, match="no room"),
+                engine.watch(loggers=[Failing()], show=False),
+            ):
+                step(engine, batches(1)[0])
+        step(engine, batches(1)[0])
+        step(engine, batches(1)[0])
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines) == (3 if ends == "refused" else 4)
+
+
+def test_a_run_that_ends_by_an_error_is_cut_short(make: Any, tmp_path: Path) -> None:
+    with suppress(RuntimeError), make(run_folder=tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        raise RuntimeError
+    assert json.loads((tmp_path / "run/measured.json").read_text())["cut_short"] is True
+    assert "ended by an error" in (tmp_path / "run/run.html").read_text()
+
+
+def test_a_recording_of_the_loops_own_takes_the_place_of_the_folders(
+    make: Any, tmp_path: Path
+) -> None:
+    with make(run_folder=tmp_path / "run") as engine:
+        for _ in range(3):
+            step(engine, batches(1)[0])
+        with engine.record(2) as recording:
+            step(engine, batches(1)[0])
+        assert recording.ended_steps == 1
 
 
 # ---------------------------------------------------------------- the end

@@ -71,6 +71,7 @@ class Measured(_Kept):
     rss_nbytes: Annotated[Nbytes, Field(gt=0)]
     seconds: Positive | None
     steps: Nbytes
+    cut_short: bool = False  # by an error, or a Ctrl-C
 
 
 @dataclass(frozen=True)
