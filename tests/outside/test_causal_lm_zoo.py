@@ -29,7 +29,7 @@ transformers = pytest.importorskip("transformers")
 AUTO = importlib.import_module("transformers.models.auto.modeling_auto")
 NAMES: dict[str, str] = dict(AUTO.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LEAST_EQUAL = 128  # of the 178 that transformers 5.17 has
-LEAST_EQUAL_OF_SAMPLE = 28  # every fourth one, without --long
+LEAST_EQUAL_OF_SAMPLE = 12  # every eighth one, without --long
 
 # One dictionary for all: each configuration takes the keys that it has.
 SHRINK: dict[str, Any] = {
@@ -116,9 +116,9 @@ def assert_equal_step(plain: nn.Module, engine: offload.Engine, tokens: Tensor) 
 
 @pytest.mark.parametrize("model_type", sorted(NAMES))
 def test_two_steps_on_nvme_equal_plain_pytorch(model_type: str, folder: Path, long: bool) -> None:
-    if not long and sorted(NAMES).index(model_type) % 4:
+    if not long and sorted(NAMES).index(model_type) % 8 != 4:
         outcomes["left to --long"] += 1
-        pytest.skip("every fourth architecture: --long has all")
+        pytest.skip("every eighth architecture: --long has all")
     try:
         plain = build(model_type)
         tokens = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))

@@ -74,8 +74,8 @@ FAMILIES: dict[str, list[Case]] = {
 # What more than two ranks could change, in `make test`; `make test-long` takes all families.
 OF_WORLD = {
     2: tuple(FAMILIES),
-    3: ("no_sync", "branches", "branches apart", "in backward", "idle"),
-    4: ("two passes", "int8", "idle"),
+    3: ("no_sync", "branches apart", "idle"),
+    4: ("int8",),
 }
 World = tuple[int, tuple[str, ...], list[dict[int, Outcome]]]
 
