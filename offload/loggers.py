@@ -138,9 +138,10 @@ class CSVLogger:
     def log(self, values: Values, step: int) -> None:
         row = {"step": step, **dict(flat(values))}
         if self._file is None:
-            self._columns, rows = self._read()
-            if _ends_amid_a_line(self.path):
-                self._write(self._columns, rows[:-1])
+            is_cut = _ends_amid_a_line(self.path)
+            self._columns, rows = self._read(but_last=is_cut)
+            if is_cut:
+                self._write(self._columns, rows)
         new = [name for name in row if name not in self._columns]
         if new:
             self._widen(new)
@@ -162,14 +163,16 @@ class CSVLogger:
         self._columns = columns + new
         self._write(self._columns, [row + [""] * len(new) for row in rows])
 
-    def _read(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and whole rows. ConfigError for a file of another kind."""
+    def _read(self, *, but_last: bool = False) -> tuple[list[str], list[list[str]]]:
+        """Columns and whole rows, the last one left out where it is cut. ConfigError for a file of
+        another kind."""
         if not self.path.exists():
             return [], []
         with self._open("r") as file:
             header, *rows = [*csv.reader(file)] or [[]]
         if header and "step" not in header:
             raise ConfigError(f"{self.path} is no table of steps; name another file")
+        rows = rows[:-1] if but_last else rows
         return header, [row for row in rows if len(row) == len(header)]
 
     def _write(self, columns: list[str], rows: list[list[str]]) -> None:

@@ -89,7 +89,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         scaling = [e for e in self.engines if e.runtime.loss_scale is not None]
         if len(self.engines) == 1:
-            self.engines[0].note_pass(loss / self.gradient_accumulation_steps)
+            self.engines[0].note_pass(loss.detach() / self.gradient_accumulation_steps)
         if not scaling:
             super().backward(loss, **kwargs)
             return

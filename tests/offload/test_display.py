@@ -182,6 +182,21 @@ def test_what_is_printed_stays_above_the_panel(terminal_here: Any) -> None:
     display.close()
 
 
+def test_a_stream_that_another_display_puts_back_late_is_no_dead_end(terminal_here: Any) -> None:
+    terminal = terminal_here()
+    screen = Screen()
+    display = panel(screen)
+    shown(screen, display, 1)
+    kept_by_another, sys.stdout = sys.stdout, io.StringIO()
+    display.close()
+    sys.stdout = kept_by_another
+    display = panel(screen)
+    shown(screen, display, 2)
+    print("what is printed")
+    assert "what is printed" in terminal.shown
+    display.close()
+
+
 def test_text_that_takes_another_way_is_not_lost(terminal_here: Any) -> None:
     """The cursor waits at an empty line: a child process knows nothing of the panel."""
     terminal = terminal_here()

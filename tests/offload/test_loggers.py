@@ -201,14 +201,15 @@ def test_a_run_of_weights_and_biases_gets_every_step(
             WandbLogger(project="another")
 
 
-def test_what_a_killed_program_left_of_a_line_spoils_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [1, 3, 40])  # within the last value, and columns before
+def test_what_a_killed_program_left_of_a_line_spoils_no_other(cut: int, tmp_path: Path) -> None:
     table, lines = tmp_path / "a.csv", tmp_path / "a.jsonl"
     for step in (1, 2):
         for logger in (CSVLogger(table), JSONLinesLogger(lines)):
             logger.log(row(step), step)
             logger.close()
-    for path in (table, lines):
-        path.write_bytes(path.read_bytes()[:-3])
+    table.write_bytes(table.read_bytes()[:-cut])
+    lines.write_bytes(lines.read_bytes()[:-3])
     for logger in (CSVLogger(table), JSONLinesLogger(lines)):
         logger.log(row(3), 3)
         logger.close()

@@ -197,6 +197,26 @@ def test_losses_that_are_not_finite_are_named(tmp_path: Path) -> None:
     assert "loss not finite" in text
 
 
+def test_losses_that_are_not_known_are_none_that_are_not_finite(tmp_path: Path) -> None:
+    lines = [*rows(3), {"step": 4, "seconds": 1.0}]
+    text, _ = check(run_page(write(tmp_path / "run", lines)))
+    assert "not finite" not in text
+
+
+def test_a_loops_own_time_is_no_wait(tmp_path: Path) -> None:
+    waits = {"nvme": 0.0, "link": 0.0, "update": 0.0, "ranks": 0.0}
+    lines = [
+        {**each, "waits": {**waits, "loop": 0.4 * each["step"]},
+         "elapsed_seconds": 100 + 0.9 * each["step"]}
+        for each in rows(4)
+    ]  # fmt: skip
+    folder = write(tmp_path / "run", lines)
+    assert sum(read_rows(folder / "metrics.jsonl").seconds()) == pytest.approx(0.5 + 3 * 0.9)
+    text, _ = check(run_page(folder))
+    assert "between steps" in text
+    assert "most for" not in text
+
+
 def test_a_step_taken_twice_counts_once_as_it_was_taken_last(tmp_path: Path) -> None:
     lines = [*rows(5), {"step": 4, "loss": 9.0}, {"step": 2, "loss": 8.0}]
     found = read_rows(write(tmp_path / "run", lines) / "metrics.jsonl")

@@ -171,7 +171,7 @@ def test_a_models_files_are_those_of_a_plain_accelerator(most: str, tmp_path: Pa
     with offload.initialize(model, keys) as engine:
         ours = integration.OffloadAccelerator(cpu=True)
         prepared, _ = ours.prepare(model, engine.optimizer)
-        for size in ("10KB", most):
+        for size in ("10KB", "1GB", most):  # what is left of the others is not loaded instead
             ours.save_model(prepared, tmp_path / "found", max_shard_size=size)
         with pytest.raises(UnsupportedError, match="safe_serialization=False"):
             ours.save_model(prepared, tmp_path / "pickle", safe_serialization=False)
@@ -187,6 +187,17 @@ def test_a_models_files_are_those_of_a_plain_accelerator(most: str, tmp_path: Pa
         else:
             assert_same_bits(*(safetensors.load_file(path) for path in pair))
     assert (tmp_path / "other/model.safetensors").is_file()
+
+
+def test_a_watch_sees_the_mean_of_the_passes_losses(tmp_path: Path) -> None:
+    found: list[float] = []
+    model = tiny_llama()
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["host"])) as engine:
+        engine.watch(loggers=[lambda row, step: found.append(row["loss"])], show=False)
+        run = Run(integration.OffloadAccelerator, model, engine.optimizer).go(0, 2 * ACCUMULATE)
+    losses = run.losses
+    means = [sum(losses[n : n + ACCUMULATE]) / ACCUMULATE for n in (0, ACCUMULATE)]
+    assert found == pytest.approx(means)
 
 
 def test_saving_between_the_passes_of_a_step_is_refused(tmp_path: Path) -> None:

@@ -587,3 +587,16 @@ def _runs_without(modules: set[str], arguments: list[str]) -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, capture_output=True)
+
+
+def test_a_budget_that_is_proposed_is_enough_when_it_is_taken(capsys: Any) -> None:
+    """Chunks that are left open grow with the budget, and with them what is needed."""
+    question = [
+        "--layers", "16", "--hidden", "1536", "--heads", "16", "--vocab", "32000", "--gpu", "none",
+        "--ram", "64GiB", "--nvme", "100GiB", "--no-measure", "--precision", "fp32",
+        "--batch", "1", "--sequence", "128", "-o", "placement.optimizer=host", "--format", "json",
+    ]  # fmt: skip
+    assert run(*question, "-o", "budget.host=256MiB") == 1
+    (proposed,) = (change["settings"] for change in json.loads(capsys.readouterr().out)["changes"])
+    assert proposed.keys() == {"budget.host"}
+    assert run(*question, "-o", f"budget.host={proposed['budget.host']}") == 0
