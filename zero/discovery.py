@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from offload.zero.layout import ParamShape
-from offload.zero.local_tensors import local_of
+from offload.zero.local_tensors import is_dtensor, local_of
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 from offload.zero.module_tree import (
     SMALL_UNIT_NUMEL,
     ModuleKind,
     ModuleTree,
+    TreeGroup,
     TreeParam,
     find_groups,
 )
+from offload.zero.packed import PackedParam
 
 __all__ = [
     "SMALL_UNIT_NUMEL",
@@ -42,6 +44,7 @@ class GroupPlan:
 
     name: str
     params: list[tuple[tuple[str, ...], nn.Parameter]]
+    table: str = ""  # the module of experts that it is one of
 
 
 @dataclass(slots=True)
@@ -52,18 +55,25 @@ class Unit:
     module: nn.Module
     groups: list[int] = field(default_factory=list)
     repeated: bool = False  # one of the model's blocks
+    table: str = ""  # the module of experts that it is one of
+    is_packed: bool = False  # `module` is the table, which computes all of its experts
 
 
 @dataclass(slots=True)
 class Discovery:
     groups: list[GroupPlan]
     units: list[Unit]
+    packed: list[PackedParam]
 
     def shape(self) -> ModelShape:
         """The same without modules and values."""
+        packed = {index for unit in self.units if unit.is_packed for index in unit.groups}
         return ModelShape(
-            tuple(GroupShape(group.name, shapes_of(group.params)) for group in self.groups),
-            tuple(UnitShape(u.name, tuple(u.groups), u.repeated) for u in self.units),
+            tuple(
+                GroupShape(g.name, shapes_of(g.params), table=g.table, packed=index in packed)
+                for index, g in enumerate(self.groups)
+            ),
+            tuple(UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units),
         )
 
 
@@ -82,17 +92,44 @@ def managed(param: nn.Parameter) -> bool:
     return param.is_floating_point() and not param.is_sparse
 
 
-def discover(model: nn.Module, block_classes: Sequence[str] = ()) -> Discovery:
-    """The groups and units of a model. ConfigError if a named block class is not in it."""
+def discover(
+    model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = False
+) -> Discovery:
+    """The groups and units of a model; where `experts`, each expert is one of its own.
+
+    ConfigError if a named block class is not in it.
+    """
     trees = _Trees()
-    groups, units = find_groups(trees.of(model), block_classes)
+    groups, units = find_groups(trees.of(model), block_classes, experts=experts)
+    packed = _pack(groups, trees)
+
+    def found(param: TreeParam) -> nn.Parameter:
+        if param.packed is None:
+            return trees.params[id(param)]
+        return packed[id(param.packed)].rows[param.row]
+
     return Discovery(
+        [GroupPlan(g.name, [(names, found(p)) for names, p in g.params], g.table) for g in groups],
         [
-            GroupPlan(g.name, [(names, trees.params[id(p)]) for names, p in g.params])
-            for g in groups
+            Unit(
+                u.name, trees.modules[id(u.module)], u.groups, u.repeated, u.table,
+                u.expert is not None,
+            )
+            for u in units
         ],
-        [Unit(u.name, trees.modules[id(u.module)], u.groups, u.repeated) for u in units],
-    )
+        list(packed.values()),
+    )  # fmt: skip
+
+
+def _pack(groups: Sequence[TreeGroup], trees: _Trees) -> dict[int, PackedParam]:
+    """The packed parameters, by the id of their tree's."""
+    packed: dict[int, PackedParam] = {}
+    for group in groups:
+        for names, param in group.params:
+            if param.packed is not None and id(param.packed) not in packed:
+                whole = tuple(name.removesuffix("[0]") for name in names)
+                packed[id(param.packed)] = PackedParam.of(trees.params[id(param.packed)], whole)
+    return packed
 
 
 def tree_of(model: nn.Module) -> ModuleTree:
@@ -140,4 +177,18 @@ def _kind_of(module: nn.Module) -> ModuleKind:
         return ModuleKind.CONTAINER
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         return ModuleKind.PARAMETERS
-    return ModuleKind.PLAIN
+    return ModuleKind.PACKED_EXPERTS if _is_packed(module) else ModuleKind.PLAIN
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Experts of transformers 5, whose implementation can be chosen, and is the one that computes
+    with one expert's rows at a time."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    params = list(module.parameters())
+    return (
+        chosen == "grouped_mm"
+        and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+        and len(params) == len(module._parameters) > 0
+        and all(param.dim() >= 2 and not is_dtensor(param) for param in params)
+        and any(param.dim() == 3 for param in params)
+    )  # fmt: skip

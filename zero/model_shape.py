@@ -21,6 +21,8 @@ class GroupShape:
     params: tuple[ParamShape, ...]
     ranks: int = 1  # that own a shard each
     replicas: int = 1  # of all shards
+    table: str = ""  # the module of experts that it is one of: used where a router chooses it
+    packed: bool = False  # its parameters are rows of the table's
 
     @cached_property
     def layout(self) -> Layout:
@@ -39,6 +41,7 @@ class UnitShape:
     name: str
     groups: tuple[int, ...]
     repeated: bool = False  # one of the model's blocks
+    table: str = ""  # the module of experts that it is one of
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
 # A subtree this small is one unit: a hook per layer would cost more than moving it whole.
 SMALL_UNIT_NUMEL = 1 << 16
+# Experts that are this small together are not moved one by one, for the same reason.
+SMALL_TABLE_NUMEL = 1 << 16
 
 
 class ModuleKind(enum.Enum):
@@ -27,6 +29,7 @@ class ModuleKind(enum.Enum):
     SEQUENCE = enum.auto()  # holds modules and runs them: nn.Sequential
     CONTAINER = enum.auto()  # holds modules, has no forward: nn.ModuleList, nn.ModuleDict
     PARAMETERS = enum.auto()  # holds parameters, has no forward: nn.ParameterList
+    PACKED_EXPERTS = enum.auto()  # its parameters have one row per expert
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +39,8 @@ class TreeParam:
     shape: tuple[int, ...]
     trainable: bool = True
     managed: bool = True  # ours to move: real floating point
+    packed: TreeParam | None = None  # it is a row of this one
+    row: int = 0
 
     @property
     def numel(self) -> int:
@@ -88,6 +93,7 @@ class TreeGroup:
 
     name: str
     params: list[tuple[tuple[str, ...], TreeParam]]
+    table: str = ""  # the module of experts that it is one of
 
 
 @dataclass(slots=True)
@@ -98,44 +104,62 @@ class TreeUnit:
     module: ModuleTree
     groups: list[int] = field(default_factory=list)
     repeated: bool = False
+    table: str = ""  # the module of experts that it is one of
+    expert: int | None = None  # of packed experts: which rows of `module`'s parameters it has
 
 
 def find_groups(
-    root: ModuleTree, block_classes: Sequence[str] = ()
+    root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = False
 ) -> tuple[list[TreeGroup], list[TreeUnit]]:
-    """The groups and units of a tree. ConfigError if a named block class is not in it."""
+    """The groups and units of a tree; where `experts`, each expert is one of its own.
+
+    ConfigError if a named block class is not in it.
+    """
     check_classes(block_classes, root)
     names = names_of(root)
+    tables = _Tables(root, names) if experts else None
     home: dict[int, int] = {}  # id(parameter) -> its group
     groups: list[TreeGroup] = []
     kept: list[TreeUnit] = []
     seen: set[int] = set()
-    for unit, params in _units(root, "", set(block_classes)):
-        if id(unit.module) in seen:  # one module in two places
-            continue
-        seen.add(id(unit.module))
+    for unit, params in _units(root, "", set(block_classes), tables):
+        if unit.expert is None:
+            if id(unit.module) in seen:  # one module in two places
+                continue
+            seen.add(id(unit.module))
         fresh = [param for param in params if id(param) not in home]
         if fresh:
             home.update((id(param), len(groups)) for param in fresh)
-            groups.append(TreeGroup(unit.name, [(names[id(p)], p) for p in fresh]))
+            named = [(_names_in(names, param), param) for param in fresh]
+            groups.append(TreeGroup(unit.name, named, unit.table))
         unit.groups = sorted({home[id(param)] for param in params})
         kept.append(unit)
     return groups, kept
 
 
-def shape_of(root: ModuleTree, block_classes: Sequence[str] = ()) -> ModelShape:
+def shape_of(
+    root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = False
+) -> ModelShape:
     """The groups and units of a tree as planning wants them."""
-    groups, units = find_groups(root, block_classes)
+    groups, units = find_groups(root, block_classes, experts=experts)
     return ModelShape(
         tuple(
             GroupShape(
                 group.name,
                 tuple(ParamShape(names, p.shape, p.trainable) for names, p in group.params),
+                table=group.table, packed=any(p.packed is not None for _, p in group.params),
             )
             for group in groups
         ),
-        tuple(UnitShape(u.name, tuple(u.groups), u.repeated) for u in units),
-    )
+        tuple(UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in units),
+    )  # fmt: skip
+
+
+def _names_in(names: dict[int, tuple[str, ...]], param: TreeParam) -> tuple[str, ...]:
+    """A parameter's names; of a row, those of its packed parameter with its number."""
+    if param.packed is None:
+        return names[id(param)]
+    return tuple(f"{name}[{param.row}]" for name in names[id(param.packed)])
 
 
 def names_of(root: ModuleTree) -> dict[int, tuple[str, ...]]:
@@ -166,13 +190,15 @@ def check_classes(block_classes: Sequence[str], root: ModuleTree) -> None:
 
 
 def _units(
-    module: ModuleTree, name: str, classes: set[str]
+    module: ModuleTree, name: str, classes: set[str], tables: _Tables | None
 ) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
-    """Depth first: a block or small subtree is one unit, else own parameters, then children."""
+    """Depth first: a block or small subtree is one unit, else own parameters, then children.
+    Experts are units behind the one around them."""
+    if tables is not None and tables.has(module):
+        yield from tables.experts_of(module, name)
+        return
     if _is_whole(module, name, classes):
-        params = _managed(module.parameters())
-        if params:
-            yield TreeUnit(name, module, repeated=module.class_name in classes), params
+        yield from _whole(module, name, tables, repeated=module.class_name in classes)
         return
     own = _managed(iter(module.params.values()))
     if own:
@@ -181,9 +207,87 @@ def _units(
     for child_name, child in module.distinct_children():
         path = f"{name}.{child_name}" if name else child_name
         if id(child) in repeated:
-            yield TreeUnit(path, child, repeated=True), _managed(child.parameters())
+            yield from _whole(child, path, tables, repeated=True)
         else:
-            yield from _units(child, path, classes)
+            yield from _units(child, path, classes, tables)
+
+
+def _whole(
+    module: ModuleTree, name: str, tables: _Tables | None, *, repeated: bool
+) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
+    """One unit, but for the experts in it."""
+    within = [] if tables is None else list(tables.within(module, name))
+    apart = {id(param) for _, table in within for param in table.parameters()}
+    params = [param for param in _managed(module.parameters()) if id(param) not in apart]
+    if params or (within and repeated):
+        yield TreeUnit(name, module, repeated=repeated), params
+    for path, table in within:
+        assert tables is not None, "it has these"
+        yield from tables.experts_of(table, path)
+
+
+class _Tables:
+    """The modules of experts in a tree whose experts move one by one."""
+
+    def __init__(self, root: ModuleTree, names: dict[int, tuple[str, ...]]) -> None:
+        self._found: set[int] = set()
+        for module in root.modules():
+            for name, child in module.children.items():
+                is_named = name == "experts" or name.endswith("_experts")
+                if _is_packed(child, names) or (is_named and _is_list(child, names)):
+                    self._found.add(id(child))
+
+    def has(self, module: ModuleTree) -> bool:
+        return id(module) in self._found
+
+    def within(self, module: ModuleTree, name: str) -> Iterator[tuple[str, ModuleTree]]:
+        """Those below a module, with their names."""
+        for child_name, child in module.distinct_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if self.has(child):
+                yield path, child
+            else:
+                yield from self.within(child, path)
+
+    def experts_of(
+        self, table: ModuleTree, name: str
+    ) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
+        """Each expert as a unit, with its parameters."""
+        if table.kind is not ModuleKind.PACKED_EXPERTS:
+            for child_name, expert in table.distinct_children():
+                unit = TreeUnit(f"{name}.{child_name}", expert, table=name)
+                yield unit, _managed(expert.parameters())
+            return
+        for row in range(next(table.parameters()).shape[0]):
+            rows = [
+                TreeParam(param.shape[1:], param.trainable, True, param, row)
+                for param in table.parameters()
+            ]
+            yield TreeUnit(f"{name}.{row}", table, table=name, expert=row), rows
+
+
+def _is_packed(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:
+    if module.kind is not ModuleKind.PACKED_EXPERTS:
+        return False
+    params = list(module.parameters())
+    is_even = len({param.shape[:1] for param in params}) == 1 and params[0].shape[0] > 1
+    return is_even and _is_apart(params, names)
+
+
+def _is_list(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:
+    experts = [expert for _, expert in module.distinct_children()]
+    hookable = all(
+        expert.kind not in (ModuleKind.CONTAINER, ModuleKind.PARAMETERS) for expert in experts
+    )
+    alike = len({expert.same_type for expert in experts}) == 1
+    is_list = module.kind is ModuleKind.CONTAINER and len(experts) > 1 and not module.params
+    return is_list and hookable and alike and _is_apart(list(module.parameters()), names)
+
+
+def _is_apart(params: Sequence[TreeParam], names: dict[int, tuple[str, ...]]) -> bool:
+    """Whether the parameters of experts are worth moving one by one, and nobody else's."""
+    managed = all(param.managed and len(names[id(param)]) == 1 for param in params)
+    return managed and sum(param.numel for param in params) > SMALL_TABLE_NUMEL
 
 
 def _is_whole(module: ModuleTree, name: str, classes: set[str]) -> bool:
