@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -45,6 +46,7 @@ from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.zero.closed_engine import Refusal
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, discover, managed
+from offload.zero.expert_access import ExpertAccess
 from offload.zero.gradient_hooks import is_trained_here
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
@@ -179,7 +181,7 @@ class Engine:
         self._refusals: list[RemovableHandle] = []
         _take_over(model, weights)
         _check_model(model)
-        discovery = discover(model, config.groups.blocks)
+        discovery = discover(model, config.groups.blocks, experts=config.splits_experts)
         zero = config.zero
         self._tensor_parallel = TensorParallel.find(
             model.named_parameters(), data_ranks(mesh), self.device, zero.timeout_s
@@ -207,7 +209,7 @@ class Engine:
         self._make_plan(config, discovery)
         trained = _listed(parameters)
         first = FirstValues(model, config.seed, dtype, weights, lazy)
-        make_real(model, dtype, self.device)
+        make_real(_named(model, discovery), dtype, self.device)
         self._open_tiers(config, dtype)
         self._runtime = self._make_runtime(discovery, dtype)
         self._load(first)
@@ -215,6 +217,7 @@ class Engine:
         self.optimizer = self._make_optimizer(trained)
         self._watch_structure(self._runtime)
         self._give_out_values(self._runtime)
+        self._attach_experts(self._runtime)
         self._keep_activations(config, discovery, self._runtime)
         self._runtime.start(model, self.values, weakref.ref(self))
         self._refuse_foreign(self._runtime)
@@ -238,7 +241,7 @@ class Engine:
 
     def _watch_structure(self, runtime: Runtime) -> None:
         """Before each step: are the parameters still those that the engine was made with?"""
-        structure = ModelStructure(self.module, runtime.group_of)
+        structure = ModelStructure(self.module, runtime.store.spec_of)
         self.optimizer.register_step_pre_hook(lambda *_: structure.check())
 
     def _give_out_values(self, runtime: Runtime) -> None:
@@ -246,6 +249,15 @@ class Engine:
         hooks = StateDictHooks(self.module, runtime, self.values)
         runtime.store.on_reuse.append(hooks.remove)
         self._state_dict_hooks = hooks
+
+    def _attach_experts(self, runtime: Runtime) -> None:
+        """Packed experts compute with the rows that groups have."""
+        for table in runtime.store.tables:
+            if table.module is not None:
+                from offload.integrations import experts  # transformers is there: it is its module
+
+                experts.attach(table.module, ExpertAccess(runtime.store, table))
+                runtime.store.on_close.append(partial(experts.detach, table.module))
 
     def _keep_activations(
         self, config: OffloadConfig, discovery: Discovery, runtime: Runtime
@@ -306,7 +318,7 @@ class Engine:
                 runtime.store.adopt(group)
                 machine.trim_memory()  # a group's values are freed before the next ones come
                 came(state.nbytes)
-        others = [p for p in self.module.parameters() if runtime.group_of(p) is None]
+        others = [p for p in self.module.parameters() if runtime.store.spec_of(p) is None]
         first.fill_the_rest(others, self.device)
         if self._ranks is not None:
             for tensor in (*self.module.buffers(), *others):
@@ -369,7 +381,7 @@ class Engine:
         """
         runtime = self._open()
         params = _params_of(what) if what else list(self.module.parameters())
-        with self.values.gathered([p for p in params if runtime.group_of(p) is not None]):
+        with self.values.gathered([p for p in params if runtime.store.spec_of(p) is not None]):
             yield
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -635,6 +647,14 @@ def _close_alone(*made: Any) -> None:
         _close_all(*made)
     except OffloadError as error:
         _log.warning("while closing an engine that was dropped: %s", error)
+
+
+def _named(model: nn.Module, discovery: Discovery) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's parameters, and the rows of packed ones."""
+    yield from model.named_parameters()
+    for packed in discovery.packed:
+        for number, row in enumerate(packed.rows):
+            yield f"{packed.name}[{number}]", row
 
 
 def _plain(loss: torch.Tensor) -> torch.Tensor:

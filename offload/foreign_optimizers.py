@@ -41,9 +41,8 @@ def _is_ours(optimizer: Any) -> bool:
 def _refuse(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            found = runtime.group_of(param)
-            if found is not None:
-                spec = found[0].layout.params[found[1]]
+            spec = runtime.store.spec_of(param)
+            if spec is not None:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}.step(): {spec.name} trains through an offload "
                     "engine, and only engine.optimizer keeps its states in the tiers; use that "

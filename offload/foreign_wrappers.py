@@ -39,7 +39,7 @@ def refuse_foreign_wrappers(runtime: Runtime) -> RemovableHandle:
         watched = reference()
         if watched is None or module is None or not _moves_parameters(parent):
             return
-        if any(watched.group_of(param) is not None for param in module.parameters()):
+        if any(watched.store.spec_of(param) is not None for param in module.parameters()):
             _refuse(parent)
 
     handle: RemovableHandle = register_module_module_registration_hook(check)

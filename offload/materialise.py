@@ -186,10 +186,12 @@ def _replace_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor)
             vars(module)[key] = new
 
 
-def make_real(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def make_real(
+    named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device
+) -> None:
     """Turn every meta parameter into one on `device` without memory of its own. It stays the same
     object: references to it stay valid. The values follow when the groups are loaded."""
-    for name, param in model.named_parameters():
+    for name, param in named:
         if not param.is_meta:
             continue
         new = _placeholder(param, dtype, device)

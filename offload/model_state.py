@@ -48,7 +48,7 @@ class StateDictHooks:
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False, remove_duplicate=False)
-        return {name: p for name, p in own if self._runtime.group_of(p) is not None}
+        return {name: p for name, p in own if self._runtime.store.spec_of(p) is not None}
 
     def _install(self, module: nn.Module) -> None:
         self._handles += [
@@ -69,7 +69,7 @@ class StateDictHooks:
         """For all names of a tied parameter over one memory, by which what writes files knows
         it."""
         found = self._runtime.group_of(param)
-        if self._names[id(param)] == 1 or found is None:
+        if self._names[id(param)] == 1 or found is None:  # packed ones are not tied
             return self._values.give_out(param)
         known, version = self._copied.get(id(param)), found[0].version
         is_there = any(value is known for value in state_dict.values())

@@ -82,7 +82,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self.last_step is not None and self.last_step.skipped
 
     def _start_over(self, param: Any) -> None:
-        if self._runtime.group_of(param) is not None:
+        if self._runtime.store.spec_of(param) is not None:
             self._values.write_state(param, {})
 
     def _managed(self) -> list[Any]:
@@ -103,7 +103,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _check(self, group: dict[str, Any]) -> None:
         self._hyper(group)
         for param in group["params"]:
-            if self._runtime.group_of(param) is None:
+            if self._runtime.store.spec_of(param) is None:
                 raise ConfigError(
                     f"a parameter of shape {tuple(param.shape)} and dtype {param.dtype} is not "
                     "one of the model given to offload.initialize (or is no real floating point)"
@@ -132,7 +132,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         hypers: dict[int, Hyper] = {}
         for group in self.param_groups:
             hypers.update(dict.fromkeys(map(id, group["params"]), self._hyper(group)))
-        return lambda param: hypers.get(id(param))
+        whole = self._runtime.store.whole
+        return lambda param: hypers.get(whole.get(id(param), id(param)))
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -225,9 +226,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise ValueError(f"no update can be made with it: {error}") from None
 
     def _kept(self, param: nn.Parameter) -> Kept:
-        found = self._runtime.group_of(param)
-        assert found is not None, "checked when the param group was added"
-        spec = found[0].layout.params[found[1]]
+        spec = self._runtime.store.spec_of(param)
+        assert spec is not None, "checked when the param group was added"
         return Kept(spec.name, tuple(spec.shape), self._states, self._kind.scalars.counts_steps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

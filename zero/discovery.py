@@ -93,7 +93,7 @@ def managed(param: nn.Parameter) -> bool:
 
 
 def discover(
-    model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = False
+    model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True
 ) -> Discovery:
     """The groups and units of a model; where `experts`, each expert is one of its own.
 
@@ -186,7 +186,7 @@ def _is_packed(module: nn.Module) -> bool:
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     params = list(module.parameters())
     return (
-        chosen == "grouped_mm"
+        chosen in ("grouped_mm", "offload")  # its default, and ours, which has the same bits
         and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
         and len(params) == len(module._parameters) > 0
         and all(param.dim() >= 2 and not is_dtensor(param) for param in params)

@@ -10,19 +10,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from offload.tiers.errors import StateError
-from offload.zero.group import ParamGroup
 from offload.zero.local_tensors import forget_values
+
+
+class Versioned(Protocol):
+    """Home of a parameter's values."""
+
+    @property
+    def version(self) -> int:
+        """Changes with them."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class _Given:
     param: nn.Parameter
-    group: ParamGroup
+    group: Versioned
     name: str
     version: int  # of the group, when it was copied
     copied: weakref.ref[torch.Tensor]
@@ -45,7 +54,7 @@ class GivenCopies:
     def __init__(self) -> None:
         self._given: list[_Given] = []
 
-    def note(self, param: nn.Parameter, group: ParamGroup, name: str, copied: torch.Tensor) -> None:
+    def note(self, param: nn.Parameter, group: Versioned, name: str, copied: torch.Tensor) -> None:
         if copied.is_inference():  # its versions are not counted
             return
         counter = copied.detach()

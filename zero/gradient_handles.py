@@ -33,6 +33,8 @@ from offload.zero.group import ParamGroup
 from offload.zero.local_tensors import is_dtensor, like, local_of, spread_as
 from offload.zero.norms import Place
 from offload.zero.optimizer_state import OptimizerState
+from offload.zero.packed import PackedParam
+from offload.zero.packed_gradients import PackedGradients
 from offload.zero.paged import Operation, PagedTensor
 from offload.zero.rank_work import AnyRankWork
 from offload.zero.reduction import ReducedGradients
@@ -91,10 +93,11 @@ class GradientHandles:
         self, states: Sequence[OptimizerState], stepper: Stepper, rank_work: AnyRankWork,
         arrive: Callable[[OptimizerState, int, torch.Tensor], None],
         comes_in_parts: Callable[[ParamGroup], bool], check_process: Callable[[], None],
+        packed: Sequence[PackedParam] = (),
     ) -> None:  # fmt: skip
-        """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`:
-        whether gradients of a group are still arriving, micro-batch by micro-batch.
-        `check_process` raises in a forked child."""
+        """`packed` are parameters whose rows are in the groups. `arrive` takes a gradient of one
+        parameter into its accumulator. `comes_in_parts`: whether gradients of a group are still
+        arriving, micro-batch by micro-batch. `check_process` raises in a forked child."""
         self._states = states
         self._stepper = stepper
         self._rank_work = rank_work
@@ -110,6 +113,8 @@ class GradientHandles:
             if state.group.layout.params[index].trainable
         }
         stepper.on_used_up = self._let_go
+        self._places = {id(param): key for key, param in self._params.items()}
+        self.packed = PackedGradients(packed, self)
         self._came: list[Place] = []  # parameters that got gradients since the last forward
         self._last: list[Place] = []  # ... in the last pass that had any
         self._set: dict[Place, int] = {}  # addresses of tensors that users have put there
@@ -133,6 +138,7 @@ class GradientHandles:
         """Before a pass: note the parameters whose `.grad` is a user's tensor. It stays there, as
         in torch: it may be a view of a buffer that the user zeroes or accumulates in."""
         self._last, self._came = self._came or self._last, []
+        self.packed.follow()
         with torch._C.DisableTorchFunctionSubclass():
             found = ((key, param.grad) for key, param in self._params.items())
             self._set = {
@@ -148,6 +154,7 @@ class GradientHandles:
         self._arrive(state, index, gradient)
         self._agreed = False
         self._put(key)
+        self.packed.came(self._params[key])
 
     def add(self, source: GradientSource, gradient: torch.Tensor) -> None:
         """Autograd, or the user, adds to an existing gradient."""
@@ -180,6 +187,7 @@ class GradientHandles:
 
         StateError where an update has begun with one.
         """
+        self.packed.follow()
         there = [*self._sources, *self._taken]
         with torch._C.DisableTorchFunctionSubclass():
             gone = [key for key in there if self._params[key].grad is None]
@@ -195,6 +203,8 @@ class GradientHandles:
     def collect(self) -> None:
         """Before a step: drop gradients that users cleared, take in those that users set."""
         self.drop_cleared()
+        for row in self.packed.with_zeros():
+            self.begin(row).zeroed = True
         with torch._C.DisableTorchFunctionSubclass():
             found = {key: param.grad for key, param in self._params.items()}
         for key, gradient in found.items():
@@ -264,6 +274,7 @@ class GradientHandles:
                 self._params[key].grad = None
             self._sources.pop(key).used_up = why
             self._handles.pop(key)
+        self.packed.forget()
 
     def _forget(self, keys: Sequence[Place]) -> None:
         """Drop these parameters' accumulated gradients, which users cleared."""
@@ -303,6 +314,33 @@ class GradientHandles:
         handle, source = self._handles[key], self._sources[key]
         # a local variable, an entry of a dictionary, an argument; the source has the handle, too
         return sys.getrefcount(handle) > 3 or sys.getrefcount(source) > 4
+
+    # ---------------------------------------------------------------- rows of packed parameters
+    def source_of(self, row: torch.Tensor) -> GradientSource | None:
+        """Of a row's accumulated gradient; None if it has none."""
+        return self._sources.get(self._places[id(row)])
+
+    def begin(self, row: torch.Tensor) -> GradientSource:
+        """Let a row have a gradient, whose value follows."""
+        key = self._places[id(row)]
+        self._put(key)
+        return self._sources[key]
+
+    def value_of_row(self, row: nn.Parameter) -> torch.Tensor | None:
+        """As `value`."""
+        key = self._places[id(row)]
+        return self.value(row, self._states[key[0]], key[1])
+
+    def norm_of(self, sources: Sequence[GradientSource]) -> torch.Tensor:
+        """As `norm`, of rows together."""
+        for source in sources:
+            self._check(source)
+            self._agree(source)
+        there = [source.key for source in sources if not source.zeroed]
+        device = sources[0].state.group.device
+        if not there:
+            return torch.zeros((), device=device)
+        return self._stepper.gradient_norm_of(there).to(device)
 
     # ---------------------------------------------------------------- values
     def value(self, param: nn.Parameter, state: OptimizerState, index: int) -> torch.Tensor | None:
@@ -406,7 +444,7 @@ class GradientHandles:
         self._agree(source)
         if source.zeroed:
             return torch.zeros((), device=device)
-        return self._stepper.gradient_norm_of(source.key).to(device)
+        return self._stepper.gradient_norm_of([source.key]).to(device)
 
     def _agree(self, source: GradientSource) -> None:
         """On several ranks: reduce these gradients. All ranks must call it, and do, for they run

@@ -19,6 +19,7 @@ import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -30,6 +31,9 @@ from offload.swap.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
 from offload.zero.layout import Layout, ParamSpec
 from offload.zero.local_tensors import hold, is_dtensor, local_of
+
+if TYPE_CHECKING:
+    from offload.zero.packed import ExpertTable
 
 NO_COPIES = (
     "a model that trains through an engine has its parameters in the engine's tiers. Use "
@@ -128,6 +132,7 @@ class ParamGroup:
         """`classes_of` gives the classes for a parameter of a given class; `copies` are those of
         other ranks' parts in `state`."""
         self.index = index
+        self.table: ExpertTable | None = None  # the experts that it is one of
         self.name = name
         self.layout = layout
         self.params = list(params)  # in the layout's order

@@ -109,7 +109,7 @@ class TreeUnit:
 
 
 def find_groups(
-    root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = False
+    root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = True
 ) -> tuple[list[TreeGroup], list[TreeUnit]]:
     """The groups and units of a tree; where `experts`, each expert is one of its own.
 
@@ -138,7 +138,7 @@ def find_groups(
 
 
 def shape_of(
-    root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = False
+    root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = True
 ) -> ModelShape:
     """The groups and units of a tree as planning wants them."""
     groups, units = find_groups(root, block_classes, experts=experts)

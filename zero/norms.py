@@ -40,45 +40,51 @@ class GradientNorms:
             else tensor_parallel.counted_elsewhere(state.group.params)
             for state in states
         ]  # fmt: skip
-        self._order: list[Place] = []
+        self._order: list[Sequence[Place]] = []
         self._places: dict[Place, int] = {}
         self._norms: torch.Tensor | None = None  # of the gradients as they are now
 
-    def add_in(self, order: Sequence[Place]) -> None:
+    def add_in(self, order: Sequence[Sequence[Place]]) -> None:
         """Add norms in this order: torch's clipping has that of `model.parameters()`, and rounds
-        in between."""
+        in between. A parameter has one place, or one for each of its rows."""
         self._order = list(order)
-        self._places = {place: number for number, place in enumerate(self._order)}
+        self._places = {
+            place: number for number, places in enumerate(self._order) for place in places
+        }
 
     def invalidate(self) -> None:
         """A gradient has changed."""
         self._norms = None
 
-    def of(self, place: Place, loss_scale: float) -> torch.Tensor:
+    def of(self, places: Sequence[Place], loss_scale: float) -> torch.Tensor:
         """Of one parameter's gradient, 0-dim."""
-        group, index = place
         if not self._reductions.has_others and self._tensor_parallel is None:
-            square = self._states[group].gradients.square(index)
-            return _norms_of([square], loss_scale)[0]
-        return self._all(loss_scale)[self._places[place]]
+            return _norms_of([self._square_of(places)], loss_scale)[0]
+        return self._all(loss_scale)[self._places[places[0]]]
 
     def total(self, loss_scale: float) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` has it: the norm of the norms that there are."""
         norms = self._all(loss_scale)
-        there = [bool(self._states[g].gradients.passes[i]) for g, i in self._order]
+        there = [
+            any(self._states[group].gradients.passes[index] for group, index in places)
+            for places in self._order
+        ]  # fmt: skip
         total: torch.Tensor = torch.linalg.vector_norm(norms[torch.tensor(there, dtype=torch.bool)])
         return total
 
     def _all(self, loss_scale: float) -> torch.Tensor:
         """In order; 0 where there is no gradient. The same on every rank."""
         if self._norms is None:
-            squares = [self._square(*place) for place in self._order]
+            squares = [self._square_of(places) for places in self._order]
             if self._reductions.has_others:
                 squares = _added_up(self._reductions.all_squares(squares))
             if self._tensor_parallel is not None:
                 squares = _added_up(self._tensor_parallel.exchange_sums(squares))
             self._norms = _norms_of(squares, loss_scale)
         return self._norms
+
+    def _square_of(self, places: Sequence[Place]) -> float:
+        return total_square([self._square(*place) for place in places])
 
     def _square(self, group: int, index: int) -> float:
         if index in self._counted_elsewhere[group]:

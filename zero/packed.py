@@ -8,7 +8,6 @@ groups have      experts.gate_up_proj[0] [2I, D]     leaves of autograd: values,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,15 +23,17 @@ class PackedParam:
 
     param: nn.Parameter
     names: tuple[str, ...]  # in the model
-    rows: list[nn.Parameter] = field(default_factory=list)
+    rows: list[nn.Parameter]
+    own_class: type
     places: list[tuple[ParamGroup, int]] = field(default_factory=list)  # of the rows
+    is_shown: bool = False  # its data are the values, for now
 
     @classmethod
     def of(cls, param: nn.Parameter, names: tuple[str, ...]) -> PackedParam:
         """The rows begin as views of the parameter's values."""
         whole = param.detach()
         rows = [nn.Parameter(row, requires_grad=param.requires_grad) for row in whole]
-        return cls(param, names, rows)
+        return cls(param, names, rows, type(param))
 
     @property
     def name(self) -> str:
@@ -41,17 +42,22 @@ class PackedParam:
     @property
     def spec(self) -> ParamSpec:
         """As if it lay in a buffer of its own."""
-        trainable = self.places[0][0].layout.params[self.places[0][1]].trainable
+        group, index = self.places[0]
+        trainable = group.layout.params[index].trainable
         return ParamSpec(self.names, tuple(self.param.shape), 0, trainable)
+
+    def follow_requires_grad(self) -> None:
+        """Let rows require gradients if the parameter does, which users may have changed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = self.param.requires_grad
+            if self.rows[0].requires_grad != wanted:
+                for row in self.rows:
+                    row.requires_grad_(wanted)
 
     @property
     def version(self) -> int:
         """Changes with every update or write of a row."""
         return sum(group.version for group, _ in self.places)
-
-    @property
-    def groups(self) -> list[ParamGroup]:
-        return [group for group, _ in self.places]
 
 
 @dataclass(eq=False)
@@ -59,15 +65,10 @@ class ExpertTable:
     """The experts of one module. A pass uses those groups that its router chooses."""
 
     name: str  # of the module
-    module: nn.Module
-    groups: list[ParamGroup]  # by expert
-    packed: dict[str, PackedParam]  # by their names in the module; empty where experts are modules
+    groups: list[ParamGroup] = field(default_factory=list)  # by expert
+    module: nn.Module | None = None  # of packed experts
+    packed: dict[str, PackedParam] = field(default_factory=dict)  # by their names in the module
 
     def rows_of(self, expert: int) -> dict[str, nn.Parameter]:
         """An expert's rows of the packed parameters."""
         return {name: packed.rows[expert] for name, packed in self.packed.items()}
-
-
-def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows as one tensor."""
-    return torch.stack(list(rows))

@@ -4,6 +4,7 @@ A released parameter keeps its identity, shape and hooks; its data is a placehol
 subclass of its own, whose `__torch_function__` sees every use:
 
     metadata                    shape, dtype, .grad, hooks: answered as they are
+    packed (zero/packed.py)     in a graph its rows as one tensor, where gradients come to the rows
     while a module is called    its group is gathered, and stays until the outermost call returns (a
                                 tied head written as `F.linear(x, embed.weight)`)
     in a graph                  gathered for that operation; what it saves becomes handles, and what
@@ -21,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from offload.zero.compilers import uncompiled
 from offload.zero.group import Classes, ParamGroup
 from offload.zero.handles import HandleTable
 from offload.zero.local_tensors import is_dtensor
+from offload.zero.packed import PackedParam
 from offload.zero.paged import Operation, PagedTensor
 from offload.zero.session import Session
 
@@ -44,6 +46,7 @@ _METADATA = frozenset(
         "is_shared", "_has_compatible_shallow_copy_type", "__dir__", "__format__",
     }
 )  # fmt: skip
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 Function = Callable[..., Any]
 
@@ -74,8 +77,12 @@ class Values(Protocol):
 class ReleasedParameters:
     """Handles the uses of one model's released parameters. For the thread of the model."""
 
-    def __init__(self, find: Callable[[nn.Parameter], tuple[ParamGroup, int] | None]) -> None:
+    def __init__(
+        self, find: Callable[[nn.Parameter], tuple[ParamGroup, int] | None],
+        packed_of: Callable[[nn.Parameter], PackedParam | None],
+    ) -> None:  # fmt: skip
         self._find = find
+        self._packed_of = packed_of
         self._classes: dict[type, Classes] = {}
         self._released: dict[type, type] = {}  # class of released ones -> their own
         self._sources: weakref.WeakSet[ParameterSource] = weakref.WeakSet()
@@ -159,10 +166,14 @@ class ReleasedParameters:
         if name == "__set__" and _property(function) == "data":
             return self._assign(args[0], args[1])
         if _needs_no_values(function, name, args):
+            if name in _HOOKS and self._packed_of(args[0]) is not None:
+                self._refuse_hook(args[0], name)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         params = list({id(p): p for p in self._among([args, kwargs])}.values())
         self._check(params)
+        if any(self._packed_of(param) is not None for param in params):
+            return self._with_packed(function, name, args, kwargs, params)
         if function is torch.autograd.grad:
             return self._differentiate(function, params, args, kwargs)
         groups = list(dict.fromkeys(self._group_of(param) for param in params))
@@ -187,6 +198,9 @@ class ReleasedParameters:
         return found[0]
 
     def _name_of(self, param: nn.Parameter) -> str:
+        packed = self._packed_of(param)
+        if packed is not None:
+            return packed.name
         found = self._find(param)
         assert found is not None, "released parameters are managed ones"
         return found[0].layout.params[found[1]].name
@@ -198,6 +212,47 @@ class ReleasedParameters:
                 "went with it; engine.save_checkpoint or model.state_dict() before close keep them"
             )
 
+    # ---------------------------------------------------------------- packed ones
+    def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:
+        """Let a packed parameter be a placeholder, whose rows have the values."""
+        param = packed.param
+        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            param.__class__ = self.classes_of(packed.own_class).released
+            param.data = nan.expand(param.shape)
+
+    def _with_packed(
+        self, function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any],
+        params: Sequence[nn.Parameter],
+    ) -> Any:  # fmt: skip
+        packed = {id(param): self._packed_of(param) for param in params}
+        first = next(each for each in packed.values() if each is not None)
+        if function is torch.autograd.grad:
+            raise UnsupportedError(
+                f"torch.autograd.grad of {first.name}: its rows are parameters of their own, so it "
+                "is in no graph; call backward() and read .grad"
+            )
+        if not _is_in_graph(params, name, function):
+            return self._paged(function, args, kwargs, params)
+        if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+            raise RuntimeError(
+                f"{first.name}: a leaf Variable that requires grad is being used in an in-place "
+                "operation; write within torch.no_grad()"
+            )
+
+        def whole(value: Any) -> Any:
+            found = packed.get(id(value))
+            return value if found is None else torch.stack(list(found.rows))
+
+        return function(*_mapped(args, whole), **_mapped(kwargs, whole))
+
+    def _refuse_hook(self, param: nn.Parameter, name: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{self._name_of(param)}.{name}(): its gradient comes in rows, one per expert that had "
+            "tokens; read or change param.grad after backward"
+        )
+
+    # ---------------------------------------------------------------- in and out of graphs
     def _in_graph(
         self, function: Function, args: Any, kwargs: Any, params: Sequence[nn.Parameter]
     ) -> Any:

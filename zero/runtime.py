@@ -157,8 +157,9 @@ class Runtime:
             )  # fmt: skip
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
-                self._comes_in_parts, self.store.one_thread.check_process,
+                self._comes_in_parts, self.store.one_thread.check_process, self.store.packed,
             )  # fmt: skip
+            self.packed_gradients = self.gradients.packed
             begun.pop_all()
         self._micro_batching: MicroBatching | None = None
         self._gradient_hooks: GradientHooks | None = None
@@ -228,9 +229,13 @@ class Runtime:
             self._micro_batching = MicroBatching(
                 self.options.micro_batches, self.store.units, self._block_backward
             )
-        found = [self.group_of(param) for param in model.parameters()]
-        places = [place for place in found if place is not None]
-        self.stepper.norms.add_in([(g.index, i) for g, i in places if g.layout.params[i].trainable])
+        found = [self.store.places_of(param) for param in model.parameters()]
+        self.stepper.norms.add_in(
+            [
+                [(group.index, index) for group, index in places] for places in found
+                if any(group.layout.params[index].trainable for group, index in places)
+            ]
+        )  # fmt: skip
         self.gradients.prepare()
         self._gradient_hooks = GradientHooks(self.store, self._take)
 
@@ -416,6 +421,8 @@ class Runtime:
                 )
 
     def _check_params(self) -> None:
+        for packed in self.store.packed:
+            packed.follow_requires_grad()
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.groups:
                 for param, spec in zip(group.params, group.layout.params, strict=True):

@@ -299,10 +299,11 @@ class Stepper:
             if state.group.state.in_place:
                 state.group.gather()  # an update ahead withheld it
 
-    def gradient_norm_of(self, place: Place) -> torch.Tensor:
-        """The 2-norm of one parameter's gradient, 0-dim, fp32. Of several ranks all have to ask,
-        and are answered from one exchange until a gradient changes."""
-        return self.norms.of(place, self._loss_scale_of_gradients)
+    def gradient_norm_of(self, places: Sequence[Place]) -> torch.Tensor:
+        """The 2-norm of one parameter's gradient, 0-dim, fp32; of a packed one, `places` are its
+        rows'. Of several ranks all have to ask, and are answered from one exchange until a gradient
+        changes."""
+        return self.norms.of(places, self._loss_scale_of_gradients)
 
     def idled(self) -> None:
         """This rank took part in a pass without data."""

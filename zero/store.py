@@ -28,9 +28,10 @@ from offload.zero.graph_capture import refuse_capture
 from offload.zero.group import ParamGroup, RankCopies
 from offload.zero.handles import HandleTable, Keeper
 from offload.zero.hooks import UnitHooks
-from offload.zero.layout import Layout, lay_out
+from offload.zero.layout import Layout, ParamSpec, lay_out
 from offload.zero.loading import ValuesOf, load_weights
 from offload.zero.one_thread import OneThread
+from offload.zero.packed import ExpertTable, PackedParam
 from offload.zero.rank_weights import AnyRankWeights, OneRankWeights
 from offload.zero.released import ReleasedParameters, Values
 from offload.zero.session import in_backward
@@ -64,19 +65,26 @@ class WeightStore:
         self.dtype = dtype
         self.device = device
         self.own = FLOAT_OF[dtype]
-        self.units = discovery.units
+        self.units = [unit for unit in discovery.units if not unit.is_packed]
+        self.packed = discovery.packed
+        self.tables: list[ExpertTable] = []
         self.ranks: AnyRankWeights = OneRankWeights() if ranks is None else ranks
         self.fetcher = Fetcher(prefetch)
         self.trace = self.fetcher.trace
         self.one_thread = OneThread()
         self.unusable: str | None = None  # why nothing may be read or computed (a torn load)
         self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
+        self.on_close: list[Callable[[], None]] = []
         self.groups: list[ParamGroup] = []
         self._homes = homes
-        self._released = ReleasedParameters(self.group_of)
+        self._packed = {id(packed.param): packed for packed in self.packed}
+        # by the id of a row, the id of its packed parameter
+        self.whole = {id(row): id(each.param) for each in self.packed for row in each.rows}
+        self._released = ReleasedParameters(self.group_of, self.packed_of)
         self._where: dict[int, tuple[ParamGroup, int]] = {}
         for plan in discovery.groups:
             self._add_group(plan)
+        self._add_tables(discovery)
         self.ranks.watch(self.groups, self.trace)
         self._handles = HandleTable(self.use, keeper)
         self._values: Values | None = None
@@ -98,6 +106,26 @@ class WeightStore:
         self.groups.append(group)
         self.fetcher.add(group)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
+
+    def _add_tables(self, discovery: Discovery) -> None:
+        for packed in self.packed:
+            packed.places = [self._where[id(row)] for row in packed.rows]
+        tables: dict[str, ExpertTable] = {}
+        for unit in discovery.units:
+            if unit.table and unit.table not in tables:
+                tables[unit.table] = table = ExpertTable(unit.table)
+                if unit.is_packed:
+                    self.units.append(Unit(unit.table, unit.module))  # a call of it is a session
+                    table.module = unit.module
+                    own = {id(param): name for name, param in unit.module._parameters.items()}
+                    table.packed = {
+                        own[key]: packed for key, packed in self._packed.items() if key in own
+                    }
+        for plan, group in zip(discovery.groups, self.groups, strict=True):
+            if plan.table:
+                group.table = tables[plan.table]
+                group.table.groups.append(group)
+        self.tables = list(tables.values())
 
     def _make_state(self, index: int, name: str, layout: Layout) -> tuple[State, RankCopies]:
         def make(numel: int, edge: int, stride: int | None) -> State:
@@ -124,6 +152,13 @@ class WeightStore:
         """A group's state has its first values."""
         group.adopt()
         self.ranks.refresh([group])
+        if group.table is not None and group is group.table.groups[-1]:
+            for packed in group.table.packed.values():
+                self.hide(packed)
+
+    def hide(self, packed: PackedParam) -> None:
+        """Let a packed parameter be a placeholder: its rows have the values."""
+        self._released.hide(packed, self.dtype, self.device)
 
     def start(
         self, model: nn.Module, values: Values, owner: Callable[[], object | None],
@@ -204,8 +239,29 @@ class WeightStore:
 
     # ---------------------------------------------------------------- the whole
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int] | None:
-        """A parameter's group and its index there; None if it is not managed."""
+        """A parameter's group and its index there; None if it is in none (see `packed_of`)."""
         return self._where.get(id(param))
+
+    def packed_of(self, param: torch.Tensor) -> PackedParam | None:
+        """A parameter whose rows are in groups of their own; None for any other."""
+        return self._packed.get(id(param))
+
+    def places_of(self, param: torch.Tensor) -> list[tuple[ParamGroup, int]]:
+        """A parameter's group and its index there; of a packed one, its rows'. Empty if it is not
+        managed."""
+        packed = self.packed_of(param)
+        if packed is not None:
+            return packed.places
+        found = self.group_of(param)
+        return [] if found is None else [found]
+
+    def spec_of(self, param: torch.Tensor) -> ParamSpec | None:
+        """Name, shape and whether it is trained; None if it is not managed."""
+        packed = self.packed_of(param)
+        if packed is not None:
+            return packed.spec
+        found = self.group_of(param)
+        return None if found is None else found[0].layout.params[found[1]]
 
     def check_usable(self) -> None:
         """StateError if the states are a mixture (a load that failed half-way), or another
@@ -231,7 +287,10 @@ class WeightStore:
         if self.hooks is not None:
             self.hooks.remove()
         own = [pair for group in self.groups for pair in group.own_classes()]
+        own += [(packed.param, packed.own_class) for packed in self.packed]
         Refusal(self.units, own, self.on_reuse)
+        for each in self.on_close:
+            each()
         self._released.close()
         for group in self.groups:
             group.close()

@@ -20,7 +20,7 @@ from offload.kernels.floats import Array, Float
 from offload.kernels.variants import Master
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
-from offload.tiers.errors import StateError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.bits import array_of, flat_array
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
@@ -55,6 +55,9 @@ class ParameterValues(WeightValues):
     def read(self, param: nn.Parameter, field: str) -> torch.Tensor:
         """A copy of one of the optimizer's states or of `master` (fp32, the shape of the
         parameter; a DTensor where that is one)."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            return torch.stack([self.read(row, field) for row in packed.rows])
         group, index = self._find(param)
         spec = group.layout.params[index]
         out = np.zeros(spec.numel, dtype=np.float32)
@@ -68,7 +71,16 @@ class ParameterValues(WeightValues):
         return like(param, whole.view(spec.shape))
 
     def part_of(self, param: nn.Parameter) -> slice:
-        """The elements of a parameter, flat, whose states this rank keeps."""
+        """The elements of a parameter, flat, whose states this rank keeps. UnsupportedError for a
+        packed one of several ranks: they keep parts of each row."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            if self._runtime.ranks is not None:
+                raise UnsupportedError(
+                    f"{packed.name}: each rank keeps parts of every expert, which are no one range "
+                    "of the parameter; use engine.save_checkpoint"
+                )
+            return slice(0, param.numel())
         group, index = self._find(param)
         part = self._state_of(group).parts.get(index)
         return slice(0, 0) if part is None else slice(part.start, part.start + part.spec.numel)
@@ -80,13 +92,15 @@ class ParameterValues(WeightValues):
     @uninterrupted
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
         """Overwrite one of the arrays that `read` names; `master` sets the weight as well."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            self._check_shape(packed.spec, field, value)
+            for row, each in zip(packed.rows, value, strict=True):
+                self.write(row, field, each)
+            return
         group, index = self._find(param)
         spec, value = group.layout.params[index], spread_as(param, value)
-        if value.shape != spec.shape:
-            raise StateError(
-                f"{field} of {spec.name} has shape {tuple(value.shape)}, expected "
-                f"{tuple(spec.shape)}"
-            )
+        self._check_shape(spec, field, value)
         flat = flat_array(value.detach().to("cpu", torch.float32).contiguous())
         host = self._host_weights(group)
         for chunk in self._chunks(group, index, host, write=True):
@@ -100,6 +114,13 @@ class ParameterValues(WeightValues):
                 self._set_frozen(group, host, spec, flat)
             group.state.host_wrote()
         del host  # not before: a copy without views may be dropped
+
+    def _check_shape(self, spec: ParamSpec, field: str, value: torch.Tensor) -> None:
+        if tuple(value.shape) != tuple(spec.shape):
+            raise StateError(
+                f"{field} of {spec.name} has shape {tuple(value.shape)}, expected "
+                f"{tuple(spec.shape)}"
+            )
 
     def _host_weights(self, group: ParamGroup) -> torch.Tensor:
         group.wait_for_update()
@@ -167,21 +188,31 @@ class ParameterValues(WeightValues):
     # ---------------------------------------------------------------- optimizer state of torch
     def is_trained(self, param: nn.Parameter) -> bool:
         """Whether the optimizer may update it."""
-        group, index = self._find(param)
+        group, index = self._first(param)
         return group.layout.params[index].trainable
+
+    def _first(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
+        """A parameter's place; of a packed one, its first row's, which all are like."""
+        packed = self._store.packed_of(param)
+        return self._find(param if packed is None else packed.rows[0])
 
     def fields(self, param: nn.Parameter) -> tuple[str, ...]:
         """The arrays of a trained parameter that `read` names."""
-        kept = self._state_of(self._find(param)[0]).formats[0]  # tiers differ in the states' alone
+        kept = self._state_of(self._first(param)[0]).formats[0]  # tiers differ in the states' alone
         return tuple(kept.states) if kept.master is Master.NONE else (*kept.states, "master")
 
     def read_steps(self, param: nn.Parameter) -> int:
         """How often the optimizer has updated a trained parameter."""
-        group, index = self._find(param)
+        group, index = self._first(param)
         return int(self._state_of(group).steps[index])
 
     def write_steps(self, param: nn.Parameter, steps: int) -> None:
         """Set that number."""
+        packed = self._store.packed_of(param)
+        for row in () if packed is None else packed.rows:
+            self.write_steps(row, steps)
+        if packed is not None:
+            return
         group, index = self._find(param)
         self._state_of(group).steps[index] = steps
 
@@ -208,6 +239,11 @@ class ParameterValues(WeightValues):
     def write_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
         """The reverse of `read_state`: an empty state is that before the first update, with the
         weight as it is."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            for number, row in enumerate(packed.rows):
+                self.write_state(row, _row_of(state, number))
+            return
         group, index = self._find(param)
         spec = group.layout.params[index]
         if not spec.trainable:
@@ -233,11 +269,22 @@ class ParameterValues(WeightValues):
     @interrupted_in_waits
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient, in the format in which it was accumulated, or None."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            return self._runtime.packed_gradients.value(packed)
         group, index = self._find(param)
         return self._runtime.gradients.value(param, self._state_of(group), index)
 
     def _state_of(self, group: ParamGroup) -> OptimizerState:
         return self._runtime.optimizer_states[group.index]
+
+
+def _row_of(state: dict[str, Any], number: int) -> dict[str, Any]:
+    """One row's part of the state of a packed parameter."""
+    return {
+        name: value[number] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in state.items()
+    }
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from offload.tiers.errors import BudgetError, StateError, TierFullError
 from offload.zero.given_copies import GivenCopies
 from offload.zero.group import GroupState, ParamGroup, digest
 from offload.zero.local_tensors import like
+from offload.zero.packed import PackedParam
+from offload.zero.packed_values import PackedValues
 from offload.zero.store import WeightStore
 
 
@@ -25,18 +27,34 @@ class WeightValues:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._given = GivenCopies()
+        self._packed = PackedValues(store, self.full, self.gathered)
 
     # ---------------------------------------------------------------- gathered
     @contextmanager
     def reading(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """Full parameters for reading alone."""
-        with self._entered(self._groups_of(params)):
+        plain, packed = self._apart(params)
+        with self._packed.shown(packed, keep=False), self._entered(self._groups_of(plain)):
             yield
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """Full parameters for reading and writing. A parameter that was written keeps exactly what
         was written: its master becomes that value."""
+        plain, packed = self._apart(params)
+        with self._packed.shown(packed, keep=True), self._gathered(plain):
+            yield
+
+    def _apart(
+        self, params: Sequence[nn.Parameter]
+    ) -> tuple[list[nn.Parameter], list[PackedParam]]:
+        """Parameters of groups, and packed ones."""
+        found = [(param, self._store.packed_of(param)) for param in params]
+        packed = [each for _, each in found if each is not None]
+        return [param for param, each in found if each is None], list(dict.fromkeys(packed))
+
+    @contextmanager
+    def _gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         groups = self._groups_of(params)
         with self._entered(groups):
             before = [_digests(group) for group in groups]
@@ -113,9 +131,11 @@ class WeightValues:
 
     def give_out(self, param: nn.Parameter) -> torch.Tensor:
         """As `full`, for a state dict: see `GivenCopies`."""
-        group, index = self._find(param)
         copied = self.full(param)
-        self._given.note(param, group, group.layout.params[index].name, copied)
+        spec, packed = self._store.spec_of(param), self._store.packed_of(param)
+        assert spec is not None, "managed, for it has values"
+        home = self._find(param)[0] if packed is None else packed
+        self._given.note(param, home, spec.name, copied)
         return copied
 
     def adopt_changes(self, *, loading: bool = False) -> None:
@@ -124,6 +144,7 @@ class WeightValues:
         which sets all parameters anyway, those are forgotten."""
         for group in self._store.groups:
             self._adopt(group)
+        self._packed.adopt()
         if loading:
             self._given.forget_stale()
         for param, copied in self._given.written():
@@ -150,6 +171,9 @@ class WeightValues:
     @interrupted_in_waits
     def full(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter in its own precision."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            return self._packed.whole(packed)
         group, index = self._find(param)
         spec = group.layout.params[index]
         with self._store.ranks.exactly():

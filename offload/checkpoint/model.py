@@ -84,7 +84,7 @@ def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     found = {
         name: param.detach()
         for name, param in model.named_parameters()
-        if engine.runtime.group_of(param) is None
+        if engine.runtime.store.spec_of(param) is None
     }
     found.update(_persistent_buffers(model))
     for name, tensor in found.items():
@@ -175,10 +175,9 @@ def optimizer_record(engine: Engine) -> OptimizerRecord:
 
 
 def _name_of(engine: Engine, param: nn.Parameter) -> str:
-    found = engine.runtime.group_of(param)
-    assert found is not None, "the optimizer takes managed parameters only"
-    group, index = found
-    return group.layout.params[index].name
+    spec = engine.runtime.store.spec_of(param)
+    assert spec is not None, "the optimizer takes managed parameters only"
+    return spec.name
 
 
 def _plain(key: str, value: Any) -> Any:

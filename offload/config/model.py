@@ -544,6 +544,12 @@ class OffloadConfig(Section):
         """Loss scaling: the settings under fp16 (defaults filled in), None otherwise."""
         return (self.loss_scale or LossScaleConfig()) if self.precision == "fp16" else None
 
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts move one by one. With `micro_batches` a block computes all pieces with
+        all of its parameters there."""
+        return self.micro_batches in (1, AUTO_MICRO_BATCHES)
+
     def resolved(self) -> OffloadConfig:
         """The same configuration with every `auto` that needs no machine and no batch filled in."""
         optimizer = self.optimizer.model_copy(

@@ -63,7 +63,7 @@ class Training:
         self.updates = UpdateQueue(Float.FP32, self.run, 0, (), expected)
         self.states = [self._state(index, numels) for index, numels in enumerate(NUMELS)]
         self.stepper = Stepper(self.states, self.updates, StepRules(**rules), Trace(), loss_scale)
-        self.stepper.norms.add_in(PLACES)
+        self.stepper.norms.add_in([[place] for place in PLACES])
         self.stepper.hyper_source = self.hypers_now
 
     def _memory(self, name: str, nbytes: int) -> MemoryState:
@@ -166,7 +166,7 @@ def test_norm_and_clipping_are_those_of_torch(make: Make, limit: float | None) -
     assert not outcome.skipped
     for place, each in zip(PLACES, given, strict=True):
         exact = torch.linalg.vector_norm(each.double())
-        assert training.stepper.gradient_norm_of(place) == exact.float()
+        assert training.stepper.gradient_norm_of([place]) == exact.float()
     for found, param in zip(training.values(), params, strict=True):
         torch.testing.assert_close(found, -0.5 * param.grad, rtol=1e-6, atol=0.0)
 

@@ -1,0 +1,187 @@
+"""`.grad` of packed parameters: one handle for the gradients of all rows.
+
+    backward         a row gets a gradient; the packed parameter's `.grad` is a handle
+    grad = None      no row has one
+    grad = tensor    each row's is a view of it
+    mul_, norm, ...  of all rows; anything else reads or writes the whole
+
+Rows without a gradient are zero where others have one, as in PyTorch, where all are one tensor: an
+update moves them, too (weight decay, moments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.zero.local_tensors import local_of
+from offload.zero.packed import PackedParam
+from offload.zero.paged import Operation, PagedTensor
+
+if TYPE_CHECKING:
+    from offload.zero.gradient_handles import GradientHandles, GradientSource
+
+aten = torch.ops.aten
+
+
+class PackedGradientSource:
+    """The gradient of a packed parameter."""
+
+    def __init__(self, table: PackedGradients, packed: PackedParam) -> None:
+        self._table = table
+        self.packed = packed
+        self.kept: torch.Tensor | None = None  # its value, after it was cleared
+
+    @property
+    def name(self) -> str:
+        return f"{self.packed.name}.grad"
+
+    @contextmanager
+    def reading(self) -> Iterator[torch.Tensor]:
+        yield self._table.value_of(self) if self.kept is None else self.kept
+
+    @contextmanager
+    def writing(self) -> Iterator[torch.Tensor]:
+        if self.kept is not None:
+            yield self.kept
+            return
+        value = self._table.value_of(self)
+        yield value
+        self._table.write(self.packed, value)
+
+    def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.kept is not None:
+            return NotImplemented
+        return self._table.answer(self, operation, args, kwargs)
+
+
+class PackedGradients:
+    """The gradients of a model's packed parameters. For the thread of the model and the thread that
+    runs backward."""
+
+    def __init__(self, packed: Sequence[PackedParam], rows: GradientHandles) -> None:
+        """`rows` has the gradients of the rows."""
+        self._all = packed
+        self._rows = rows
+        self._of_row = {id(row): each for each in packed for row in each.rows}
+        self._shown: dict[PackedParam, PagedTensor] = {}
+
+    def came(self, row: torch.Tensor) -> None:
+        """A parameter got a gradient; perhaps it is a row."""
+        packed = self._of_row.get(id(row))
+        if packed is not None and packed not in self._shown:
+            self._show(packed)
+
+    def _show(self, packed: PackedParam) -> None:
+        param = packed.param
+        with torch._C.DisableTorchFunctionSubclass():
+            if param.grad is not None:
+                return  # a user's tensor, of which the rows' are views
+            shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
+            handle = PagedTensor(PackedGradientSource(self, packed), shape, param.device)
+            self._shown[packed] = handle
+            param.grad = handle
+
+    def follow(self) -> None:
+        """Let rows have what users did to `.grad`: set it to None, or to a tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for packed in list(self._shown):
+                if packed.param.grad is not self._shown[packed]:
+                    self._part(packed)
+            for packed in self._all:
+                gradient = packed.param.grad
+                if gradient is None or self._shown.get(packed) is gradient:
+                    continue
+                values = gradient.values() if isinstance(gradient, PagedTensor) else gradient
+                for row, own in zip(packed.rows, values.detach(), strict=True):
+                    if row.grad is None or local_of(row.grad).data_ptr() != own.data_ptr():
+                        row.grad = own
+
+    def _part(self, packed: PackedParam) -> None:
+        """`.grad` was set to something else: a user may have kept the handle."""
+        handle = self._shown.pop(packed)
+        source = handle.source
+        assert isinstance(source, PackedGradientSource), "made here"
+        source.kept = self.value_of(source)
+        for row in packed.rows:
+            row.grad = None
+
+    def with_zeros(self) -> Iterator[torch.Tensor]:
+        """Before a step: rows without a gradient, of parameters that have one."""
+        for packed in self._all:
+            with torch._C.DisableTorchFunctionSubclass():
+                if packed.param.grad is None or not packed.spec.trainable:
+                    continue
+                yield from (row for row in packed.rows if row.grad is None)
+
+    def forget(self) -> None:
+        """All gradients are used up."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for packed, handle in self._shown.items():
+                if packed.param.grad is handle and all(row.grad is None for row in packed.rows):
+                    packed.param.grad = None
+            self._shown = {p: h for p, h in self._shown.items() if p.param.grad is h}
+
+    # ---------------------------------------------------------------- values
+    def value(self, packed: PackedParam) -> torch.Tensor | None:
+        """A copy, in the accumulators' format; None if there is none."""
+        self._rows.drop_cleared()
+        if packed.param.grad is None:
+            return None
+        found = [self._rows.value_of_row(row) for row in packed.rows]
+        some = next((each for each in found if each is not None), None)
+        dtype = packed.param.dtype if some is None else some.dtype
+        whole = torch.zeros(packed.param.shape, dtype=dtype, device=packed.param.device)
+        for into, each in zip(whole, found, strict=True):
+            if each is not None:
+                into.copy_(each)
+        return whole
+
+    def value_of(self, source: PackedGradientSource) -> torch.Tensor:
+        """A copy, in the parameter's format."""
+        param = source.packed.param
+        whole = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        for row, into in zip(source.packed.rows, whole, strict=True):
+            found = self._rows.source_of(row)
+            if found is not None:
+                into.copy_(self._rows.value_of(found))
+        return whole
+
+    def write(self, packed: PackedParam, value: torch.Tensor) -> None:
+        """Let `value` be the gradient."""
+        for row, own in zip(packed.rows, value, strict=True):
+            self._rows.write(self._rows.source_of(row) or self._rows.begin(row), own)
+
+    def answer(
+        self, source: PackedGradientSource, operation: Operation, args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Of an operation on the whole gradient, from the rows' answers."""
+        there = [self._rows.source_of(row) for row in source.packed.rows]
+        rows = [each for each in there if each is not None]
+        if operation is aten.add_.Tensor or not rows:
+            return self._of_zeros(source, operation, args)
+        if operation in _NORMS:
+            return self._norm(rows, operation, args, kwargs)
+        answers = [row.answer(operation, args, kwargs) for row in rows]
+        # rules of rows answer all alike, for they look at the arguments alone
+        return NotImplemented if answers[0] is NotImplemented else source
+
+    def _of_zeros(
+        self, source: PackedGradientSource, operation: Operation, args: Sequence[Any]
+    ) -> Any:
+        if operation is aten.zero_.default:
+            return source
+        return NotImplemented
+
+    def _norm(
+        self, rows: Sequence[GradientSource], operation: Operation, args: Any, kwargs: Any
+    ) -> Any:
+        answer = rows[0].answer(operation, args, kwargs)
+        return answer if answer is NotImplemented else self._rows.norm_of(rows)
+
+
+_NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)

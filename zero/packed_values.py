@@ -1,0 +1,91 @@
+"""Packed parameters as whole tensors, for those who read and write them outside of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from offload.swap.shield import uninterrupted
+from offload.tiers.errors import UnsupportedError
+from offload.zero.group import digest
+from offload.zero.packed import PackedParam
+from offload.zero.store import WeightStore
+
+Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
+
+
+class PackedValues:
+    """Shows the values of a store's packed parameters, beside the budget: as much memory as their
+    values take. For the thread of the model."""
+
+    def __init__(
+        self, store: WeightStore, full: Callable[[nn.Parameter], torch.Tensor], gathered: Gathered
+    ) -> None:
+        """`full` gives a copy of one row, `gathered` opens rows for writing."""
+        self._store = store
+        self._full = full
+        self._gathered = gathered
+        self._shown: dict[PackedParam, list[int]] = {}  # and the digests of their rows
+
+    def whole(self, packed: PackedParam) -> torch.Tensor:
+        """A copy."""
+        made = torch.empty(
+            packed.param.shape, dtype=self._store.dtype, device=self._store.device
+        )  # fmt: skip
+        for row, param in zip(made, packed.rows, strict=True):
+            row.copy_(self._full(param))
+        return made
+
+    @contextmanager
+    def shown(self, params: Sequence[PackedParam], *, keep: bool) -> Iterator[None]:
+        """Inside, the parameters' data are their values. `keep` what is written to them."""
+        fresh = [packed for packed in params if packed not in self._shown]
+        try:
+            for packed in fresh:
+                self._show(packed)
+            yield
+        finally:
+            if keep:
+                self.adopt(params)
+            self._hide(fresh)
+
+    @torch.no_grad()
+    def _show(self, packed: PackedParam) -> None:
+        with torch.inference_mode(False):
+            values = self.whole(packed)
+            self._shown[packed] = [digest(row) for row in values]
+            with torch._C.DisableTorchFunctionSubclass():
+                packed.param.data = values
+                packed.param.__class__ = packed.own_class
+            packed.is_shown = True
+
+    @uninterrupted
+    def _hide(self, params: Sequence[PackedParam]) -> None:
+        for packed in params:
+            if self._shown.pop(packed, None) is not None:
+                packed.is_shown = False
+                self._store.hide(packed)
+
+    def adopt(self, params: Sequence[PackedParam] | None = None) -> None:
+        """Let rows have what was written to the parameters that are shown. All ranks take over any
+        rank's writes."""
+        for packed in list(self._shown) if params is None else params:
+            values = packed.param.detach()
+            wanted = packed.spec.shape, self._store.dtype
+            if (tuple(values.shape), values.dtype) != wanted:
+                raise UnsupportedError(
+                    f"{packed.name}.data was set to {tuple(values.shape)}, {values.dtype}, and is "
+                    f"{wanted[0]}, {wanted[1]} in the engine's tiers; change the model before "
+                    "offload.initialize"
+                )
+            now = [digest(row) for row in values]
+            pairs = zip(now, self._shown[packed], strict=True)
+            changed = [int(digested != known) for digested, known in pairs]
+            rows = self._store.ranks.exchange(changed, "which experts were written")
+            for index in rows.max(axis=0).nonzero()[0].tolist():
+                with torch.no_grad(), self._gathered([packed.rows[index]]):
+                    packed.rows[index].copy_(values[index])
+            self._shown[packed] = now
