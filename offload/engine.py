@@ -181,7 +181,9 @@ class Engine:
         self._refusals: list[RemovableHandle] = []
         _take_over(model, weights)
         _check_model(model)
-        discovery = discover(model, config.groups.blocks, experts=config.splits_experts)
+        discovery = discover(
+            model, config.groups.blocks, experts=config.splits_experts(machine.world_size())
+        )
         zero = config.zero
         self._tensor_parallel = TensorParallel.find(
             model.named_parameters(), data_ranks(mesh), self.device, zero.timeout_s

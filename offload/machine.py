@@ -70,6 +70,13 @@ def rank_here() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def world_size() -> int:
+    """How many processes train together; 1 before they have found each other."""
+    world = sys.modules.get("torch.distributed")
+    joined = world is not None and world.is_available() and world.is_initialized()
+    return int(world.get_world_size()) if world is not None and joined else 1
+
+
 def total_memory_nbytes(root: Path = _ROOT) -> int:
     """RAM of the whole machine, in bytes."""
     return _meminfo("MemTotal", root) or int(psutil.virtual_memory().total)

@@ -232,7 +232,8 @@ class ReleasedParameters:
                 f"torch.autograd.grad of {first.name}: its rows are parameters of their own, so it "
                 "is in no graph; call backward() and read .grad"
             )
-        if not _is_in_graph(params, name, function):
+        is_initialiser = getattr(function, "__module__", "") == nn.init.__name__
+        if is_initialiser or not _is_in_graph(params, name, function):
             return self._paged(function, args, kwargs, params)
         if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
             raise RuntimeError(
@@ -291,7 +292,7 @@ class ReleasedParameters:
         def outward(value: Any) -> Any:
             return paged.get(id(value), value)
 
-        if type(args[0]) in self._released:  # torch's own would take the address of the values
+        if args and type(args[0]) in self._released:  # torch's own would take the address of the values
             function = vars(PagedTensor).get(getattr(function, "__name__", ""), function)
         found = function(*_mapped(args, outward), **_mapped(kwargs, outward))
         return owners.get(id(found), found)

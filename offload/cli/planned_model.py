@@ -36,7 +36,7 @@ def built_in(config: OffloadConfig) -> PlannedModel:
     config = config.owning_the_loop()
     model = build_meta_model(config)
     workload = workload_of(config)
-    shape = discover(model, config.groups.blocks, experts=config.splits_experts).shape()
+    shape = discover(model, config.groups.blocks, experts=config.splits_experts(1)).shape()
     facts = Facts(model, workload, compute_device(config).type)
     stated = "train" in config.model_fields_set
     whose = "of train.model" if stated else "at its default size, as the file names no model"

@@ -544,11 +544,12 @@ class OffloadConfig(Section):
         """Loss scaling: the settings under fp16 (defaults filled in), None otherwise."""
         return (self.loss_scale or LossScaleConfig()) if self.precision == "fp16" else None
 
-    @property
-    def splits_experts(self) -> bool:
+    def splits_experts(self, ranks: int) -> bool:
         """Whether experts move one by one. With `micro_batches` a block computes all pieces with
-        all of its parameters there."""
-        return self.micro_batches in (1, AUTO_MICRO_BATCHES)
+        all of its parameters there; at stage 3 ranks gather the same parameters, whichever experts
+        each of them chose."""
+        gathers = ranks > 1 and self.zero.stage >= 3
+        return self.micro_batches in (1, AUTO_MICRO_BATCHES) and not gathers
 
     def resolved(self) -> OffloadConfig:
         """The same configuration with every `auto` that needs no machine and no batch filled in."""

@@ -60,7 +60,7 @@ def trace_activations(
     call = run or default_run(model)
     target = device or _device_of(config)
     try:
-        units = discover(model, config.groups.blocks, experts=config.splits_experts).units
+        units = discover(model, config.groups.blocks, experts=config.splits_experts(1)).units
         passes = partial(_passes, model, units, config, workload, call, target)
         try:
             return _both(partial(passes, skip=skip))
