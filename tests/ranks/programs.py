@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 import offload
 import offload.engine
-from tests.offload.engine_cases import TinyLM, batches, config, seeded, states_of
+from tests.offload.engine_cases import (
+    WIDTH,
+    TinyLM,
+    batches,
+    config,
+    seeded,
+    states_of,
+)
 
 BUDGET = {"host": "64MiB", "nvme": "64MiB"}
 OPTIMIZER: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "chunk": 2048}
@@ -77,6 +84,44 @@ class Branches(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.loss(tokens)
+
+
+class Expert(nn.Module):
+    """As large as makes a table of experts move one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 1200, bias=False)
+        self.down = nn.Linear(1200, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+class ExpertBlock(nn.Module):
+    """Each token goes to one of some experts: few of them have tokens, others on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 12, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            here = chosen == index
+            y[here] = weights[here].unsqueeze(-1) * self.experts[index](x[here])
+        return x + y
+
+
+class Experts(TinyLM):
+    """The experts of its blocks are groups of their own, below stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ExpertBlock() for _ in range(2))
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

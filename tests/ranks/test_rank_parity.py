@@ -20,7 +20,16 @@ from tests.offload.engine_cases import (
 )
 from tests.ranks import programs
 from tests.ranks.processes import run_ranks
-from tests.ranks.programs import BUDGET, OPTIMIZER, Branches, Case, Outcome, data_of, loss_of
+from tests.ranks.programs import (
+    BUDGET,
+    OPTIMIZER,
+    Branches,
+    Case,
+    Experts,
+    Outcome,
+    data_of,
+    loss_of,
+)
 
 MIXED: dict[str, Any] = {
     "parameters": {"host": "50%", "nvme": "50%"},
@@ -50,6 +59,8 @@ FAMILIES: dict[str, list[Case]] = {
         case for homes in (HOST, NVME)
         for case in every_stage(Case(3, homes, Branches, keys={"groups": {"blocks": ["Choice"]}}))
     ],
+    # one pass: sums of several that not all ranks had gradients in are rounded per group
+    "experts": [c for homes in (HOST, NVME) for c in every_stage(Case(3, homes, Experts))],
     "branches apart": every_stage(Case(3, HOST, Branches))[:3],  # groups that not all ranks use
     "in backward": [
         case for homes in (HOST, NVME) for case in every_stage(
