@@ -2,7 +2,9 @@
 
 A demand (a caller waits) may evict any clean copy, send dirty copies home and wait for copies that
 are on their way. A prefetch may only evict a copy that is needed later than its own, and never
-waits. The copy used last is evicted first (`tiers/eviction.py`).
+waits. The copy used last is evicted first (`tiers/eviction.py`). Of many copies (experts) not all
+are looked at for each eviction: what one look found to be used last is given up by the next ones,
+too, unless it is used sooner now.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Protocol
 from offload.tiers.eviction import furthest_first
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
+
+_PER_LOOK = 64  # copies for which a look at all of them finds one more to give up
 
 
 class CachedPiece(Protocol):
@@ -66,6 +70,8 @@ class SlotPool:
         self.tier = tier
         self.lock = lock
         self._held: dict[int, CachedPiece] = {}
+        self._furthest: list[CachedPiece] = []  # left of the last look; the one used last is last
+        self._least_use = 0.0  # each of them was used no sooner than this
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
@@ -117,7 +123,7 @@ class SlotPool:
         lease = self._lease(nbytes, owner, state_class)
         if lease is not None:
             return lease
-        for piece in furthest_first(self._held.values(), lambda piece: piece.next_use()):
+        while (piece := self._next_to_drop()) is not None:
             if before is not None and piece.next_use() <= before:
                 return None
             piece.drop()
@@ -126,6 +132,19 @@ class SlotPool:
             if lease is not None:
                 return lease
         return None
+
+    def _next_to_drop(self) -> CachedPiece | None:
+        """The copy that is used last of those that can be dropped, if there is one."""
+        while self._furthest:
+            piece = self._furthest.pop()
+            is_held = self._held.get(id(piece)) is piece
+            if is_held and piece.can_drop() and piece.next_use() >= self._least_use:
+                return piece
+        found = furthest_first(self._held.values(), lambda piece: piece.next_use())
+        self._furthest = found[len(found) // _PER_LOOK : 0 : -1]
+        if self._furthest:
+            self._least_use = self._furthest[0].next_use()
+        return found[0] if found else None
 
     def _lease(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
         if not self.tier.fits(nbytes):

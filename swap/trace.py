@@ -3,7 +3,8 @@
 One cycle is what happens between two optimizer steps. A use that the trace did not expect moves
 the cursor to the nearest later match, and the stretch is recorded anew for the next cycle; where
 there is no match, a table of successors (who followed this group last time) predicts instead, so
-that changing control flow and mixtures of experts cost a few misses and never the whole trace.
+that changing control flow costs a few misses and never the whole trace. Experts, of which a router
+chooses some, are no part of that order (`swap/choices.py`): only where their tables stand in it is.
 
 A forward that no backward pass follows (an evaluation, inference) is a cycle of its own, expected
 until the next backward pass, and leaves no trace in that of the steps:
@@ -17,21 +18,42 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+from offload.swap.choices import Table
 
 # A cycle this long is over: parts of a model may be called for ever, with no forward of the whole.
 LONGEST_CYCLE = 1 << 14
 
 
-class _Cycle:
-    """Groups in the order of their use, and where forwards of the whole model began."""
+_Place = tuple[int, Table, bool]  # before which use a table stands; in a backward pass or not
 
-    def __init__(self, uses: list[int], forwards: list[int]) -> None:
+
+def _first_from(positions: Sequence[int], start: int) -> float:
+    """The first of sorted `positions` at or after `start`, or infinity."""
+    index = bisect.bisect_left(positions, start)
+    return positions[index] if index < len(positions) else math.inf
+
+
+class _Cycle:
+    """Groups in the order of their use, where forwards of the whole model began, and where tables
+    stood."""
+
+    def __init__(self, uses: list[int], forwards: list[int], places: Iterable[_Place]) -> None:
         self.uses = uses
         self._forwards = forwards
         self._positions: dict[int, list[int]] = {}
         for position, group in enumerate(uses):
             self._positions.setdefault(group, []).append(position)
+        self._in_forward: dict[Table, list[int]] = {}
+        self._in_backward: dict[Table, list[int]] = {}
+        self._backward_at: dict[int, list[Table]] = {}
+        self.places = list(dict.fromkeys(places))
+        for position, table, backward in self.places:
+            way = self._in_backward if backward else self._in_forward
+            way.setdefault(table, []).append(position)
+            if backward:
+                self._backward_at.setdefault(position, []).append(table)
 
     def next_position(self, group: int, start: int) -> int | None:
         """Where `group` stands next, at or after `start`."""
@@ -39,19 +61,35 @@ class _Cycle:
         index = bisect.bisect_left(positions, start)
         return positions[index] if index < len(positions) else None
 
+    def next_forward_place(self, table: Table, start: int) -> float:
+        """Where a forward comes to the table, at or after `start`."""
+        return _first_from(self._in_forward.get(table, ()), start)
+
+    def next_backward_place(self, table: Table, start: int, stop: float) -> float:
+        """Where a backward does, at or after `start`; infinity if behind `stop`."""
+        place = _first_from(self._in_backward.get(table, ()), start)
+        return place if place <= stop else math.inf
+
+    def backward_at(self, position: int) -> Sequence[Table]:
+        """The tables that a backward came to before the use at `position`."""
+        return self._backward_at.get(position, ())
+
+    def end_of_pass(self, start: int) -> int:
+        """Where the next forward begins, at or after `start`."""
+        index = bisect.bisect_left(self._forwards, start)
+        return self._forwards[index] if index < len(self._forwards) else len(self.uses)
+
     def pass_from(self, start: int) -> list[int]:
         """The uses from `start` on, before the next forward begins."""
-        index = bisect.bisect_left(self._forwards, start)
-        stop = self._forwards[index] if index < len(self._forwards) else len(self.uses)
-        return self.uses[start:stop]
+        return self.uses[start : self.end_of_pass(start)]
 
 
 class Trace:
     """The uses of groups (named by small integers) in one cycle, and those expected next. Not
-    thread-safe."""
+    thread-safe, but for `next_use` and `next_cycle_use`."""
 
     def __init__(self) -> None:
-        self._steps = _Cycle([], [])  # the last complete cycle that ended with a step
+        self._steps = _Cycle([], [], [])  # the last complete cycle that ended with a step
         self._expected = self._steps  # that, or the last forward without a backward pass
         self._recorded: list[int] = []  # this cycle so far
         self._forwards: list[int] = []  # where in it forwards began
@@ -59,7 +97,15 @@ class Trace:
         self._backward_start = 0
         self._turn: int | None = None  # used last in that forward and first in its backward
         self._in_backward = False  # a backward pass has come since
-        self._last: int | None = None
+        self._turning = False  # ... and has used nothing yet that is in no table
+        self._last: int | None = None  # in no table
+        self._tables: dict[str, Table] = {}
+        self._table_of: dict[int, Table] = {}
+        self._last_choice: int | None = None
+        self._choices: dict[int, int] = {}  # of this cycle, and where they were used first
+        self._places: list[_Place] = []  # of tables in this cycle so far
+        self._forward_choices = self._forward_places = 0  # how many were before the last forward
+        self._recomputes = False  # backward uses what was chosen in the order of its forward
         self._successors: dict[int, int] = {}
         self._cursor = 0  # next expected position
         self._on_trace = True
@@ -75,11 +121,26 @@ class Trace:
         """The next expected position in this cycle: what `next_use` counts from."""
         return self._cursor
 
+    def put_in_table(self, item: int, table: str) -> None:
+        """A pass uses `item` only if it chooses it, as it does others of this table."""
+        self._table_of[item] = self._tables.setdefault(table, Table())
+
+    def announce(self, chosen: Iterable[int]) -> None:
+        """The model chose these, and no others of their tables, to be used where it is now."""
+        if not self._in_backward:
+            for table in {self._table_of[item] for item in chosen if item in self._table_of}:
+                table.settled_at = self._cursor
+
     def use(self, group: int, *, backward: bool = False) -> bool:
         """Record that `group` is used now, in a backward pass or not. False for a repeat in a row,
         which counts once."""
         if backward and not self._in_backward:
             self._begin_backward()
+        table = self._table_of.get(group)
+        if table is not None:
+            return self._choose(group, table, backward=backward)
+        if self._turning:
+            self._turning = False
             self._turn = group if self._last == group else None
         if self._last == group:
             return False
@@ -95,7 +156,26 @@ class Trace:
 
     def repeats(self, group: int, *, backward: bool) -> bool:
         """Whether `use` would count nothing: the group was used last, in this pass."""
-        return self._last == group and (self._in_backward or not backward)
+        if group in self._table_of:
+            return self._last_choice == group and (self._in_backward or not backward)
+        begun = self._in_backward and not self._turning
+        return self._last == group and (begun or not backward)
+
+    def _choose(self, item: int, table: Table, *, backward: bool) -> bool:
+        if self._last_choice == item:
+            return False
+        self._last_choice = item
+        place = (len(self._recorded), table, backward)
+        if self._places[-1:] != [place]:
+            self._places.append(place)
+        self._choices.setdefault(item, len(self._recorded))
+        if not backward:
+            table.use(item)
+        elif item in table.chosen:
+            if len(table.chosen) > 1:
+                self._recomputes = item == next(iter(table.chosen))
+            del table.chosen[item]
+        return True
 
     def _follow(self, group: int) -> None:
         position = self._expected.next_position(group, self._cursor)
@@ -111,19 +191,35 @@ class Trace:
     def begin_forward(self) -> None:
         """The whole model is called. If no backward pass followed the last time, none is expected
         now."""
-        alone = self._recorded[self._forward_start :]
-        if alone and not self._in_backward:
-            del self._recorded[self._forward_start :]
-            self._last = None
-            self._expect(_Cycle(alone, []))
-            self._forwards = [start for start in self._forwards if start < self._forward_start]
+        if len(self._recorded) > self._forward_start and not self._in_backward:
+            self._take_out_forward()
         self._forward_start = len(self._recorded)
         self._forwards.append(self._forward_start)
-        self._in_backward = False
+        self._begin_pass()
+
+    def _take_out_forward(self) -> None:
+        """The last forward was one without a backward pass: expect it again."""
+        start = self._forward_start
+        places = self._places[self._forward_places :]
+        shifted = [(position - start, table, backward) for position, table, backward in places]
+        self._expect(_Cycle(self._recorded[start:], [], shifted))
+        del self._recorded[start:], self._places[self._forward_places :]
+        while len(self._choices) > self._forward_choices:
+            self._choices.popitem()  # the last one that was put in
+        self._last = None
+        self._forwards = [begun for begun in self._forwards if begun < start]
+
+    def _begin_pass(self) -> None:
+        self._in_backward = self._turning = False
+        self._last_choice = None
+        self._forward_choices, self._forward_places = len(self._choices), len(self._places)
+        for table in self._tables.values():
+            table.begin_pass()
 
     def _begin_backward(self) -> None:
         """This cycle will end with a step: expect what such a cycle has after what is recorded."""
-        self._in_backward = True
+        self._in_backward = self._turning = True
+        self._turn = self._last_choice = None
         self._backward_start = len(self._recorded)
         if self._expected is self._steps:
             return
@@ -136,12 +232,20 @@ class Trace:
         """A step: what was recorded is what the next cycle is expected to be."""
         if not self._recorded:
             return
-        self._steps = _Cycle(self._recorded, self._forwards)
-        self._recorded, self._forwards = [], []
+        self._steps = _Cycle(self._recorded, self._forwards, self._known_places())
+        self._recorded, self._forwards, self._places, self._choices = [], [], [], {}
         self._forward_start = 0
-        self._in_backward = False
         self._last = None
+        self._begin_pass()
         self._expect(self._steps)
+
+    def _known_places(self) -> list[_Place]:
+        """Where tables stood in this cycle. Those of which it chose nothing stand where they stood
+        in the one before, if the uses are the same."""
+        if self._recorded != self._steps.uses:
+            return self._places
+        seen = {(table, backward) for _, table, backward in self._places}
+        return [*self._places, *(place for place in self._steps.places if place[1:] not in seen)]
 
     def _expect(self, cycle: _Cycle) -> None:
         """`cycle` begins."""
@@ -151,7 +255,7 @@ class Trace:
 
     # ---------------------------------------------------------------- predictions
     def upcoming(self) -> Iterator[int]:
-        """Groups in the order of their expected use, at most one cycle long."""
+        """Groups in the order of their expected use, at most one cycle long. None of a table."""
         if not self._on_trace and self._last is not None:
             yield from self._by_successors(self._last)
             return
@@ -160,16 +264,27 @@ class Trace:
             yield uses[(start + distance) % len(uses)]
 
     def ahead(self, count: int) -> list[tuple[int, float]]:
-        """The groups of the next `count` uses, as `upcoming` has them, once each, and the uses
-        until then."""
+        """The first `count` items that are needed next, as `next_use` has them: groups as in
+        `upcoming`, and between them what backward needs of the tables there."""
         if not self._on_trace and self._last is not None:
             found = itertools.islice(self._by_successors(self._last), count)
             return [(group, self.next_use(group)) for group in found]
         uses, start = self._expected.uses, self._cursor
         distances: dict[int, float] = {}
         for distance in range(min(count, len(uses))):
-            distances.setdefault(uses[(start + distance) % len(uses)], distance)
-        return list(distances.items())
+            position = start + distance
+            for table in self._expected.backward_at(position):
+                for item in self._coming_back(table, count):
+                    distances.setdefault(item, self.next_use(item))
+            if len(distances) >= count:
+                break
+            distances.setdefault(uses[position % len(uses)], distance)
+        return list(itertools.islice(distances.items(), count))
+
+    def _coming_back(self, table: Table, count: int) -> Iterator[int]:
+        """The first `count` of the items that backward uses of a table."""
+        order = table.chosen if self._recomputes else reversed(table.chosen)
+        return itertools.islice(order, count)
 
     def rest(self) -> Iterator[int]:
         """As `upcoming`, but for what comes after this pass of the model: a step may have changed
@@ -182,8 +297,15 @@ class Trace:
     def is_over(self, group: int) -> bool:
         """Whether this pass, which is in its backward, is expected not to use the group again: as
         the last step did, or as often as its forward did."""
+        table = self._table_of.get(group)
+        if table is not None:
+            known = self.learnt and self._on_trace
+            return group not in table.chosen or (
+                known and math.isinf(self._backward_use(group, table))
+            )
         if self.learnt and self._on_trace:
-            return group not in self._expected.pass_from(self._cursor)
+            position = self._expected.next_position(group, self._cursor)
+            return position is None or position >= self._expected.end_of_pass(self._cursor)
         forward = self._recorded[self._forward_start : self._backward_start]
         done = self._recorded[self._backward_start :].count(group) + (group == self._turn)
         return done >= forward.count(group)
@@ -196,19 +318,50 @@ class Trace:
             group = following
 
     def next_use(self, group: int) -> float:
-        """Uses until `group` is expected again; infinity if it never was."""
+        """Uses until `group` is expected again; infinity if it never was. What is chosen comes
+        before the use that its table stands before."""
+        table = self._table_of.get(group)
+        if table is not None:
+            return min(self._backward_use(group, table), self._forward_use(group, table))
         position = self._expected.next_position(group, self._cursor)
         if position is not None:
             return position - self._cursor
         return self.next_cycle_use(group)
 
     def next_cycle_use(self, group: int) -> float:
-        """Uses until `group` is expected for the first time in the next cycle."""
-        first = self._expected.next_position(group, 0)
-        if first is None:
+        """Uses until `group` is expected for the first time in the next cycle. What this cycle has
+        chosen counts as chosen in the next one, too: its update, at the latest, needs it there."""
+        cycle, cursor = self._expected, self._cursor
+        table = self._table_of.get(group)
+        if table is None:
+            position = cycle.next_position(group, 0)
+            return math.inf if position is None else len(cycle.uses) - cursor + position
+        share = 1.0 if group in self._choices else table.share_of(group)
+        return (len(cycle.uses) - cursor + cycle.next_forward_place(table, 0)) / share
+
+    def _backward_use(self, item: int, table: Table) -> float:
+        """Uses until the backward of this pass needs what the forward has chosen; infinity if it
+        does not."""
+        order = table.order_of(item)
+        if order is None:
             return math.inf
-        return len(self._expected.uses) - self._cursor + first
+        cycle, cursor = self._expected, self._cursor
+        stop = cycle.end_of_pass(cursor if self._in_backward else cursor + 1)
+        place = cycle.next_backward_place(table, cursor, stop)
+        return place - cursor - (1 - order if self._recomputes else order)
+
+    def _forward_use(self, item: int, table: Table) -> float:
+        """Uses until a forward comes to the item's table, over the share that chooses it."""
+        cycle, cursor = self._expected, self._cursor
+        done = table.settled_at == cursor or table.order_of(item) is not None  # where it is now
+        place = cycle.next_forward_place(table, cursor + done)
+        if math.isinf(place):
+            place = len(cycle.uses) + cycle.next_forward_place(table, 0)
+        return (place - cursor + 0.5) / table.share_of(item)
 
     def first_uses(self) -> list[int]:
         """Groups in the order of their first use in the cycle being recorded."""
-        return list(dict.fromkeys(self._recorded))
+        firsts: dict[int, float] = {item: place - 0.5 for item, place in self._choices.items()}
+        for position, group in enumerate(self._recorded):
+            firsts.setdefault(group, position)
+        return sorted(firsts, key=lambda group: firsts[group])

@@ -5,19 +5,24 @@
     fetched ahead     ├ c ├ d               the next ones in the trace, while there is room
     announce(x, y)    ├ x ├ y ├ c ├ d       a module chose x and y: before what the trace expects
 
-An item to be fetched has a number and a state. A group of parameters is one; so may be a part of a
-group that is fetched only when it is chosen, after its module has run in part (an expert after its
-router).
+An item to be fetched has a number and a state. A group of parameters is one. Items of a table are
+fetched only when they are chosen, after their module has run in part (experts after their router):
+in forward when they are announced or used, in backward ahead of it, for what the forward has chosen
+is what the backward needs. They are never guessed (benchmarks/records/expert-residency.md has what
+guesses would cost).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from offload.swap.io_backend import Priority
 from offload.swap.state import State
 from offload.swap.trace import Trace
+
+_NOW = -1.0  # before what is announced, and before the next use of the trace, which is at 0
 
 
 class Fetchable(Protocol):
@@ -61,57 +66,77 @@ class Fetcher:
         self.updates: PendingUpdates = NoUpdates()
         self._depth = depth
         self._items: list[Fetchable] = []
+        self._choices: set[int] = set()  # items that are in a table
         self._any_moves = False  # else there is nothing to fetch
-        self._needed: int | None = None  # the item used last
-        self._announced: dict[int, Fetchable] = {}  # chosen and not used yet, the next one first
+        self._needed: int | None = None  # the item used last, in no table
+        self._needed_choice: int | None = None  # ... in a table, since then
+        # chosen and not used yet, the next one first, and when: between now and the next use of the
+        # trace
+        self._announced: dict[int, float] = {}
 
     @property
     def next_number(self) -> int:
         """The number of the next item to be added."""
         return len(self._items)
 
-    def add(self, item: Fetchable) -> None:
-        """Let `item`, whose number is `next_number`, be used and expected from now on."""
+    def add(self, item: Fetchable, table: str = "") -> None:
+        """Let `item`, whose number is `next_number`, be used and expected from now on; if it is in
+        a `table`, by those passes that choose it."""
         assert item.index == self.next_number, "numbered in order"
         self._items.append(item)
+        if table:
+            self.trace.put_in_table(item.index, table)
+            self._choices.add(item.index)
         self._any_moves |= not item.state.in_place
 
     def next_use(self, index: int) -> float:
-        """Uses until an item is needed; infinity if it is not expected."""
-        if index == self._needed:
-            return 0.0
-        expected = self.trace.next_use(index)
-        if index in self._announced:
-            return min(expected, 1.0 + list(self._announced).index(index))
-        return expected
+        """Uses until an item is needed; infinity if it is not expected. For any thread."""
+        if index in (self._needed, self._needed_choice):
+            return _NOW
+        announced = self._announced.get(index)
+        return self.trace.next_use(index) if announced is None else announced
+
+    def begin_forward(self) -> None:
+        """The whole model is called."""
+        self._announced = {}  # of a call that failed
+        self.trace.begin_forward()
 
     def need(self, item: Fetchable, *, backward: bool = False) -> None:
         """`item` is used now: note the use, move its update to the front or begin to bring it."""
         index = item.index
-        self._needed = index  # prefetches must not evict it before it is used
+        self._needed_choice = index if index in self._choices else None
+        if self._needed_choice is None:
+            self._needed = index  # prefetches must not evict it before it is used
         self._announced.pop(index, None)
         if self.trace.use(index, backward=backward):
             item.state.note_use()
         if self.updates.is_pending(index):
             self.updates.promote(index)
         else:  # it leases its slot before prefetches do: they may leave no hole of its size
-            item.state.bring(next_use=0, priority=Priority.URGENT)
+            item.state.bring(next_use=_NOW, priority=Priority.URGENT)
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
         """A module chose the items it needs next, in this order: begin to bring them, as far as
         there is room. Items chosen before and not used since are no longer expected."""
-        self._announced = {item.index: item for item in chosen}
-        for distance, item in enumerate(chosen, 1):
-            if not self._bring(item, distance):
-                return
+        self.trace.announce(item.index for item in chosen)
+        share = 1 / (len(chosen) + 1)
+        self._announced = {item.index: _NOW + n * share for n, item in enumerate(chosen, 1)}
+        for item in reversed(chosen):
+            if self.updates.is_pending(item.index):
+                self.updates.promote(item.index)
+        self._bring_all(self._announced.items())
 
     def fetch_ahead(self) -> None:
         """Begin to bring the items that are used next."""
         if not self._any_moves:
             return
-        for index, next_use in self.trace.ahead(self._depth):
-            if not self._bring(self._items[index], next_use):
-                return
+        announced = itertools.islice(self._announced.items(), self._depth)
+        if self._bring_all(announced):
+            self._bring_all(self.trace.ahead(self._depth))
+
+    def _bring_all(self, coming: Iterable[tuple[int, float]]) -> bool:
+        """Items and their next uses, as far as there is room."""
+        return all(self._bring(self._items[index], next_use) for index, next_use in coming)
 
     def _bring(self, item: Fetchable, next_use: float) -> bool:
         if self.updates.is_pending(item.index):

@@ -258,7 +258,7 @@ class Runtime:
 
     def _expected_uses(self) -> ExpectedUses:
         return ExpectedUses(
-            of_parameters=lambda group: self.trace.next_use(group.index),
+            of_parameters=lambda group: self.store.fetcher.next_use(group.index),
             of_records=lambda group: self._next_update(group.index),
             keep_records=self.options.keep_records,
         )

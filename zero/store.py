@@ -104,7 +104,7 @@ class WeightStore:
             self._released.classes_of, copies,
         )  # fmt: skip
         self.groups.append(group)
-        self.fetcher.add(group)
+        self.fetcher.add(group, plan.table)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
 
     def _add_tables(self, discovery: Discovery) -> None:
@@ -180,7 +180,7 @@ class WeightStore:
         self.check_usable()
         self.adopt_changes()
         self.ranks.begin_pass()
-        self.trace.begin_forward()
+        self.fetcher.begin_forward()
 
     def adopt_changes(self) -> None:
         """Keep what was written to parameters since the last call."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ class UpdateQueue:
         self._staging = bool(buffers)  # False: every home is memory, nothing is ever staged
         self._lookahead = max(2, len(buffers) - 1)
         self._expected = expected
-        self._waiting: deque[GroupUpdate] = deque()
+        self._waiting: OrderedDict[int, GroupUpdate] = OrderedDict()  # the next one first
         self._unfinished: dict[int, GroupUpdate] = {}
         self._lock = threading.Lock()
         self._device = DeviceWork.nothing() if device is None else device
@@ -96,7 +96,7 @@ class UpdateQueue:
                 update.ready.lane = self.lane
                 update.group.pending = update.ready
                 self._unfinished[update.group.index] = update
-                self._waiting.append(update)
+                self._waiting[update.group.index] = update
         self._worker.wake()
         for update in updates:
             if not update.state.gradients.is_reduced_locally:
@@ -105,11 +105,8 @@ class UpdateQueue:
     def promote(self, index: int) -> None:
         """A group is needed now: its update is the next to begin."""
         with self._lock:
-            for update in self._waiting:
-                if update.group.index == index:
-                    self._waiting.remove(update)
-                    self._waiting.appendleft(update)
-                    return
+            if index in self._waiting:
+                self._waiting.move_to_end(index, last=False)
 
     def is_pending(self, index: int) -> bool:
         return index in self._unfinished
@@ -201,11 +198,12 @@ class UpdateQueue:
     def _begin_group(self) -> GroupUpdate | None:
         with self._lock:
             # one that waits for other ranks must not hold what the reduction needs to end
-            here = (each for each in self._waiting if each.state.gradients.is_reduced_locally)
+            waiting = self._waiting.values()
+            here = (each for each in waiting if each.state.gradients.is_reduced_locally)
             update = next(here, None)
             if update is None:
                 return None
-            self._waiting.remove(update)
+            del self._waiting[update.group.index]
             update.begun = True
         update.chunks_left = len(update.state.chunks)
         update.begun_s = time.perf_counter()

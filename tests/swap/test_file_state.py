@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -59,9 +60,9 @@ def bench(tmp_path) -> Iterator[Bench]:
     yield from make_bench(tmp_path, ThreadsBackend())
 
 
-def make_bench(tmp_path, backend, file_pages=64) -> Iterator[Bench]:
+def make_bench(tmp_path, backend, file_pages=64, slots=4) -> Iterator[Bench]:
     lock, ledger = threading.RLock(), Ledger()
-    host = MemoryTier(Tier.HOST, 4 * PAGE, HostMemory(4 * PAGE), ledger)
+    host = MemoryTier(Tier.HOST, slots * PAGE, HostMemory(slots * PAGE), ledger)
     tier = FileTier(file_pages * PAGE, [1.0], ledger)
     store = BlockStore([SwapFile(tmp_path)], tier, backend, lock=lock)
     yield Bench(store, SlotPool(host, lock), ledger)
@@ -117,6 +118,42 @@ def test_a_prefetch_never_takes_the_place_of_what_is_needed_sooner(bench):
     assert not later.bring(next_use=3.0)
     assert later.bring(next_use=1.5)
     assert held[0].residency() is Residency.CLEAN
+
+
+MANY = 192  # copies, for which one look finds four
+
+
+def test_of_many_copies_those_needed_last_give_way_and_not_all_are_looked_at_each_time(tmp_path):
+    for bench in make_bench(tmp_path, ThreadsBackend(), 2 * MANY, MANY):
+        states = [bench.filled(str(number), number % 256) for number in range(MANY)]
+        for state in states:
+            bench.next_use[state.name] = float(state.name)
+        asks = itertools.count()
+        states[0]._next_use = lambda asks=asks: 0.0 * next(asks)
+        for number in range(8):
+            bench.filled(f"new {number}", 0)
+        gone = [number for number in range(MANY) if states[number].residency() is Residency.ABSENT]
+        assert gone == list(range(MANY - 8, MANY))
+        assert next(asks) == 2
+
+
+def test_what_a_look_found_stays_if_it_is_needed_sooner_meanwhile_or_in_use(tmp_path):
+    for bench in make_bench(tmp_path, ThreadsBackend(), 2 * MANY, MANY):
+        states = [bench.filled(str(number), number % 256) for number in range(MANY)]
+        for state in states:
+            bench.next_use[state.name] = float(state.name)
+        bench.filled("new 0", 0)
+        assert states[-1].residency() is Residency.ABSENT
+        bench.next_use[states[-2].name] = 1.0
+        view = states[-3].tensor()
+        bench.filled("new 1", 0)
+        assert states[-4].residency() is Residency.ABSENT
+        states[-5].discard()  # found, too, and not there any more
+        bench.filled("in its place", 0)
+        bench.filled("new 2", 0)
+        held = [number for number in range(MANY) if states[number].residency() is Residency.CLEAN]
+        assert held == [*range(MANY - 6), MANY - 3, MANY - 2]
+        assert int(view[0]) == (MANY - 3) % 256
 
 
 def test_memory_that_is_being_filled_is_not_sent_home(bench):

@@ -222,3 +222,309 @@ def test_an_engine_tells_forwards_alone_from_those_of_a_step(tmp_path: Path) -> 
         losses_of(engine, batches(1))
         assert list(trace.upcoming()) == step
         assert step.count(1) == 2  # forward and backward of one step
+
+
+# ---------------------------------------------------------------- what a pass chooses
+EXPERTS = 4
+
+
+def expert(layer: int, number: int) -> int:
+    """Layers are the groups 0, 1, 2; these their experts."""
+    return 10 * (layer + 1) + number
+
+
+def sparse(layers: int = 3) -> Trace:
+    trace = Trace()
+    for layer in range(layers):
+        for number in range(EXPERTS):
+            trace.put_in_table(expert(layer, number), f"layer {layer}")
+    return trace
+
+
+Chosen = dict[int, list[int]]  # by layer
+
+
+def sparse_forward(trace: Trace, chosen: Chosen, *, announces: bool = False) -> None:
+    trace.begin_forward()
+    for layer in chosen:
+        trace.use(layer)
+        items = [expert(layer, number) for number in chosen[layer]]
+        if announces:
+            trace.announce(items)
+        for item in items:
+            trace.use(item)
+
+
+def sparse_backward(trace: Trace, chosen: Chosen, *, recomputes: bool = False) -> None:
+    for layer in reversed(chosen):
+        trace.use(layer, backward=True)
+        for number in chosen[layer] if recomputes else reversed(chosen[layer]):
+            trace.use(expert(layer, number), backward=True)
+
+
+def sparse_step(trace: Trace, chosen: Chosen, *, recomputes: bool = False) -> None:
+    sparse_forward(trace, chosen)
+    sparse_backward(trace, chosen, recomputes=recomputes)
+    trace.end_cycle()
+
+
+FIRST: Chosen = {0: [0, 1], 1: [2], 2: [3, 0]}
+
+
+def choices_ahead(trace: Trace, count: int = 20) -> list[int]:
+    return [item for item, _ in trace.ahead(count) if item >= 10]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choices_leave_the_order_of_groups_as_if_they_were_not_there(seed: int):
+    """Experts in any order, or none; groups in another order; evaluations; parts called alone."""
+    chance = random.Random(seed)
+    trace, plain = sparse(), Trace()
+
+    def choose(layer: int, *, backward: bool) -> None:
+        for _ in range(chance.randrange(4)):
+            trace.use(expert(layer, chance.randrange(EXPERTS)), backward=backward)
+
+    def use(layer: int, *, backward: bool) -> None:
+        if not chance.randrange(3):
+            choose(layer, backward=backward)
+        repeats = chance.randrange(2)
+        for _ in range(1 + repeats):
+            assert trace.repeats(layer, backward=backward) == plain.repeats(
+                layer, backward=backward
+            )
+            assert trace.use(layer, backward=backward) == plain.use(layer, backward=backward)
+            choose(layer, backward=backward)
+        assert list(trace.upcoming()) == list(plain.upcoming())
+        assert list(trace.rest()) == list(plain.rest())
+        assert [each for each in trace.ahead(99) if each[0] < 10] == plain.ahead(99)
+        for group in range(4):
+            assert trace.next_use(group) == plain.next_use(group)
+            assert trace.next_cycle_use(group) == plain.next_cycle_use(group)
+            if backward:
+                assert trace.is_over(group) == plain.is_over(group)
+
+    for _ in range(40):
+        layers = [layer for layer in range(3) if chance.randrange(8)]
+        if chance.randrange(5):
+            trace.begin_forward()
+            plain.begin_forward()
+        if not chance.randrange(8):
+            chance.shuffle(layers)
+        for layer in layers:
+            use(layer, backward=False)
+        if chance.randrange(3):
+            for layer in reversed(layers):
+                use(layer, backward=True)
+            if chance.randrange(2):
+                assert [group for group in trace.first_uses() if group < 10] == plain.first_uses()
+                trace.end_cycle()
+                plain.end_cycle()
+        assert (trace.hits, trace.misses) == (plain.hits, plain.misses)
+
+
+def test_no_forward_is_guessed_and_its_choices_are_ahead_of_its_backward_in_reverse():
+    trace = sparse()
+    sparse_step(trace, FIRST)
+    chosen: Chosen = {0: [3, 1], 1: [0, 1, 2], 2: [1]}
+    trace.begin_forward()
+    for layer, numbers in chosen.items():
+        trace.use(layer)
+        if layer < 2:
+            assert not choices_ahead(trace, 1)
+        for number in numbers:
+            trace.use(expert(layer, number))
+    assert choices_ahead(trace) == [31, 22, 21, 20, 11, 13]
+    for layer in (2, 1, 0):
+        trace.use(layer, backward=True)
+        for number in reversed(chosen[layer]):
+            item = expert(layer, number)
+            assert choices_ahead(trace)[0] == item
+            trace.use(item, backward=True)
+    assert not choices_ahead(trace)
+    trace.end_cycle()
+    assert not choices_ahead(trace)
+
+
+def test_what_is_ahead_stands_where_it_is_needed():
+    trace = sparse()
+    sparse_step(trace, FIRST)
+    sparse_forward(trace, {0: [3], 1: [0, 1], 2: [1]})
+    assert [item for item, _ in trace.ahead(9)] == [31, 1, 21, 20, 0, 13, 2]
+    uses = [use for _, use in trace.ahead(7)]
+    assert uses == sorted(uses)
+    assert [item for item, _ in trace.ahead(2)] == [31, 1]
+    assert trace.ahead(9) == [(item, trace.next_use(item)) for item, _ in trace.ahead(9)]
+
+
+def test_where_blocks_are_computed_again_choices_come_back_in_forward_s_order():
+    trace = sparse()
+    sparse_step(trace, FIRST, recomputes=True)
+    chosen: Chosen = {0: [3, 1], 1: [0, 1, 2], 2: [1]}
+    sparse_forward(trace, chosen)
+    assert choices_ahead(trace) == [31, 20, 21, 22, 13, 11]
+    sparse_backward(trace, chosen)  # and no longer
+    trace.end_cycle()
+    sparse_forward(trace, chosen)
+    assert choices_ahead(trace) == [31, 22, 21, 20, 11, 13]
+
+
+def test_only_the_last_forward_is_expected_back():
+    trace = sparse()
+    sparse_step(trace, FIRST)
+    for number in range(EXPERTS):  # evaluations
+        sparse_forward(trace, {layer: [number] for layer in range(3)})
+    sparse_forward(trace, {0: [0], 1: [2, 3], 2: [1]})
+    trace.use(2, backward=True)
+    assert choices_ahead(trace) == [31, 23, 22, 10]
+    assert {item for item in trace.first_uses() if item >= 10} == {10, 22, 23, 31}
+
+
+def test_a_pass_that_chooses_nothing_is_no_deviation():
+    trace = sparse()
+    sparse_step(trace, FIRST)
+    nothing: Chosen = {0: [], 1: [], 2: []}
+    for _ in range(2):
+        before = trace.misses
+        sparse_step(trace, nothing)
+        assert trace.misses == before
+        assert list(trace.upcoming()) == [0, 1, 2, 1, 0]
+    sparse_step(trace, {0: [1], 1: [], 2: []})
+    sparse_forward(trace, FIRST)
+    assert choices_ahead(trace) == [30, 33, 22, 11, 10]
+
+
+def test_where_tables_stand_is_learnt_anew_with_the_order_of_groups():
+    trace = sparse()
+    sparse_step(trace, FIRST)
+    sparse_step(trace, {1: [], 0: [], 2: []})
+    sparse_forward(trace, FIRST)
+    assert not choices_ahead(trace)
+    assert math.isinf(trace.next_use(expert(0, 0)))
+    sparse_backward(trace, FIRST)
+    trace.end_cycle()
+    sparse_forward(trace, FIRST)
+    assert choices_ahead(trace) == [30, 33, 22, 11, 10]
+
+
+def test_a_backward_that_leaves_choices_out_ends_what_was_expected_of_its_layer():
+    trace = sparse()
+    sparse_step(trace, FIRST)
+    sparse_forward(trace, FIRST)
+    for layer in (2, 1):
+        trace.use(layer, backward=True)
+    assert choices_ahead(trace) == [22, 11, 10]
+    assert trace.is_over(expert(2, 3))
+    assert not trace.is_over(expert(1, 2))
+    assert trace.is_over(expert(1, 3))  # never chosen
+    trace.use(expert(1, 2), backward=True)
+    assert trace.is_over(expert(1, 2))
+
+
+def test_in_the_first_backward_choices_are_over_when_they_were_used():
+    trace = sparse()
+    sparse_forward(trace, FIRST)
+    trace.use(2, backward=True)
+    assert not trace.is_over(expert(2, 0))
+    trace.use(expert(2, 0), backward=True)
+    assert trace.is_over(expert(2, 0))
+    assert trace.is_over(expert(2, 1))
+
+
+def test_passes_of_one_cycle_each_expect_their_own_choices_back():
+    trace = sparse()
+    passes: list[Chosen] = [FIRST, {0: [2], 1: [3], 2: [1]}]
+    for _ in range(2):
+        for chosen in passes:
+            sparse_forward(trace, chosen)
+            sparse_backward(trace, chosen)
+        trace.end_cycle()
+    for chosen in reversed(passes):
+        sparse_forward(trace, chosen)
+        coming = [expert(layer, n) for layer in (2, 1, 0) for n in reversed(chosen[layer])]
+        assert choices_ahead(trace) == coming
+        assert all(trace.next_use(item) < 3 for item in coming)
+        sparse_backward(trace, chosen)
+
+
+def test_what_backward_needs_is_expected_before_what_a_forward_may_choose():
+    trace = sparse()
+    for _ in range(3):
+        sparse_step(trace, {0: [0, 1], 1: [1, 2], 2: [2, 3]})
+    sparse_forward(trace, {0: [0], 1: [1], 2: [2]}, announces=True)
+    needed = [trace.next_use(expert(layer, layer)) for layer in (2, 1, 0)]
+    assert needed == sorted(needed)
+    assert trace.next_use(0) < needed[-1] < trace.next_use(0) + 1  # just behind its layer
+    assert trace.next_use(expert(0, 1)) > needed[-1]  # chosen before, not this time
+    assert trace.next_use(expert(0, 1)) < trace.next_use(expert(2, 3))  # its layer comes first
+    assert trace.next_use(expert(0, 3)) > 1e3  # never chosen
+
+
+def test_what_is_chosen_more_often_is_expected_sooner():
+    trace = sparse()
+    for number in range(24):
+        sparse_step(trace, {0: [0, *[1] * (number % 2), *[2] * (number % 8 == 0)], 1: [], 2: []})
+    uses = [trace.next_use(expert(0, number)) for number in range(EXPERTS)]
+    assert uses == sorted(uses)
+    assert len(set(uses)) == EXPERTS
+    assert uses[0] == pytest.approx(1.5)  # behind the layer's use, and always
+
+
+def test_what_was_announced_ends_a_layer_s_expectations_of_this_forward():
+    for announces in (False, True):
+        trace = sparse()
+        for _ in range(2):
+            sparse_step(trace, {layer: [0, 1, 2, 3] for layer in range(3)})
+        trace.begin_forward()
+        trace.use(0)
+        if announces:
+            trace.announce([expert(0, 1)])
+        trace.use(expert(0, 1))
+        # without an announcement the others may yet come
+        assert (trace.next_use(expert(0, 2)) < 1) != announces
+
+
+def test_a_layer_used_twice_keeps_its_order():
+    trace = sparse(1)
+    for _ in range(2):
+        trace.begin_forward()
+        for group, number in ((0, 0), (5, 1), (0, 2), (6, 0)):
+            trace.use(group)
+            trace.use(expert(0, number))
+        before = trace.misses
+        for group, number in ((6, 0), (0, 2), (5, 1), (0, 0)):
+            trace.use(group, backward=True)
+            trace.use(expert(0, number), backward=True)
+        assert trace.misses == before
+        trace.end_cycle()
+    assert list(trace.upcoming()) == [0, 5, 0, 6, 0, 5, 0]
+
+
+def test_first_uses_have_choices_where_they_were_used():
+    trace = sparse()
+    sparse_forward(trace, FIRST)
+    assert trace.first_uses() == [0, 10, 11, 1, 22, 2, 33, 30]
+    sparse_backward(trace, FIRST)
+    assert trace.first_uses() == [0, 10, 11, 1, 22, 2, 33, 30]
+
+
+def test_the_update_of_what_this_cycle_chose_is_expected_before_that_of_the_rest():
+    trace = sparse()
+    sparse_step(trace, {layer: [0, 1, 2] for layer in range(3)})
+    sparse_step(trace, {layer: [0, 1] for layer in range(3)})
+    sparse_forward(trace, {layer: [0] for layer in range(3)})
+    updates = [trace.next_cycle_use(expert(0, number)) for number in range(EXPERTS)]
+    assert updates == sorted(updates)
+    assert updates[0] == trace.next_cycle_use(0) + 1  # its place is behind its layer's first use
+
+
+def test_a_cycle_of_choices_alone_does_no_harm():
+    trace = sparse()
+    for _ in range(3):
+        trace.use(expert(0, 1))
+        trace.use(expert(0, 1), backward=True)
+        trace.end_cycle()
+    assert not trace.learnt
+    assert trace.ahead(4) == []
+    sparse_step(trace, FIRST)
+    assert list(trace.upcoming()) == [0, 1, 2, 1, 0]

@@ -1,0 +1,67 @@
+"""Items of which each pass uses those that it chooses: experts, which belong to tables.
+
+A table has places in the trace, each before one of its uses or behind the last one. Its items are
+no uses there: whatever a router chooses, in whatever order, moves nothing.
+
+    uses         a     b     c     c     b     a      of items in no table
+    places          T     U           U     T         of tables T and U
+    chosen         4,1    8           8    1,4        by the forward, and so needed by its backward
+
+So it is known what a backward needs, and where. For later forwards the share of the last ones that
+chose an item is known (an exponential average). Memory is worth most where it is soon and likely
+needed again, so the uses until the table's next place are divided by that share. How near this
+comes to knowing the routing beforehand (Belady, 1966): benchmarks/records/expert-residency.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_RECENT = 1 / 4  # the weight of the last forward in a share
+_LEAST_SHARE = 1e-6
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """The items of one table, named by small integers. Not thread-safe, but for `order_of` and
+    `share_of`."""
+
+    chosen: dict[int, int] = field(default_factory=dict)  # by this forward, in the order of use;
+    # those that its backward has used since are taken out
+    settled_at: int | None = None  # the place at which the forward has announced all that it uses
+    _uses: int = 0  # by this forward
+    _passes: int = 0  # forwards that came here
+    _shares: dict[int, tuple[float, int]] = field(default_factory=dict)  # the last, and its pass
+
+    def begin_pass(self) -> None:
+        """A forward of the whole model begins."""
+        self.chosen = {}
+        self.settled_at = None
+        self._uses = 0
+
+    def use(self, item: int) -> None:
+        """A forward uses `item`."""
+        self._passes += not self._uses
+        self._uses += 1
+        self.chosen.pop(item, None)
+        self.chosen[item] = self._uses
+        share, last = self._shares.get(item, (0.0, 0))
+        if last < self._passes:
+            self._shares[item] = _faded(share, self._passes - last) + _RECENT, self._passes
+
+    def order_of(self, item: int) -> float | None:
+        """Between 0 and 1: when this forward used `item`; None if its backward needs it no more."""
+        use = self.chosen.get(item)
+        return None if use is None else use / (self._uses + 1)
+
+    def share_of(self, item: int) -> float:
+        """Of the last forwards that came here, those that chose `item`. Never 0."""
+        share, last = self._shares.get(item, (0.0, 0))
+        passes = self._passes
+        weights = 1 - _faded(1.0, passes)  # of all forwards that there were
+        return max(_LEAST_SHARE, _faded(share, passes - last) / weights) if passes else _LEAST_SHARE
+
+
+def _faded(share: float, passes: int) -> float:
+    """What is left of a share after some forwards."""
+    return share * (1 - _RECENT) ** passes

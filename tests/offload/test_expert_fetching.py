@@ -1,0 +1,184 @@
+"""Experts under an engine whose memory is too small for them: the same bits, whatever is routed
+where, and a trace of the rest that no routing disturbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.tiers.residency import Residency
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    WIDTH,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    least_budget,
+    seeded,
+)
+
+EXPERTS = 8
+
+
+class Expert(nn.Module):
+    """As large as makes a table of experts move one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 1200, bias=False)
+        self.down = nn.Linear(1200, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+class Routed(nn.Module):
+    """Each token goes to one expert; the experts are called in the order `order`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.order: Callable[[list[int]], list[int]] = list
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        y = 0 * weights.unsqueeze(-1) * x  # the router has a gradient also without experts
+        for index in self.order(chosen.unique().tolist()):
+            here = chosen == index
+            y[here] = weights[here].unsqueeze(-1) * self.experts[index](x[here])
+        return x + y
+
+
+class RoutedLM(TinyLM):
+    """Blocks are computed `twice` each, or `again` in backward."""
+
+    def __init__(self, *, again: bool = False, twice: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(3))
+        self.again, self.twice = again, twice
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for block in [*self.blocks, *(self.blocks if self.twice else ())]:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _values(engine: offload.Engine) -> dict[str, Tensor]:
+    """One by one: they do not fit together."""
+    found = {}
+    for name, param in engine.module.named_parameters():
+        with engine.gathered(param):
+            found[name] = param.detach().clone()
+    return found
+
+
+def _step(engine: offload.Engine, tokens: Tensor) -> None:
+    engine.module.loss(tokens).backward()
+
+
+def _plain(engine: offload.Engine, data: list[Tensor]) -> None:
+    for tokens in data:
+        _step(engine, tokens)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def _evaluating(engine: offload.Engine, data: list[Tensor]) -> None:
+    for number, tokens in enumerate(data):
+        with torch.no_grad():
+            for other in data[: number % 3]:
+                engine.module.loss(other)
+        _plain(engine, [tokens])
+
+
+def _accumulating(engine: offload.Engine, data: list[Tensor]) -> None:
+    for number, tokens in enumerate(data):
+        _step(engine, tokens)
+        if number % 2:
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+
+def _two_forwards(engine: offload.Engine, data: list[Tensor]) -> None:
+    for one, other in zip(data[::2], data[1::2], strict=True):
+        (engine.module.loss(one) + engine.module.loss(other)).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def _in_any_order(engine: offload.Engine, data: list[Tensor]) -> None:
+    orders: list[Any] = [sorted, lambda found: found[::-1], lambda found: found[1::2] + found[::2]]
+    orders.append(lambda found: [])  # no tokens
+    for number, tokens in enumerate(data):
+        for place, block in enumerate(engine.module.blocks):
+            block.order = orders[(number + place) % len(orders)]
+        _plain(engine, [tokens])
+
+
+LOOPS = [_plain, _evaluating, _accumulating, _two_forwards, _in_any_order]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_experts_that_do_not_fit_train_with_the_bits_of_those_in_memory(
+    loop: Callable[..., None], tmp_path: Path, long: bool
+) -> None:
+    hows: list[dict[str, bool]] = [{}, {"again": True}, {"twice": True}]
+    number = LOOPS.index(loop) % len(hows)
+    for how in hows if long else hows[number : number + 1]:
+        _compare(loop, how, tmp_path)
+
+
+def _compare(loop: Callable[..., None], how: dict[str, bool], tmp_path: Path) -> None:
+    def build() -> RoutedLM:
+        return RoutedLM(**how)
+
+    found = []
+    for placement in HOST, NVME:
+        keys = config(tmp_path, placement, budget={"host": "64MiB", "nvme": "128MiB"})
+        keys["optimizer"] = {"lr": 3e-3, "chunk": 16384}
+        if placement is NVME:
+            # torch's checkpoints keep all that a block has used until its backward is over
+            host = "6MiB" if how.get("again") else least_budget(build, keys)["host"]
+            keys["budget"] = {"host": host, "nvme": "128MiB"}
+        with offload.initialize(seeded(build), keys) as engine:
+            loop(engine, batches(4))
+            found.append(_values(engine))
+            if placement is NVME:
+                assert len(engine.runtime.store.tables) == 3
+    assert_same_bits(*found)
+
+
+def test_no_routing_disturbs_the_trace_and_backward_finds_what_forward_used(tmp_path: Path) -> None:
+    keys = config(tmp_path, NVME, budget={"host": "6MiB", "nvme": "128MiB"})
+    keys["optimizer"] = {"lr": 3e-3, "chunk": 16384}
+    with offload.initialize(seeded(RoutedLM), keys) as engine:
+        data = batches(6)
+        _plain(engine, data[:1])
+        expected = list(engine.runtime.trace.upcoming())
+        misses = engine.runtime.trace.misses
+        absent: list[str] = []
+        fetcher, need = engine.runtime.store.fetcher, engine.runtime.store.fetcher.need
+
+        def noting(item: Any, *, backward: bool = False) -> None:
+            if backward and item.table and item.state.residency() is Residency.ABSENT:
+                absent.append(item.name)
+            need(item, backward=backward)
+
+        fetcher.need = noting  # type: ignore[method-assign]
+        _in_any_order(engine, data[1:])
+        assert engine.runtime.trace.misses == misses
+        assert list(engine.runtime.trace.upcoming()) == expected
+        assert not absent
