@@ -13,6 +13,7 @@ from offload.kernels.rule_lanes import RULES
 from offload.kernels.step_parts import (
     Operands,
     last_stage,
+    load_gradient,
     load_weight,
     moments_of,
     new_weight,
@@ -62,7 +63,7 @@ class Blocks:
                 builder.store(Lanes(builder, width).constant(I32, 0), place)
 
         def step(vector: Lanes, index: Value) -> Iterator[None]:
-            g = vector.load(variant.grad, at.grad, index)
+            g = load_gradient(vector, variant, at, index)
             p = load_weight(vector, variant, at, index)
             states = [
                 decode_int8(vector, array, index, vector.splat(bits), signed)

@@ -157,6 +157,11 @@ class Scalars:
         """With how many states the rule can work."""
         return (len(self.states),)
 
+    @property
+    def loop(self) -> tuple[Rule, bool, tuple[int, ...]]:
+        """Steps in which this is equal are made by the same compiled loop."""
+        return self.rule, self.flag, self.state_counts
+
     @classmethod
     def kept_for(cls, numbers: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the states that are kept for these values of a param group's keys."""

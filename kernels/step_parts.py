@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.kernels.floats import Float
-from offload.kernels.lanes import I32, Lanes, Value
+from offload.kernels.lanes import F32, I32, Lanes, Value
 from offload.kernels.loops import Stage
 from offload.kernels.noise import RandomBits
 from offload.kernels.rule_lanes import RULES
@@ -73,6 +73,12 @@ def random_of(vector: Lanes, at: Operands, index: Value, key: Value) -> RandomBi
 
 def number_of(vector: Lanes, at: Operands, index: Value) -> Value:
     return vector.builder.add(at.first, vector.builder.trunc(index, I32))
+
+
+def load_gradient(vector: Lanes, variant: Variant, at: Operands, index: Value) -> Value:
+    if variant.grad is None:
+        return vector.constant(F32, 0.0)
+    return vector.load(variant.grad, at.grad, index)
 
 
 def load_weight(vector: Lanes, variant: Variant, at: Operands, index: Value) -> Value:

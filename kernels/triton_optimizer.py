@@ -20,7 +20,7 @@ from offload.kernels.int8 import BLOCK as CODE_BLOCK
 from offload.kernels.noise import Noise
 from offload.kernels.rules import Scalars, StateFormat, is_signed
 from offload.kernels.triton_launch import Kernel, check, fits, float_of, launch, loaded, numel_of
-from offload.kernels.variants import Master, master_of
+from offload.kernels.variants import NO_GRADIENT, Master, master_of
 
 _BLOCK = 1024
 # Eight warps leave four elements to a thread: 16-byte accesses of fp32, and one layout for arrays
@@ -37,7 +37,7 @@ _NO_NOISE = Noise(0, 0)
 
 
 def optimizer_step(
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
     weight: torch.Tensor,
     states: Sequence[torch.Tensor],
     scalars: Scalars,
@@ -50,10 +50,11 @@ def optimizer_step(
     """Update `weight`, `states` and what else is given, in place, from `grad`.
 
     All tensors are (numel,), contiguous, on one device, and do not overlap; dtypes say what they
-    hold. `grad` and `weight` are float32, bfloat16 or float16. `states` are the rule's, in the
-    order of `scalars.states`, all float32, all bfloat16, or all uint8 codes of `kernels.int8` with
-    one float32 tensor (ceil(numel / 256),) in `scales` for each; three states with `AdamScalars`
-    are amsgrad (float32 only), and SGD without momentum has none.
+    hold. `grad` and `weight` are float32, bfloat16 or float16; without `grad` the gradient is +0
+    everywhere. `states` are the rule's, in the order of `scalars.states`, all float32, all
+    bfloat16, or all uint8 codes of `kernels.int8` with one float32 tensor (ceil(numel / 256),) in
+    `scales` for each; three states with `AdamScalars` are amsgrad (float32 only), and SGD without
+    momentum has none.
 
     The fp32 master of a 16-bit weight is `low` (int16, of a bfloat16 weight) or `master`
     (float32). A bfloat16 weight with neither is rounded stochastically; so are bfloat16 and uint8
@@ -64,15 +65,16 @@ def optimizer_step(
     """
     numel, where = weight.numel(), weight.device
     extras = [each for each in (low, master) if each is not None]
+    given = [] if grad is None else [grad]
     blocks = -(-numel // CODE_BLOCK)
     key = (
-        type(scalars), scalars.flag, weight.dtype, grad.dtype, low is None, master is None,
-        len(states), *[each.dtype for each in (*extras, *states, *scales)],
+        type(scalars), scalars.flag, weight.dtype, low is None, master is None, len(states),
+        len(given), *[each.dtype for each in (*given, *extras, *states, *scales)],
     )  # fmt: skip
     variant = _known.get(key)
     if (
         variant is None
-        or not all(fits(each, numel, where) for each in (grad, weight, *extras, *states))
+        or not all(fits(each, numel, where) for each in (*given, weight, *extras, *states))
         or not all(fits(each, blocks, where) for each in scales)
     ):
         variant = _known[key] = _checked(grad, weight, states, scalars, scales, low, master)
@@ -85,7 +87,7 @@ def optimizer_step(
         _kernel(),
         -(-numel // _BLOCK),
         (
-            grad, weight, *(extras or (unused,)), *_padded(states, 3, unused),
+            *(given or (unused,)), weight, *(extras or (unused,)), *_padded(states, 3, unused),
             *_padded(scales, 2, unused),
         ),
         (
@@ -115,7 +117,7 @@ _known: dict[tuple[Any, ...], _Variant] = {}
 
 
 def _checked(
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
     weight: torch.Tensor,
     states: Sequence[torch.Tensor],
     scalars: Scalars,
@@ -127,8 +129,10 @@ def _checked(
     numel = numel_of("weight", weight)
     weight_float, state_format = float_of("weight", weight), _format_of(states)
     kind = master_of(weight_float, low=low is not None, master=master is not None)
-    grad_float = float_of("grad", grad)
-    check("grad", grad, grad.dtype, numel, weight)
+    grad_format = NO_GRADIENT
+    if grad is not None:
+        grad_format = int(float_of("grad", grad))
+        check("grad", grad, grad.dtype, numel, weight)
     check("weight", weight, weight.dtype, numel, weight)
     if low is not None:
         check("low", low, torch.int16, numel, weight)
@@ -136,7 +140,7 @@ def _checked(
         check("master", master, torch.float32, numel, weight)
     _check_states(weight, states, scales, scalars, state_format, numel)
     constants = (
-        int(scalars.rule), scalars.flag, int(grad_float), int(weight_float), int(kind),
+        int(scalars.rule), scalars.flag, grad_format, int(weight_float), int(kind),
         len(states), bool(states) and is_signed(scalars.states[0]), int(state_format), _BLOCK,
     )  # fmt: skip
     rounded = kind is Master.NONE and weight_float is Float.BF16

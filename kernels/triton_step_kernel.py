@@ -17,11 +17,12 @@ from offload.kernels.triton_states import (
     round_bf16,
     store_state,
 )
-from offload.kernels.variants import Master
+from offload.kernels.variants import NO_GRADIENT, Master
 
 SPLIT = tl.constexpr(int(Master.SPLIT))
 MASTER_FP32 = tl.constexpr(int(Master.FP32))
 WEIGHT_BF16 = tl.constexpr(int(Float.BF16))
+ZEROS = tl.constexpr(NO_GRADIENT)
 
 
 @triton.jit
@@ -66,8 +67,11 @@ def _update(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Load, step and store the elements at `offsets`; all of them if WHOLE. SIGNED: state 0."""
-    g = decode(load(grad, offsets, numel, WHOLE), GRAD) * c0
     p = _load_weight(weight, extra, offsets, numel, WEIGHT, MASTER, WHOLE)
+    if GRAD == ZEROS:
+        g = tl.zeros_like(p) * c0
+    else:
+        g = decode(load(grad, offsets, numel, WHOLE), GRAD) * c0
     m = g
     v = g
     x = g

@@ -6,6 +6,7 @@ from enum import IntEnum
 from offload.kernels.floats import Float
 from offload.kernels.rules import RULES, Rule, StateFormat, is_signed
 
+NO_GRADIENT = 3  # stands for the format of a gradient of zeros
 _SIGNED = {scalars.rule: tuple(map(is_signed, scalars.states)) for scalars in RULES}
 
 
@@ -23,7 +24,7 @@ class Variant:
 
     rule: Rule
     flag: bool  # of the rule's scalars
-    grad: Float
+    grad: Float | None  # None: a gradient of zeros, which is not read
     weight: Float
     master: Master
     states: StateFormat
@@ -45,7 +46,7 @@ class Variant:
         return Variant(
             Rule(code >> 11),
             bool(code >> 10 & 1),
-            Float(code & 3),
+            Float(code & 3) if code & 3 != NO_GRADIENT else None,
             Float(code >> 2 & 3),
             Master(code >> 4 & 3),
             StateFormat(code >> 6 & 3),
@@ -55,7 +56,7 @@ class Variant:
 
 def variant_code(
     rule: Rule,
-    grad: Float,
+    grad: Float | None,
     weight: Float,
     master: Master,
     states: StateFormat,
@@ -65,8 +66,13 @@ def variant_code(
 ) -> int:
     """One integer for a variant, made in every call: hence no object. The rule comes last, so that
     rules can be added (`jit.plan` checks that the code still fits)."""
-    formats = grad | weight << 2 | master << 4 | states << 6
+    formats = (NO_GRADIENT if grad is None else grad) | weight << 2 | master << 4 | states << 6
     return formats | state_count << 8 | flag << 10 | rule << 11
+
+
+def without_gradient(code: int) -> int:
+    """The same variant with a gradient of zeros."""
+    return code | NO_GRADIENT
 
 
 def master_of(weight: Float, *, low: bool, master: bool) -> Master:

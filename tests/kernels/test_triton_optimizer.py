@@ -44,6 +44,14 @@ def test_every_rule_matches_the_cpu(
     case(RULES[rule], ODD, weight=weight, states=states, wild=True).check()
 
 
+@pytest.mark.parametrize("states", list(StateFormat))
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_without_a_gradient_matches_the_cpu(rule: str, states: StateFormat) -> None:
+    weight = (Float.BF16, Master.NONE) if rule == "lion" else (Float.BF16, Master.SPLIT)
+    for wild in (False, True):
+        replace(case(RULES[rule], ODD, weight=weight, states=states, wild=wild), grad=None).check()
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_amsgrad_matches_the_cpu(decoupled: bool) -> None:
     assert isinstance(ADAMW, AdamScalars)
