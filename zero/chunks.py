@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -32,6 +33,20 @@ class Segment:
     stop: int
     scalars: Scalars
     step: int  # number of updates of these elements, this one included
+    # Updates before this one, the oldest first, each with a gradient of zeros: its numbers and step
+    missed: Sequence[tuple[Scalars, int]] = ()
+    has_gradient: bool = True  # False: this one has a gradient of zeros, too
+
+    def runs(self) -> Iterator[Segment]:
+        """The same updates, those together that one compiled loop can make."""
+        if not self.missed:
+            yield self
+            return
+        steps = [*self.missed, (self.scalars, self.step)]
+        for _, each in groupby(steps, lambda step: step[0].loop):
+            *missed, (scalars, step) = each
+            graded = self.has_gradient and step == self.step
+            yield Segment(self.start, self.stop, scalars, step, missed, graded)
 
 
 @dataclass(slots=True)
@@ -51,6 +66,16 @@ class GroupUpdate:
     @property
     def group(self) -> ParamGroup:
         return self.state.group
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether it need not wait for other ranks."""
+        return self.state.gradients.is_reduced_locally or not self.has_gradients
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether it reads any. If not, they need not be anywhere."""
+        return any(segment.has_gradient for segment in self.segments)
 
 
 @dataclass(slots=True)
@@ -127,7 +152,7 @@ class Chunk:
     record_format: RecordFormat
     weight: ChunkBytes
     record: ChunkBytes
-    gradient: ChunkBytes
+    gradient: ChunkBytes | None  # None: no gradient is read
     buffer: torch.Tensor | None = None  # in host memory, for what is staged
 
     @property
@@ -136,8 +161,9 @@ class Chunk:
         return self.record.home.at_home_on_device
 
     @property
-    def parts(self) -> tuple[ChunkBytes, ChunkBytes, ChunkBytes]:
-        return self.weight, self.record, self.gradient
+    def parts(self) -> tuple[ChunkBytes, ...]:
+        both = (self.weight, self.record)
+        return both if self.gradient is None else (*both, self.gradient)
 
     def segments(self) -> Iterator[tuple[Segment, slice]]:
         """The chunk's segments, counted in elements from its start."""
@@ -145,10 +171,11 @@ class Chunk:
             lo = max(segment.start, self.elements.start) - self.elements.start
             hi = min(segment.stop, self.elements.stop) - self.elements.start
             if lo < hi:
-                yield segment, slice(lo, hi)
+                for run in segment.runs():
+                    yield run, slice(lo, hi)
 
-    def noise(self, seed: int, segment: Segment, span: slice) -> Noise:
+    def noise(self, seed: int, step: int, span: slice) -> Noise:
         """Depends on the seed, the group, the step and an element's place in the group alone."""
-        noise = noise_of(seed, self.update.group.index, segment.step)
+        noise = noise_of(seed, self.update.group.index, step)
         first = self.update.state.part.trainable.start
         return noise.at(first + self.elements.start + span.start)

@@ -48,7 +48,10 @@ class DeviceUpdate:
     def step(self, chunk: Chunk) -> Transfer[None]:
         """Queue all of a chunk's work. When the transfer is done, the chunk's new bytes are at home
         on the device, or in host memory, still to be sent home."""
-        missing = [part for part in (chunk.weight, chunk.gradient) if part.on_device is None]
+        missing = [
+            part for part in (chunk.weight, chunk.gradient)
+            if part is not None and part.on_device is None
+        ]  # fmt: skip
         fetched = self._fetch(missing)
         fetched.before_compute()
         self._run(chunk)
@@ -86,24 +89,32 @@ class DeviceUpdate:
 
     def _run(self, chunk: Chunk) -> None:
         numel, kept = len(chunk.elements), chunk.record_format
-        grad_float = chunk.update.state.gradients.format
         weights = chunk.weight.device_bytes()[: numel * self._own.nbytes].view(DTYPE_OF[self._own])
-        grads = chunk.gradient.device_bytes()[: numel * grad_float.nbytes]
-        grads = grads.view(DTYPE_OF[grad_float])
+        grads: torch.Tensor | None = None
+        if chunk.gradient is not None:
+            grad_float = chunk.update.state.gradients.format
+            grads = chunk.gradient.device_bytes()[: numel * grad_float.nbytes]
+            grads = grads.view(DTYPE_OF[grad_float])
         arrays = _tensors(kept, chunk.record.device_bytes(), numel)
         for segment, span in chunk.segments():
             self._kernel(chunk, segment, span, weights, grads, arrays)
 
     def _kernel(
         self, chunk: Chunk, segment: Segment, span: slice, weights: torch.Tensor,
-        grads: torch.Tensor, arrays: dict[str, torch.Tensor],
+        grads: torch.Tensor | None, arrays: dict[str, torch.Tensor],
     ) -> None:  # fmt: skip
         own = chunk.record_format.operands(arrays, span, segment.scalars)
-        triton_optimizer.optimizer_step(
-            grads[span], weights[span], own.states, segment.scalars,
-            scales=own.scales, low=own.low, master=own.master,
-            noise=chunk.noise(self._seed, segment, span),
-        )  # fmt: skip
+        given = grads[span] if grads is not None and segment.has_gradient else None
+        steps = [
+            *((None, *each) for each in segment.missed),
+            (given, segment.scalars, segment.step),
+        ]
+        for gradient, scalars, step in steps:
+            triton_optimizer.optimizer_step(
+                gradient, weights[span], own.states, scalars,
+                scales=own.scales, low=own.low, master=own.master,
+                noise=chunk.noise(self._seed, step, span),
+            )  # fmt: skip
 
 
 def _tensors(kept: RecordFormat, record: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:

@@ -147,6 +147,8 @@ class ParamGroup:
         self.version = 0  # counts updates; a saved handle of an older version is stale
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
+        # makes `pending` an update by the steps that were missed, if there are any
+        self._catch_up: Callable[[ParamGroup], None] | None = None
         self._classes = [classes_of(type(param)) for param in self.params]
         self._any_dtensor = any(is_dtensor(param) for param in self.params)
         self._places = [_Place.of(spec) for spec in layout.params]
@@ -172,8 +174,28 @@ class ParamGroup:
         """True while a module's forward or `gathered` has entered and not left."""
         return bool(self._users or self._held_for)
 
+    def fall_behind(self, catch_up: Callable[[ParamGroup], None]) -> None:
+        """A step was missed: before anything is read, `catch_up` begins its update."""
+        self._catch_up = catch_up
+        self.invalidate()
+        if self.residing is GroupState.GATHERED:
+            self.withhold()
+
+    def caught_up(self) -> None:
+        """An update by all steps that were missed is about to be submitted."""
+        self._catch_up = None
+
+    def begin_missed(self) -> None:
+        """Begin the update by the steps that were missed, if there are any."""
+        if self._catch_up is not None:
+            if self.pending is not None:  # where an interrupt can end the wait
+                self.pending.wait()
+            self._catch_up(self)
+
     def wait_for_update(self) -> None:
-        """Block until a pending update of this group is visible."""
+        """Block until a pending update of this group is visible, and that by the steps that it
+        missed. Every reader of weights or optimizer states comes here."""
+        self.begin_missed()
         if self.pending is not None:
             self.pending.wait()
             self.pending = None

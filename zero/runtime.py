@@ -153,7 +153,7 @@ class Runtime:
             self.store.fetcher.updates = self.updates
             self.stepper = Stepper(
                 self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
-                shared, self.reductions, tensor_parallel,
+                shared, self.reductions, tensor_parallel, self.store.tables,
             )  # fmt: skip
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
@@ -186,6 +186,7 @@ class Runtime:
         states = (group.state, gradients.state, *records)
         group.permanent = (
             kept.in_place and not group.has_masters and layout.ranks == 1
+            and not any(group in table.groups for table in self.store.tables if table.packed)
             and not any(each.at_home_on_device for each in states)
         )  # fmt: skip
         return kept
@@ -446,7 +447,9 @@ class Runtime:
 
     @interrupted_in_waits
     def settle(self) -> None:
-        """Wait for every pending update and every byte on its way; raises what went wrong."""
+        """Make every update by steps that were missed, wait for all that are pending and every byte
+        on its way; raises what went wrong."""
+        self.stepper.catch_up_all()
         self.updates.settle()
         for state in self.optimizer_states:
             for each in (state.group.state, state.gradients.state, *state.records):

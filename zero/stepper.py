@@ -29,14 +29,18 @@ import numpy as np
 import torch
 
 from offload.kernels.rules import Scalars
+from offload.swap.shield import uninterrupted
 from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.zero.chunks import GroupUpdate, Segment
+from offload.zero.group import ParamGroup
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.loss_scale import LossScale
+from offload.zero.missed_steps import MissedSteps, ZeroUpdates
 from offload.zero.norms import GradientNorms, Place, clip_coefficient
 from offload.zero.optimizer_state import OptimizerState
+from offload.zero.packed import ExpertTable
 from offload.zero.reduction import NoReductions, Reductions
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.update import UpdateQueue, merge
@@ -77,11 +81,12 @@ class Stepper:
         trace: Trace, loss_scale: LossScale | None,
         summed_over_blocks: frozenset[int] = frozenset(),
         reductions: Reductions | NoReductions | None = None,
-        tensor_parallel: TensorParallel | None = None,
+        tensor_parallel: TensorParallel | None = None, tables: Sequence[ExpertTable] = (),
     ) -> None:  # fmt: skip
         """Groups in `summed_over_blocks` get an unknown number of gradients and are never updated
         ahead. `reductions` are with other ranks that have gradients of the same parameters,
-        `tensor_parallel` is there where some have those of other parts."""
+        `tensor_parallel` is there where some have those of other parts. `tables` are the model's
+        experts: those of a packed one make a step without a gradient when they are next needed."""
         self._states = states
         self._updates = updates
         self._rules = rules
@@ -109,6 +114,7 @@ class Stepper:
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
         self._arrived = [np.zeros_like(state.steps) for state in states]
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
+        self._missed = MissedSteps(states, tables)
 
     @property
     def has_unstepped_gradients(self) -> bool:
@@ -237,6 +243,8 @@ class Stepper:
             self._clear_after_update |= self._read_by_update.intersection(ahead)
             ended = [index for index in ahead if index not in self._read_by_update]
         self._forget_passes()
+        if self._rules.in_backward:
+            self._missed.forget_gradients()
         self.on_used_up(ahead, "the update in backward has used it up")
         for index in ended:
             self._states[index].gradients.clear()
@@ -250,6 +258,7 @@ class Stepper:
         self._unstepped = False
         self.norms.invalidate()
         self._reductions.discard()
+        self._missed.forget_gradients()
         for state in self._states:
             self._clear(state)
         self._forget_passes()
@@ -288,6 +297,7 @@ class Stepper:
         """Forget all gradients and the updates begun ahead of a step: a load is about to replace
         the weights that they changed. For settled states."""
         self._unstepped = False
+        self._missed.forget_gradients()
         self._reductions.discard()
         self.norms.invalidate()
         having = [state for state in self._states if state.gradients.holds_any]
@@ -364,9 +374,16 @@ class Stepper:
         having = [state for state in self._states if state.gradients.has_any]
         rest = [state for state in having if state.group.index not in self._ahead]
         rest.sort(key=lambda state: order.get(state.group.index, len(order)))
+        with_gradients = {state.group.index for state in having}
+        self._missed.begin_step(hyper_of, with_gradients)
         self._submit(rest, hyper_of, grad_scale)
         for state in having:
             state.group.await_or_withhold()
+        for group in self._missed.end_step(with_gradients):
+            group.fall_behind(self._catch_up_one)
+        # of a group in shards all ranks make an update together, and at the same time
+        shared = [group for group in self._missed.behind() if group.layout.ranks > 1]
+        self.catch_up([*shared, *self._missed.overdue()])
 
     def _submit(
         self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float
@@ -388,6 +405,8 @@ class Stepper:
         segments = []
         hypers = [hyper_of(param) for param in group.params]
         having = [i for i in np.flatnonzero(gradients.passes).tolist() if hypers[i] is not None]
+        missed = self._missed.take(state, having)
+        group.caught_up()
         state.steps[having] += 1
         for index, step in zip(having, state.steps[having].tolist(), strict=True):
             hyper, part = hypers[index], state.parts.get(index)
@@ -396,12 +415,36 @@ class Stepper:
             key = (id(hyper), step, scale)
             if key not in scalars:
                 scalars[key] = hyper, hyper.scalars(step, scale)
+            before = missed.pop(index, ())
             if part is not None:
                 spec = part.spec
-                segments.append(Segment(spec.offset, spec.stop, scalars[key][1], step))
+                segments.append(Segment(spec.offset, spec.stop, scalars[key][1], step, before))
+        segments += _without_gradients(state, missed)
         group.invalidate()
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
+
+    # ---------------------------------------------------------------- missed steps
+    @uninterrupted
+    def catch_up(self, groups: Sequence[ParamGroup]) -> None:
+        """Begin an update of each of the groups that missed steps. No gradient is read."""
+        updates = []
+        for group in groups:
+            state = self._states[group.index]
+            missed = self._missed.take(state)
+            group.caught_up()
+            segments = merge(_without_gradients(state, missed))
+            ready: Transfer[None] = Transfer(f"the steps that {group.name} missed")
+            if segments:
+                updates.append(GroupUpdate(state, segments, ready, _nothing))
+        self._updates.submit(updates)
+
+    def catch_up_all(self) -> None:
+        """As `catch_up`, of whichever group has missed a step."""
+        self.catch_up(self._missed.behind())
+
+    def _catch_up_one(self, group: ParamGroup) -> None:
+        self.catch_up([group])
 
     def _update_done(self, index: int) -> None:
         """On the update thread: the group's gradients are not read any more."""
@@ -419,6 +462,23 @@ class Stepper:
             with self._lock:
                 self._clear_after_update.discard(index)
                 self._read_by_update.discard(index)
+
+
+def _without_gradients(state: OptimizerState, updates: ZeroUpdates) -> list[Segment]:
+    """Of the parameters that lie in this rank's part."""
+    segments = []
+    for index, (*before, (scalars, step)) in updates.items():
+        part = state.parts.get(index)
+        if part is not None:
+            spec = part.spec
+            segments.append(
+                Segment(spec.offset, spec.stop, scalars, step, before, has_gradient=False)
+            )
+    return segments
+
+
+def _nothing() -> None:
+    """No gradient was read."""
 
 
 def _no_handles(groups: Sequence[int], why: str) -> None:

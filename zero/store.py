@@ -200,6 +200,7 @@ class WeightStore:
             recorder.turn_to(f"{way} {shown(group.name)}")
         with self.one_thread:
             self.check_usable()
+            group.begin_missed()
             self.fetcher.need(group, backward=backward)
             self.ranks.use(group, backward=backward)
             self.fetcher.fetch_ahead()
@@ -221,6 +222,9 @@ class WeightStore:
         and was added to the `fetcher` is used through that and its state."""
         with self.one_thread:
             self.check_usable()
+            for item in chosen:
+                if isinstance(item, ParamGroup):
+                    item.begin_missed()
             self.fetcher.announce(chosen)
 
     def held(self, groups: Sequence[ParamGroup]) -> AbstractContextManager[None]:

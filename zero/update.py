@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.kernels.floats import Array, Float
-from offload.kernels.optimizer import optimizer_step
+from offload.kernels.optimizer import Missed, optimizer_step
 from offload.kernels.rules import StateFormat
 from offload.swap.lanes import Lane, WaitFor
 from offload.swap.streams import mark_here
@@ -88,6 +88,10 @@ class UpdateQueue:
         Work already queued on the model's stream may still read the weights and write the
         gradients.
         """
+        for update in updates:  # a group has one at a time
+            before = self._unfinished.get(update.group.index)
+            if before is not None:
+                before.ready.wait()
         so_far = mark_here(self._device.stream.device)
         with self._lock:
             self._raise_failure()  # a dead thread would never complete the updates submitted to it
@@ -99,7 +103,7 @@ class UpdateQueue:
                 self._waiting[update.group.index] = update
         self._worker.wake()
         for update in updates:
-            if not update.state.gradients.is_reduced_locally:
+            if not update.can_begin:
                 update.state.gradients.landed.then(lambda _: self._worker.wake())
 
     def promote(self, index: int) -> None:
@@ -198,9 +202,7 @@ class UpdateQueue:
     def _begin_group(self) -> GroupUpdate | None:
         with self._lock:
             # one that waits for other ranks must not hold what the reduction needs to end
-            waiting = self._waiting.values()
-            here = (each for each in waiting if each.state.gradients.is_reduced_locally)
-            update = next(here, None)
+            update = next((each for each in self._waiting.values() if each.can_begin), None)
             if update is None:
                 return None
             del self._waiting[update.group.index]
@@ -224,11 +226,16 @@ class UpdateQueue:
                 record.bring_host(next_use=self._expected.of_records(group))
             chunk = Chunk(
                 update, elements, record_format, ChunkBytes(group.state, index),
-                ChunkBytes(record, 0),
-                ChunkBytes(state.gradients.state, index, before=state.gradients.landed),
+                ChunkBytes(record, 0), self._gradient_bytes(update, index),
             )  # fmt: skip
             chunk.buffer = self._stage(chunk)
             yield chunk
+
+    def _gradient_bytes(self, update: GroupUpdate, index: int) -> ChunkBytes | None:
+        gradients = update.state.gradients
+        if not update.has_gradients:
+            return None
+        return ChunkBytes(gradients.state, index, before=gradients.landed)
 
     def _stage(self, chunk: Chunk) -> torch.Tensor | None:
         """Find each part in memory, or start reading it into a buffer; returns the buffer used."""
@@ -266,27 +273,34 @@ class UpdateQueue:
         ended.then(lambda _: self._worker.wake())
 
     def _step_here(self, chunk: Chunk) -> None:
-        weight, record, gradient = (part.wait() for part in chunk.parts)
+        weight, record = chunk.weight.wait(), chunk.record.wait()
         numel = len(chunk.elements)
-        grad_format = chunk.update.state.gradients.format
         weights = array_of(weight[: numel * self._own.nbytes], self._own)
-        grads = array_of(gradient[: numel * grad_format.nbytes], grad_format)
+        grads: Array | None = None
+        if chunk.gradient is not None:
+            grad_format = chunk.update.state.gradients.format
+            grads = array_of(chunk.gradient.wait()[: numel * grad_format.nbytes], grad_format)
         arrays = chunk.record_format.arrays(record, numel)
         for segment, span in chunk.segments():
             self._step(chunk, segment, span, weights, grads, arrays)
 
     def _step(
-        self, chunk: Chunk, segment: Segment, span: slice, weights: Array, grads: Array,
-        arrays: dict[str, Array],
+        self, chunk: Chunk, segment: Segment, span: slice, weights: Array,
+        grads: Array | None, arrays: dict[str, Array],
     ) -> None:  # fmt: skip
         kept = chunk.record_format
         own = kept.operands(arrays, span, segment.scalars)
         blocks = kept.state_format is StateFormat.INT8
         optimizer_step(
-            grads[span], weights[span], own.states, segment.scalars,
+            grads[span] if grads is not None and segment.has_gradient else None,
+            weights[span], own.states, segment.scalars,
             grad_float=chunk.update.state.gradients.format, weight_float=self._own,
             state_format=kept.state_format, scales=own.scales, low=own.low, master=own.master,
-            noise=chunk.noise(self._seed, segment, span),
+            noise=chunk.noise(self._seed, segment.step, span),
+            missed=[
+                Missed(scalars, chunk.noise(self._seed, step, span))
+                for scalars, step in segment.missed
+            ],
             run=self._run_blocks if blocks else self._run,
         )  # fmt: skip
 
@@ -340,8 +354,11 @@ def merge(pieces: Sequence[Segment]) -> list[Segment]:
             and last.stop == piece.start
             and last.step == piece.step
             and (last.scalars is piece.scalars or last.scalars == piece.scalars)
+            and (last.has_gradient, last.missed) == (piece.has_gradient, piece.missed)
         ):
-            merged[-1] = Segment(last.start, piece.stop, last.scalars, last.step)
+            merged[-1] = Segment(
+                last.start, piece.stop, last.scalars, last.step, last.missed, last.has_gradient
+            )
         else:
             merged.append(piece)
     return merged

@@ -214,6 +214,7 @@ class ParameterValues(WeightValues):
         if packed is not None:
             return
         group, index = self._find(param)
+        group.wait_for_update()  # by steps that were missed, which the number so far counts
         self._state_of(group).steps[index] = steps
 
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -248,7 +249,7 @@ class ParameterValues(WeightValues):
         spec = group.layout.params[index]
         if not spec.trainable:
             return
-        self._runtime.optimizer_states[group.index].steps[index] = int(state.get("step", 0))
+        self.write_steps(param, int(state.get("step", 0)))
         for name in self._state_of(group).formats[0].states:
             value = state.get(name)
             self.write(param, name, torch.zeros(spec.shape) if value is None else value)

@@ -1,0 +1,159 @@
+"""Steps that rows of packed parameters have missed, to be made when the rows are next needed.
+
+Plain PyTorch updates a packed parameter as a whole: in a step in which an expert got no token, its
+rows have a gradient of zeros, and all the same decay and move on by their momentum. Here each
+expert is a group of its own, and that step is only noted:
+
+    step               k        k + 1      k + 2      k + 3
+    numbers noted      a        b          c          d
+    expert 0        gradient    .          .       gradient: update with b, c (zeros) and d
+    expert 1           .        .       read: update with a, b (zeros)      ... c, d later
+
+The numbers of a step (learning rate and so on) are noted once for all experts of a module; each
+group counts from which step on it lacks them, and steps that no group lacks are forgotten. Making
+them later gives the same bits: `kernels.optimizer` says how, and the count of steps, on which
+bias corrections and the bits of stochastic rounding depend, goes on as if they had been made. (Lazy
+updates of sparse rows elsewhere, as of `torch.optim.SparseAdam`, leave such steps out.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from offload.kernels.rules import Scalars
+from offload.zero.group import ParamGroup
+from offload.zero.hyper import Hyper, HyperOf
+from offload.zero.optimizer_state import OptimizerState
+from offload.zero.packed import ExpertTable
+
+MOST_MISSED = 1024  # steps, before a group that nobody has needed makes them: bounds the memory
+
+# One step of a table: the hyperparameters of each trainable parameter of an expert, None for one
+# that the step leaves alone.
+_Step = tuple[Hyper | None, ...]
+# By parameter: numbers and counts of its updates with a gradient of zeros, the oldest first.
+ZeroUpdates = dict[int, list[tuple[Scalars, int]]]
+
+
+class MissedSteps:
+    """What the groups of packed `tables` have missed. For the thread of the model."""
+
+    def __init__(self, states: Sequence[OptimizerState], tables: Sequence[ExpertTable]) -> None:
+        self._logs = [
+            _Log(table, [states[group.index] for group in table.groups])
+            for table in tables if table.packed
+        ]  # fmt: skip
+        self._log_of = {state.group.index: log for log in self._logs for state in log.states}
+
+    def begin_step(self, hyper_of: HyperOf, having: Collection[int]) -> None:
+        """A step is made, in which the groups `having` have gradients."""
+        for log in self._logs:
+            log.begin_step(hyper_of, having)
+
+    def end_step(self, having: Collection[int]) -> list[ParamGroup]:
+        """Those without missed it; returns them where they had missed none before."""
+        return [group for log in self._logs for group in log.end_step(having)]
+
+    def take(self, state: OptimizerState, graded: Collection[int] | None = None) -> ZeroUpdates:
+        """All that a group has missed, which the caller is about to make. With `graded`, before an
+        update of these parameters with gradients; then the step under way for the others, too."""
+        log = self._log_of.get(state.group.index)
+        return {} if log is None else log.take(state, graded)
+
+    def overdue(self) -> list[ParamGroup]:
+        """Groups that have missed too many."""
+        return [group for log in self._logs for group in log.overdue()]
+
+    def behind(self) -> list[ParamGroup]:
+        """Groups that have missed any."""
+        return [group for log in self._logs for group in log.behind(0)]
+
+    def forget_gradients(self) -> None:
+        """No packed parameter has a gradient any more."""
+        for log in self._logs:
+            log.table.took_part = False
+
+
+class _Log:
+    """The steps of one table that some of its groups have missed."""
+
+    def __init__(self, table: ExpertTable, states: Sequence[OptimizerState]) -> None:
+        self.table = table
+        self.states = states
+        self._steps: list[_Step] = []
+        self._first = 0  # the number of the first of them, counted from the first step of all
+        self._lacks: dict[int, int] = {}  # by group: the number of the first step that it missed
+        self._now: _Step | None = None  # the step under way
+
+    @property
+    def _end(self) -> int:
+        return self._first + len(self._steps)
+
+    def begin_step(self, hyper_of: HyperOf, having: Collection[int]) -> None:
+        if not self.states:
+            return
+        if not self.table.took_part and not any(s.group.index in having for s in self.states):
+            return
+        first = self.states[0]  # the rows of a parameter are all in its param group
+        params = first.group.params[: len(first.steps)]
+        step = tuple(hyper_of(param) if param.requires_grad else None for param in params)
+        if any(hyper is not None for hyper in step):
+            self._now = step
+
+    def end_step(self, having: Collection[int]) -> Iterator[ParamGroup]:
+        step, self._now = self._now, None
+        if step is None:
+            return
+        number = self._end
+        self._steps.append(step)
+        counts = np.array([hyper is not None for hyper in step], dtype=np.int64)
+        for state in self.states:
+            index = state.group.index
+            if index in having:
+                continue
+            state.steps += counts
+            if index not in self._lacks:
+                self._lacks[index] = number
+                yield state.group
+        self._forget_made()
+
+    def _forget_made(self) -> None:
+        first = min(self._lacks.values(), default=self._end)
+        del self._steps[: first - self._first]
+        self._first = first
+
+    def take(self, state: OptimizerState, graded: Collection[int] | None) -> ZeroUpdates:
+        first = self._lacks.pop(state.group.index, self._end)
+        missed = self._steps[first - self._first :]
+        found: ZeroUpdates = {}
+        for index, count in enumerate(state.steps.tolist()):
+            hypers = [step[index] for step in missed if step[index] is not None]
+            start = count - len(hypers) + 1  # missed steps were counted when they were due
+            if self._now is not None and graded is not None and index not in graded:
+                hypers += [hyper for hyper in (self._now[index],) if hyper is not None]
+                state.steps[index] = start + len(hypers) - 1
+            if hypers:
+                found[index] = [
+                    (_numbers(hyper, start + place), start + place)
+                    for place, hyper in enumerate(hypers) if hyper is not None
+                ]  # fmt: skip
+        self._forget_made()
+        return found
+
+    def overdue(self) -> Iterator[ParamGroup]:
+        return self.behind(MOST_MISSED)
+
+    def behind(self, least: int) -> Iterator[ParamGroup]:
+        """Groups that have missed more than so many."""
+        for state in self.states:
+            if self._end - self._lacks.get(state.group.index, self._end) > least:
+                yield state.group
+
+
+@lru_cache(maxsize=4 * MOST_MISSED)  # experts of all layers ask for the same
+def _numbers(hyper: Hyper, step: int) -> Scalars:
+    """Of an update with a gradient of zeros: no clipping or loss scale changes it."""
+    return hyper.scalars(step, 1.0)
