@@ -57,6 +57,7 @@ class GroupUpdate:
     segments: Sequence[Segment]
     ready: Transfer[None]
     done: Callable[[], None]  # called after the last chunk: gradients are not read any more
+    has_gradients: bool = True  # False: it reads none, and there need not be any
     weight_writes: list[Transfer[None]] = field(default_factory=list)
     begun: bool = False
     begun_s: float = 0.0  # by `time.perf_counter`
@@ -71,11 +72,6 @@ class GroupUpdate:
     def can_begin(self) -> bool:
         """Whether it need not wait for other ranks."""
         return self.state.gradients.is_reduced_locally or not self.has_gradients
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether it reads any. If not, they need not be anywhere."""
-        return any(segment.has_gradient for segment in self.segments)
 
 
 @dataclass(slots=True)

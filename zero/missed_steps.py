@@ -64,11 +64,12 @@ class MissedSteps:
         return {} if log is None else log.take(state, graded)
 
     def overdue(self) -> list[ParamGroup]:
-        """Groups that have missed too many."""
+        """Groups that should not miss more: they have missed many, or parts of them are updated by
+        other ranks, which do not know when this one needs them."""
         return [group for log in self._logs for group in log.overdue()]
 
     def behind(self) -> list[ParamGroup]:
-        """Groups that have missed any."""
+        """Groups that have missed any step."""
         return [group for log in self._logs for group in log.behind(0)]
 
     def forget_gradients(self) -> None:
@@ -144,12 +145,15 @@ class _Log:
         return found
 
     def overdue(self) -> Iterator[ParamGroup]:
-        return self.behind(MOST_MISSED)
+        is_shared = any(state.group.layout.ranks > 1 for state in self.states[:1])
+        return self.behind(0 if is_shared else MOST_MISSED)
 
-    def behind(self, least: int) -> Iterator[ParamGroup]:
+    def behind(self, steps: int) -> Iterator[ParamGroup]:
         """Groups that have missed more than so many."""
+        if len(self._steps) <= steps:
+            return
         for state in self.states:
-            if self._end - self._lacks.get(state.group.index, self._end) > least:
+            if self._end - self._lacks.get(state.group.index, self._end) > steps:
                 yield state.group
 
 

@@ -381,9 +381,7 @@ class Stepper:
             state.group.await_or_withhold()
         for group in self._missed.end_step(with_gradients):
             group.fall_behind(self._catch_up_one)
-        # of a group in shards all ranks make an update together, and at the same time
-        shared = [group for group in self._missed.behind() if group.layout.ranks > 1]
-        self.catch_up([*shared, *self._missed.overdue()])
+        self.catch_up(self._missed.overdue())
 
     def _submit(
         self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float
@@ -436,8 +434,9 @@ class Stepper:
             segments = merge(_without_gradients(state, missed))
             ready: Transfer[None] = Transfer(f"the steps that {group.name} missed")
             if segments:
-                updates.append(GroupUpdate(state, segments, ready, _nothing))
-        self._updates.submit(updates)
+                updates.append(GroupUpdate(state, segments, ready, _nothing, has_gradients=False))
+        if updates:
+            self._updates.submit(updates)
 
     def catch_up_all(self) -> None:
         """As `catch_up`, of whichever group has missed a step."""

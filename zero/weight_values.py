@@ -87,6 +87,8 @@ class WeightValues:
     @interrupted_in_waits
     def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
         """BudgetError when they do not fit together."""
+        for group in groups:
+            group.begin_missed()
         for count, group in enumerate(groups):
             try:
                 with self._store.ranks.exactly():
