@@ -203,8 +203,6 @@ class GradientHandles:
     def collect(self) -> None:
         """Before a step: drop gradients that users cleared, take in those that users set."""
         self.drop_cleared()
-        for row in self.packed.with_zeros():
-            self.begin(row).zeroed = True
         with torch._C.DisableTorchFunctionSubclass():
             found = {key: param.grad for key, param in self._params.items()}
         for key, gradient in found.items():

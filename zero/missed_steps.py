@@ -27,7 +27,7 @@ from offload.kernels.rules import Scalars
 from offload.zero.group import ParamGroup
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.optimizer_state import OptimizerState
-from offload.zero.packed import ExpertTable
+from offload.zero.packed import ExpertTable, PackedParam
 
 MOST_MISSED = 1024  # steps, before a group that nobody has needed makes them: bounds the memory
 
@@ -41,20 +41,21 @@ ZeroUpdates = dict[int, list[tuple[Scalars, int]]]
 class MissedSteps:
     """What the groups of packed `tables` have missed. For the thread of the model."""
 
-    def __init__(self, states: Sequence[OptimizerState], tables: Sequence[ExpertTable]) -> None:
-        self._logs = [
-            _Log(table, [states[group.index] for group in table.groups])
-            for table in tables if table.packed
-        ]  # fmt: skip
+    def __init__(
+        self, states: Sequence[OptimizerState], tables: Sequence[ExpertTable], *, alone: bool
+    ) -> None:
+        """`alone`: no other rank has gradients of the same parameters."""
+        self._logs = [_Log(table, states, alone=alone) for table in tables if table.packed]
         self._log_of = {state.group.index: log for log in self._logs for state in log.states}
 
-    def begin_step(self, hyper_of: HyperOf, having: Collection[int]) -> None:
-        """A step is made, in which the groups `having` have gradients."""
+    def begin_step(self, hyper_of: HyperOf) -> None:
+        """A step is made: note its numbers."""
         for log in self._logs:
-            log.begin_step(hyper_of, having)
+            log.begin_step(hyper_of)
 
     def end_step(self, having: Collection[int]) -> list[ParamGroup]:
-        """Those without missed it; returns them where they had missed none before."""
+        """Groups that are not among `having` missed the step; returns those that had missed none
+        before."""
         return [group for log in self._logs for group in log.end_step(having)]
 
     def take(self, state: OptimizerState, graded: Collection[int] | None = None) -> ZeroUpdates:
@@ -72,18 +73,17 @@ class MissedSteps:
         """Groups that have missed any step."""
         return [group for log in self._logs for group in log.behind(0)]
 
-    def forget_gradients(self) -> None:
-        """No packed parameter has a gradient any more."""
-        for log in self._logs:
-            log.table.took_part = False
-
 
 class _Log:
     """The steps of one table that some of its groups have missed."""
 
-    def __init__(self, table: ExpertTable, states: Sequence[OptimizerState]) -> None:
-        self.table = table
-        self.states = states
+    def __init__(
+        self, table: ExpertTable, states: Sequence[OptimizerState], *, alone: bool
+    ) -> None:
+        self.states = [states[group.index] for group in table.groups]
+        self._packed = list(table.packed.values())
+        self._all_states = states
+        self._alone = alone
         self._steps: list[_Step] = []
         self._first = 0  # the number of the first of them, counted from the first step of all
         self._lacks: dict[int, int] = {}  # by group: the number of the first step that it missed
@@ -93,16 +93,22 @@ class _Log:
     def _end(self) -> int:
         return self._first + len(self._steps)
 
-    def begin_step(self, hyper_of: HyperOf, having: Collection[int]) -> None:
-        if not self.states:
-            return
-        if not self.table.took_part and not any(s.group.index in having for s in self.states):
-            return
-        first = self.states[0]  # the rows of a parameter are all in its param group
-        params = first.group.params[: len(first.steps)]
-        step = tuple(hyper_of(param) if param.requires_grad else None for param in params)
+    def begin_step(self, hyper_of: HyperOf) -> None:
+        step: list[Hyper | None] = [None] * len(self.states[0].steps)
+        for packed in self._packed:
+            index = packed.places[0][1]  # the same in all groups
+            if packed.spec.trainable and self._has_gradient(packed):
+                step[index] = hyper_of(packed.rows[0])  # all rows are in its param group
         if any(hyper is not None for hyper in step):
-            self._now = step
+            self._now = tuple(step)
+
+    def _has_gradient(self, packed: PackedParam) -> bool:
+        """Whether plain PyTorch's would have one, if only of zeros. What several ranks have agreed
+        on are the rows' gradients."""
+        if self._alone and packed.has_gradient:
+            return True
+        states = self._all_states
+        return any(states[group.index].gradients.passes[index] for group, index in packed.places)
 
     def end_step(self, having: Collection[int]) -> Iterator[ParamGroup]:
         step, self._now = self._now, None

@@ -55,6 +55,11 @@ class PackedParam:
                     row.requires_grad_(wanted)
 
     @property
+    def has_gradient(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param.grad is not None
+
+    @property
     def version(self) -> int:
         """Changes with every update or write of a row."""
         return sum(group.version for group, _ in self.places)

@@ -5,8 +5,8 @@
     grad = tensor    each row's is a view of it
     mul_, norm, ...  of all rows; anything else reads or writes the whole
 
-Rows without a gradient are zero where others have one, as in PyTorch, where all are one tensor: an
-update moves them, too (weight decay, moments).
+Rows without a gradient are zero where others have one, as in PyTorch, where all are one tensor: a
+step moves them, too (weight decay, moments), once they are needed (zero/missed_steps.py).
 """
 
 from __future__ import annotations
@@ -108,14 +108,6 @@ class PackedGradients:
         source.kept = self.value_of(source)
         for row in packed.rows:
             row.grad = None
-
-    def with_zeros(self) -> Iterator[torch.Tensor]:
-        """Before a step: rows without a gradient, of parameters that have one."""
-        for packed in self._all:
-            with torch._C.DisableTorchFunctionSubclass():
-                if packed.param.grad is None or not packed.spec.trainable:
-                    continue
-                yield from (row for row in packed.rows if row.grad is None)
 
     def forget(self) -> None:
         """All gradients are used up."""

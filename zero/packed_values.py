@@ -32,6 +32,8 @@ class PackedValues:
 
     def whole(self, packed: PackedParam) -> torch.Tensor:
         """A copy."""
+        for group, _ in packed.places:
+            group.begin_missed()
         made = torch.empty(
             packed.param.shape, dtype=self._store.dtype, device=self._store.device
         )  # fmt: skip

@@ -114,7 +114,8 @@ class Stepper:
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
         self._arrived = [np.zeros_like(state.steps) for state in states]
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
-        self._missed = MissedSteps(states, tables)
+        alone = not self._reductions.has_others
+        self._missed = MissedSteps(states, tables, alone=alone)
 
     @property
     def has_unstepped_gradients(self) -> bool:
@@ -243,8 +244,6 @@ class Stepper:
             self._clear_after_update |= self._read_by_update.intersection(ahead)
             ended = [index for index in ahead if index not in self._read_by_update]
         self._forget_passes()
-        if self._rules.in_backward:
-            self._missed.forget_gradients()
         self.on_used_up(ahead, "the update in backward has used it up")
         for index in ended:
             self._states[index].gradients.clear()
@@ -258,7 +257,6 @@ class Stepper:
         self._unstepped = False
         self.norms.invalidate()
         self._reductions.discard()
-        self._missed.forget_gradients()
         for state in self._states:
             self._clear(state)
         self._forget_passes()
@@ -297,7 +295,6 @@ class Stepper:
         """Forget all gradients and the updates begun ahead of a step: a load is about to replace
         the weights that they changed. For settled states."""
         self._unstepped = False
-        self._missed.forget_gradients()
         self._reductions.discard()
         self.norms.invalidate()
         having = [state for state in self._states if state.gradients.holds_any]
@@ -375,7 +372,7 @@ class Stepper:
         rest = [state for state in having if state.group.index not in self._ahead]
         rest.sort(key=lambda state: order.get(state.group.index, len(order)))
         with_gradients = {state.group.index for state in having}
-        self._missed.begin_step(hyper_of, with_gradients)
+        self._missed.begin_step(hyper_of)
         self._submit(rest, hyper_of, grad_scale)
         for state in having:
             state.group.await_or_withhold()

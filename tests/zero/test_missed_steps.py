@@ -75,15 +75,22 @@ class Table:
         self.updates = UpdateQueue(own, self._run, 7, staging, expected)
         self.states = [self._state(index) for index in range(EXPERTS)]
         self.groups = [state.group for state in self.states]
-        whole = PackedParam(nn.Parameter(torch.zeros(1)), ("experts.weight",))
-        table = ExpertTable("experts", nn.Module(), self.groups, {"weight": whole})
-        self.table = table
+        table = ExpertTable("experts", self.groups)
+        for place, name in enumerate(("weight", "bias")):
+            table.packed[name] = self._packed(place, f"experts.{name}")
+        self.packed = list(table.packed.values())
         self.stepper = Stepper(
             self.states, self.updates, StepRules(**rules), Trace(), None,
             tables=[table] if replays else [],
         )  # fmt: skip
-        self.stepper.norms.add_in([(0, 0)])  # where all have the same gradient
+        self.stepper.norms.add_in([[(0, 0)]])  # where both tables have the same gradient
         self.stepper.hyper_source = lambda: self.hyper
+
+    def _packed(self, place: int, name: str) -> PackedParam:
+        rows = [group.params[place] for group in self.groups]
+        places = [(group, place) for group in self.groups]
+        whole = nn.Parameter(torch.zeros(EXPERTS, NUMELS[place]))
+        return PackedParam(whole, (name,), rows, nn.Parameter, places)
 
     def _lease(self, name: str, nbytes: int) -> Lease:
         return self._places.homes.lease(nbytes, owner=name, state_class=StateClass.PARAMETERS)
@@ -137,7 +144,9 @@ class Table:
 
     def backward(self, touched: set[int], seed: int = 0, scale: float = 1.0) -> None:
         """The module took part; the experts `touched` got tokens."""
-        self.table.took_part = True
+        for packed in self.packed:
+            if packed.param.requires_grad:
+                packed.param.grad = torch.zeros(1).expand(packed.param.shape)
         for index, state in enumerate(self.states):
             if self.replays and index not in touched:
                 continue
@@ -145,7 +154,7 @@ class Table:
             generator = torch.Generator().manual_seed(1000 * seed + index)
             for place, numel in enumerate(NUMELS):
                 drawn = torch.randn(numel, generator=generator) * scale
-                if not state.group.params[place].requires_grad:
+                if not self.packed[place].param.requires_grad:
                     continue
                 self.stepper.check_arrival(state)
                 given = drawn if index in touched else torch.zeros(numel)
@@ -156,6 +165,8 @@ class Table:
     def step(self) -> StepOutcome:
         outcome = self.stepper.step(self.hyper)
         self.stepper.zero_grad()
+        for packed in self.packed:
+            packed.param.grad = None
         return outcome
 
     def weights(self, index: int) -> Tensor:
@@ -358,8 +369,7 @@ def test_parameters_in_no_param_group_or_frozen_meanwhile_are_left_alone(make: M
     for step in range(6):
         for table in pair:
             table.left_out = {1} if step in (1, 2) else set()
-            for group in table.groups:
-                group.params[0].requires_grad_(step not in (2, 3))
+            table.packed[0].param.requires_grad_(step not in (2, 3))
             table.backward({0}, step)
             table.step()
     assert pair[0].states[3].steps.tolist() == [4, 4]
