@@ -186,7 +186,7 @@ class Runtime:
         states = (group.state, gradients.state, *records)
         group.permanent = (
             kept.in_place and not group.has_masters and layout.ranks == 1
-            and not any(group in table.groups for table in self.store.tables if table.packed)
+            and not (group.table is not None and group.table.packed)  # which may miss steps
             and not any(each.at_home_on_device for each in states)
         )  # fmt: skip
         return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,18 @@ def test_experts_that_nobody_needs_catch_up_in_the_end(
             table.backward({0}, step)
             table.step()
         assert len(log_of(pair[0])._steps) <= 6
+    assert_same(pair)
+
+
+def test_experts_in_shards_make_each_step_with_the_other_ranks(make: Make) -> None:
+    pair = make()
+    for table in pair:
+        for group in table.groups:
+            group.layout = replace(group.layout, ranks=2)
+        table.backward({0}, 1)
+        table.step()
+    assert not log_of(pair[0])._steps
+    assert all(pair[0].groups[index].pending is not None for index in range(EXPERTS))
     assert_same(pair)
 
 
