@@ -68,6 +68,7 @@ class PackedGradients:
         self._rows = rows
         self._of_row = {id(row): each for each in packed for row in each.rows}
         self._shown: dict[PackedParam, PagedTensor] = {}
+        self._given: set[PackedParam] = set()  # rows' gradients are views of a user's tensor
 
     def came(self, row: torch.Tensor) -> None:
         """A parameter got a gradient; perhaps it is a row."""
@@ -94,7 +95,11 @@ class PackedGradients:
             for packed in self._all:
                 gradient = packed.param.grad
                 if gradient is None or self._shown.get(packed) is gradient:
+                    if packed in self._given:
+                        self._given.discard(packed)
+                        _clear_rows(packed)
                     continue
+                self._given.add(packed)
                 values = gradient.values() if isinstance(gradient, PagedTensor) else gradient
                 for row, own in zip(packed.rows, values.detach(), strict=True):
                     if row.grad is None or local_of(row.grad).data_ptr() != own.data_ptr():
@@ -106,8 +111,7 @@ class PackedGradients:
         source = handle.source
         assert isinstance(source, PackedGradientSource), "made here"
         source.kept = self.value_of(source)
-        for row in packed.rows:
-            row.grad = None
+        _clear_rows(packed)
 
     def forget(self) -> None:
         """All gradients are used up."""
@@ -174,6 +178,11 @@ class PackedGradients:
     ) -> Any:
         answer = rows[0].answer(operation, args, kwargs)
         return answer if answer is NotImplemented else self._rows.norm_of(rows)
+
+
+def _clear_rows(packed: PackedParam) -> None:
+    for row in packed.rows:
+        row.grad = None
 
 
 _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)
