@@ -1,0 +1,310 @@
+"""Packed experts computed expert by expert: the bits of transformers' default, in outputs and all
+gradients; what is touched; and what becomes of a model's configuration."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from offload.errors import UnsupportedError
+from tests.outside.expert_cases import (
+    Shape,
+    Slices,
+    equal_or_no_tokens,
+    experts,
+    packed_experts,
+    sliced,
+    transformers,
+)
+from tests.outside.trainer_cases import quiet
+
+FAST, ALL = 80, 1500  # drawn cases
+WAYS = ("plain", "plain", "autocast", "recomputed", "strided")
+ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class Case:
+    """A module, and what it is called with."""
+
+    shape: Shape
+    module: nn.Module
+    way: str
+    hidden: Tensor  # [T, D]
+    index: Tensor  # [T, K]
+    weights: Tensor  # [T, K]
+    gradient: Tensor  # of the output
+    input_trained: bool
+    weights_trained: bool
+
+    def run(self) -> dict[str, Tensor | None]:
+        """The output, and the gradients of the inputs and the packed parameters."""
+        hidden, weights = self.hidden.clone(), self.weights.clone()
+        if self.way == "strided":
+            hidden, weights = hidden.t().contiguous().t(), weights.t().contiguous().t()
+        hidden.requires_grad_(self.input_trained)
+        weights.requires_grad_(self.weights_trained)
+        self.module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.way == "autocast"):
+            args = (hidden, self.index, weights)
+            if self.way == "recomputed":
+                out = checkpoint(self.module, *args, use_reentrant=False)
+            else:
+                out = self.module(*args)
+        if out.requires_grad:
+            out.backward(self.gradient)
+        packed = {
+            name: getattr(self.module, name).grad for name in experts.weight_names(self.module)
+        }
+        return {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad, **packed}
+
+
+def draw(seed: int) -> Case:
+    choose, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype = choose.choice([torch.float32, torch.bfloat16])
+    step = 16 // dtype.itemsize  # the default refuses rows that are no multiples of 16 bytes
+    E, D, inner = choose.choice([1, 2, 3, 8, 17]), choose.randint(1, 12), choose.randint(1, 12)
+    gated = choose.random() < 0.7
+    shape = Shape(
+        E, step * D, step * inner, dtype, is_transposed=choose.random() < 0.4,
+        has_bias=choose.random() < 0.5, has_gate=gated, own_gate=gated and choose.random() < 0.5,
+        act=choose.choice(ACTS),
+    )  # fmt: skip
+    module = shape.build(g)
+    for param in module.parameters():
+        param.requires_grad_(choose.random() < 0.8)
+    T, K = choose.choice([0, 1, 2, 5, 33, 64, 200]), choose.randint(1, min(E, 5))
+    # Of one expert the default counts pairs of no expert, too.
+    most = E + (choose.random() < 0.3 and E > 1)
+    index = torch.randint(
+        0, most if choose.random() < 0.7 else (most + 1) // 2, (T, K), generator=g
+    )
+    weights_dtype = dtype if choose.random() < 0.7 else torch.float32
+    return Case(
+        shape, module, choose.choice(WAYS), torch.randn(T, step * D, generator=g).to(dtype),
+        index.to(choose.choice([torch.int64, torch.int32])),
+        torch.rand(T, K, generator=g).to(weights_dtype),
+        torch.randn(T, step * D, generator=g).to(dtype),
+        input_trained=choose.random() < 0.8, weights_trained=choose.random() < 0.8,
+    )  # fmt: skip
+
+
+def differences(case: Case) -> list[str]:
+    """The names of what differs from the default."""
+    expected = case.run()
+    with sliced([case.module]) as (slices,):
+        found = case.run()
+    for name in slices.packed:
+        assert found[name] is None
+        found[name] = slices.gradient(name)
+    used = sorted({e for e in case.index.flatten().tolist() if e < case.shape.experts})
+    assert slices.announced[0] == used == slices.used[: len(used)]
+    untouched = set(range(case.shape.experts)) - set(used)
+    assert all(leaf.grad is None for e in untouched for leaf in slices.leaves[e].values())
+    return [name for name in expected if not equal_or_no_tokens(found[name], expected[name])]
+
+
+def test_drawn_modules_have_the_bits_of_the_default(long: bool) -> None:
+    for seed in range(ALL if long else FAST):
+        case = draw(seed)
+        assert not differences(case), (seed, case.shape, case.way, differences(case))
+
+
+def test_several_threads_have_the_bits_of_one() -> None:
+    """With several the default adds up gradients of fp32 in any order."""
+    g = torch.Generator().manual_seed(0)
+    shape = Shape(3, 64, 64, has_bias=True)
+    module = shape.build(g)
+    index = torch.rand(512, 3, generator=g).argsort(dim=1)
+    hidden, gradient = torch.randn(2, 512, 64, generator=g)
+    case = Case(shape, module, "plain", hidden, index, index.float(), gradient, True, True)
+    expected = case.run()
+    torch.set_num_threads(2)
+    for _ in range(3):
+        with sliced([module]) as (slices,):
+            found = case.run()
+        found |= {name: slices.gradient(name) for name in slices.packed}
+        assert all(equal_or_no_tokens(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_a_graph_the_output_is_the_same(
+    context: type[AbstractContextManager[None]],
+) -> None:
+    case = draw(6)
+    expected = case.run()["out"]
+    with sliced([case.module]), context():
+        found = case.module(case.hidden, case.index, case.weights)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", None])
+def test_frozen_experts_leave_the_gradients_of_the_others(name: str | None) -> None:
+    g = torch.Generator().manual_seed(0)
+    module = Shape(4, 16, 16).build(g)
+    index = torch.randint(4, (32, 2), generator=g)
+    hidden, gradient = torch.randn(2, 32, 16, generator=g)
+    case = Case(
+        Shape(4, 16, 16), module, "plain", hidden, index, index.float(), gradient, True, True
+    )
+    expected = case.run()
+    slices = Slices(module, frozen=lambda expert, each: expert == 1 and name in (None, each))
+    experts.attach(module, slices)
+    found = case.run()
+    experts.detach(module)
+    for each in ("out", "hidden", "weights"):
+        assert equal_or_no_tokens(found[each], expected[each])
+    for each in slices.packed:
+        for expert, leaf in enumerate(slices.leaves):
+            if leaf[each].requires_grad:
+                assert equal_or_no_tokens(leaf[each].grad, expected[each][expert])  # type: ignore[index]
+            else:
+                assert leaf[each].grad is None
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor had which an operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in tree_leaves(found) if isinstance(each, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return found
+
+
+def test_no_tensor_is_larger_than_one_expert() -> None:
+    g = torch.Generator().manual_seed(0)
+    shape = Shape(32, 64, 64, has_bias=True)
+    module = shape.build(g)
+    index = torch.tensor([[3, 17], [17, 30]])
+    hidden, gradient = torch.randn(2, 2, 64, generator=g)
+    case = Case(shape, module, "plain", hidden, index, index.float(), gradient, True, True)
+    with sliced([module]), Largest() as largest:
+        case.run()
+    assert largest.numel == 128 * 64
+    with Largest() as largest:
+        case.run()
+    assert largest.numel == 32 * 128 * 64
+
+
+# ------------------------------------------------------------------------------ configurations
+def tiny_mixtral() -> Any:
+    settings = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(settings)
+
+
+TOKENS = torch.arange(3, 19).view(2, 8)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    return list(packed_experts(model).values())
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    logits: Tensor = model(input_ids=TOKENS).logits.detach()
+    return logits
+
+
+def test_nothing_of_it_is_saved_with_the_model(tmp_path: Path) -> None:
+    model = tiny_mixtral()
+    expected = logits_of(model)
+    with sliced(modules_of(model)):
+        assert model.get_experts_implementation() == {"": "offload"}
+        assert "experts_implementation" not in model.config.to_json_string(use_diff=False)
+        model.save_pretrained(tmp_path)
+    assert "experts_implementation" not in (tmp_path / "config.json").read_text()
+    with quiet():
+        loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
+    assert loaded.get_experts_implementation() == {"": "grouped_mm"}
+    assert torch.equal(logits_of(loaded), expected)
+
+
+def test_copies_of_the_configuration_and_of_the_model_compute_as_by_default() -> None:
+    model = tiny_mixtral()
+    expected = logits_of(model)
+    with sliced(modules_of(model)) as made:
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        chosen = [each.get_experts_implementation() for each in copies]
+        assert chosen == [{"": "grouped_mm"}] * 2
+        for config in (copy.deepcopy(model.config), model.config):
+            other = transformers.MixtralForCausalLM(config)
+            other.load_state_dict(model.state_dict())
+            copies.append(other)
+        assert all(torch.equal(logits_of(each), expected) for each in copies)
+        assert not any(slices.announced for slices in made)
+
+
+def test_detached_it_is_as_before_but_for_what_was_chosen_since() -> None:
+    model = tiny_mixtral()
+    with sliced(modules_of(model)):
+        pass
+    assert model.get_experts_implementation() == {"": "grouped_mm"}
+    assert not [name for module in modules_of(model) for name in vars(module) if "offload" in name]
+    with sliced(modules_of(model)) as made:
+        model.set_experts_implementation("eager")
+        logits_of(model)
+        assert not any(slices.announced for slices in made)
+    assert model.get_experts_implementation() == {"": "eager"}
+    assert modules_of(model) == []
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_a_parametrized_module_computes_with_its_parametrization() -> None:
+    """As PEFT's adapters of packed parameters are."""
+    model = tiny_mixtral()
+    parametrized, other = modules_of(model)
+    with sliced([parametrized, other]) as (skipped, used):
+        parametrize.register_parametrization(parametrized, "down_proj", Twice())
+        found = logits_of(model)
+        assert not skipped.announced
+        assert used.announced
+    assert torch.equal(logits_of(model), found)
+
+
+def test_a_functional_call_computes_with_the_given_parameters() -> None:
+    model = tiny_mixtral()
+    given = {name: param * 2 for name, param in model.named_parameters()}
+    expected = torch.func.functional_call(model, given, (), {"input_ids": TOKENS}).logits
+    with sliced(modules_of(model)) as made:
+        found = torch.func.functional_call(model, given, (), {"input_ids": TOKENS}).logits
+        assert not any(slices.announced for slices in made)
+    assert torch.equal(found, expected)
+
+
+def test_a_negative_expert_is_refused() -> None:
+    case = draw(6)
+    with sliced([case.module]), pytest.raises(UnsupportedError, match="expert -1: experts have"):
+        case.module(case.hidden, torch.full_like(case.index, -1), case.weights)
