@@ -256,10 +256,10 @@ class Engine:
         """Packed experts compute with the rows that groups have."""
         for table in runtime.store.tables:
             if table.module is not None:
-                from offload.integrations import experts  # transformers is there: it is its module
+                from offload import packed_experts  # transformers is there: it is its module
 
-                experts.attach(table.module, ExpertAccess(runtime.store, table))
-                runtime.store.on_close.append(partial(experts.detach, table.module))
+                packed_experts.attach(table.module, ExpertAccess(runtime.store, table))
+                runtime.store.on_close.append(partial(packed_experts.detach, table.module))
 
     def _keep_activations(
         self, config: OffloadConfig, discovery: Discovery, runtime: Runtime

@@ -30,5 +30,5 @@ class ExpertAccess:
     @contextmanager
     def using(self, expert: int) -> Iterator[Mapping[str, nn.Parameter]]:
         """The rows of one expert, by the names of the module's parameters. Gathered inside."""
-        with self._store.held([self._table.groups[expert]]):
+        with self._store.expert(self._table.groups[expert]):
             yield self._table.rows_of(expert)

@@ -10,8 +10,8 @@ tensor, so a keeper could not tell two versions apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -133,6 +133,7 @@ class HandleTable:
         self._use = use  # told before a group is needed again, so that it can fetch ahead
         self._keeper = keeper
         self._buffers: dict[int, ParamGroup] = {}  # storage address -> group
+        self._experts = 0  # being computed, one within another
 
     def note(self, group: ParamGroup) -> None:
         """`group` was gathered: views of its buffer become handles from now on."""
@@ -153,10 +154,10 @@ class HandleTable:
         """A context that packs views of buffers as handles, outside of any hooks set within it.
 
         Inside a checkpoint it does nothing: tensors saved there are recomputed, and the checkpoint
-        compares both passes.
+        compares both passes (but see `of_expert`).
         """
         outer = active_hooks()
-        if outer is not None and outer[0].__module__ == torch.utils.checkpoint.__name__:
+        if _is_checkpoint(outer):
             return nullcontext()
 
         group_of, keeper = self.group_of, self._keeper
@@ -184,11 +185,27 @@ class HandleTable:
 
         def pack(tensor: torch.Tensor) -> Any:
             # in this order: most tensors are no views of a buffer, and the other question is dear
-            if self.group_of(tensor) is not None and isinstance(tensor, torch.nn.Parameter):
+            group = self.group_of(tensor)
+            if group is not None and self._experts:
+                return _handle(group, tensor)
+            if group is not None and isinstance(tensor, torch.nn.Parameter):
                 tensor = tensor.detach()
             return _pass_on(tensor, outer)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+
+    @contextmanager
+    def of_expert(self) -> Iterator[None]:
+        """Around the computation of one expert, in both passes of a checkpoint: its matrices become
+        handles and are no tensors of the checkpoint's. That would hold those of all experts of a
+        block in memory at once, from its second pass until its backward is over."""
+        outer = active_hooks()
+        self._experts += 1
+        try:
+            with self.views() if _is_checkpoint(outer) else nullcontext():
+                yield
+        finally:
+            self._experts -= 1
 
     @uncompiled
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -225,6 +242,10 @@ class HandleTable:
             flat = flat.view(handle.dtype)
         view = flat.as_strided(handle.shape, handle.stride, handle.offset)
         return view if handle.spec is None else rebuilt(view, handle.spec)
+
+
+def _is_checkpoint(hooks: Hooks | None) -> bool:
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 def _pass_on(tensor: torch.Tensor, outer: Hooks | None, keeper: Keeper | None = None) -> Any:

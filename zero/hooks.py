@@ -13,7 +13,7 @@ only, so a guard around the call handles KeyboardInterrupt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NoReturn
@@ -84,9 +84,10 @@ class UnitHooks:
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
+        is_expert = bool(unit.table)
 
         def before(module: nn.Module, args: Any) -> None:
-            self._begin(module, groups)
+            self._begin(module, groups, is_expert=is_expert)
 
         self._register(unit.module, before)
 
@@ -120,7 +121,9 @@ class UnitHooks:
         self._removable.append(_Guard(module, name, self._calls, self._end, hooks, needs_no_hooks))
 
     @interrupted_in_waits
-    def _begin(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    def _begin(
+        self, module: nn.Module, groups: Sequence[ParamGroup], *, is_expert: bool = False
+    ) -> None:
         refuse_transforms()
         self._one_thread.__enter__()
         call = _Call(module=module)
@@ -137,6 +140,9 @@ class UnitHooks:
                 self._begin_forward()
             call.session = Session(self._handles)
             call.session.open()
+        if is_expert:
+            call.expert = self._handles.of_expert()
+            call.expert.__enter__()
         self._enter(groups, call)
 
     def _return(self, module: nn.Module) -> None:
@@ -148,6 +154,7 @@ class UnitHooks:
 
     @uninterrupted
     def _close(self, call: _Call) -> None:
+        call.leave_expert()
         if call.session is not None:
             call.session.close()
             call.session = None
@@ -161,6 +168,7 @@ class UnitHooks:
             call = self._calls[-1]
             if call.thread != get_ident():  # this call was refused
                 return
+            call.leave_expert()
             if call.session is not None:
                 call.session.abandon()
             self._leave(call)
@@ -187,6 +195,12 @@ class UnitHooks:
             finally:
                 group.leave(user)
             user.groups.pop()
+
+    @contextmanager
+    def expert(self, group: ParamGroup) -> Iterator[None]:
+        """Around the computation of one expert that is no module."""
+        with self._handles.of_expert(), self.held([group]):
+            yield
 
     @contextmanager
     def held(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
@@ -349,4 +363,10 @@ class _Call(_User):
     module: nn.Module
     thread: int = field(default_factory=get_ident)
     session: Session | None = None
+    expert: AbstractContextManager[None] | None = None  # around the call of one
     owner: object | None = None  # kept while the outermost call lasts
+
+    def leave_expert(self) -> None:
+        if self.expert is not None:
+            expert, self.expert = self.expert, None
+            expert.__exit__(None, None, None)

@@ -292,7 +292,8 @@ class ReleasedParameters:
         def outward(value: Any) -> Any:
             return paged.get(id(value), value)
 
-        if args and type(args[0]) in self._released:  # torch's own would take the address of the values
+        # torch's own methods would take the address of the values
+        if args and type(args[0]) in self._released:
             function = vars(PagedTensor).get(getattr(function, "__name__", ""), function)
         found = function(*_mapped(args, outward), **_mapped(kwargs, outward))
         return owners.get(id(found), found)

@@ -232,6 +232,11 @@ class WeightStore:
         assert self.hooks is not None, "installed by `start`"
         return self.hooks.held(groups)
 
+    def expert(self, group: ParamGroup) -> AbstractContextManager[None]:
+        """Around the computation of one packed expert: it is gathered and stays so inside."""
+        assert self.hooks is not None, "installed by `start`"
+        return self.hooks.expert(group)
+
     def computing(self, unit: Unit) -> AbstractContextManager[None]:
         """Around a unit's own forward, for a caller that computes it without calling the module."""
         assert self.hooks is not None, "installed by `start`"

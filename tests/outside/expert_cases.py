@@ -1,4 +1,4 @@
-"""Modules of packed experts and access to their slices, for tests of `integrations/experts.py`."""
+"""Modules of packed experts and access to their slices, for tests of `packed_experts.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 activations = importlib.import_module("transformers.activations")
 moe = importlib.import_module("transformers.integrations.moe")
-experts = importlib.import_module("offload.integrations.experts")
+experts = importlib.import_module("offload.packed_experts")
 
 
 class Slices:

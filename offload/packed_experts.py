@@ -140,7 +140,9 @@ def experts_forward(
     experts, counts = torch.unique_consecutive(ids, return_counts=True)
     used = [expert for expert in experts.tolist() if expert < settings.num_experts]
     _check(used)
-    attached.weights.announce(used)
+    # the default gives zeros as gradients where no expert has tokens: let one of them have those
+    none = [] if used or not torch.is_grad_enabled() else [0]
+    attached.weights.announce([*used, *none])
     *parts, rest = rows.split(_sizes(counts.tolist(), len(used)))
     done = 0  # pairs
     found = []
@@ -148,6 +150,11 @@ def experts_forward(
         with attached.weights.using(expert) as weights:
             found.append(_expert(settings, weights, part, count.view(1), done, T * K))
         done += len(part)
+    for expert in none:
+        with attached.weights.using(expert) as weights:
+            found.append(
+                _expert(settings, weights, rows[:0], counts.new_zeros(1, dtype=torch.int32), 0, 0)
+            )
     if len(rest) or not used:
         # of no expert: zeros, through which the hidden states get the gradient zero
         found.append(rest.masked_fill(torch.ones_like(rest, dtype=torch.bool), 0.0))

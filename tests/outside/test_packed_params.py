@@ -1,0 +1,358 @@
+"""A packed parameter [E, ...] whose rows are in groups of their own is, to those who use it, the
+one tensor that it is without: split and whole, a model trains to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.tiers.errors import UnsupportedError
+from offload.zero import module_tree
+
+transformers = pytest.importorskip("transformers")
+
+NAME = "model.layers.0.mlp.experts.gate_up_proj"
+OTHER = "model.layers.1.mlp.experts.down_proj"
+WHOLE = {"parameters": "host", "gradients": "host", "optimizer": "host"}
+ADAMW = {"type": "adamw", "lr": 1e-2, "weight_decay": 0.1}
+Engine = Any
+Change = Callable[[Engine, int], None]
+
+
+def tiny(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def data(count: int, length: int = 3) -> list[Tensor]:
+    """Few tokens: most experts have none."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 64, (1, length), generator=generator) for _ in range(count)]
+
+
+class Pair:
+    """The same training with tables split and whole."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        self._patch = patch
+        self.engines: list[Engine] = []
+
+    def make(
+        self, place: str = "nvme", prepare: Callable[[nn.Module], Any] = lambda model: None,
+        **keys: Any,
+    ) -> list[Engine]:  # fmt: skip
+        """`prepare` may change the model, and may return param groups."""
+        self._patch.setattr(module_tree, "SMALL_UNIT_NUMEL", 0)  # blocks, as in a large model
+        for least, home in (1 << 40, "host"), (0, place):
+            self._patch.setattr(module_tree, "SMALL_TABLE_NUMEL", least)
+            model = tiny()
+            groups = prepare(model)
+            given = {} if groups is None else {"parameters": groups}
+            placement = {**dict.fromkeys(WHOLE, home), **keys.get("placement", {})}
+            config = {
+                "precision": "fp32", "nvme": {"paths": [str(self._folder)]}, "optimizer": ADAMW,
+                **keys, "placement": placement,
+            }  # fmt: skip
+            self.engines.append(offload.initialize(model, config, **given))
+        assert bool(self.engines[1].runtime.store.packed)
+        assert not self.engines[0].runtime.store.packed
+        return self.engines
+
+    def train(
+        self, after: Change | None = None, before: Change | None = None, steps: int = 3,
+        loss: Callable[[Engine, Tensor], Tensor] | None = None,
+        zero: Callable[[Engine], None] = lambda engine: engine.optimizer.zero_grad(),
+    ) -> None:  # fmt: skip
+        """`before` and `after` are called around each backward."""
+        for number, tokens in enumerate(data(steps)):
+            losses = []
+            for engine in self.engines:
+                if before is not None:
+                    before(engine, number)
+                found = (loss or loss_of)(engine, tokens)
+                engine.backward(found)
+                losses.append(found.item())
+                if after is not None:
+                    after(engine, number)
+                engine.optimizer.step()
+                zero(engine)
+            assert losses[0] == losses[1]
+        self.compare()
+
+    def compare(self) -> None:
+        whole, split = (engine.module.state_dict() for engine in self.engines)
+        for name, value in whole.items():
+            assert torch.equal(value, split[name]), name
+        states = [engine.optimizer.state_dict()["state"] for engine in self.engines]
+        assert states[0].keys() == states[1].keys()
+        for number, state in states[0].items():
+            for field, value in state.items():
+                assert torch.equal(value, states[1][number][field]), (number, field)
+
+
+def loss_of(engine: Engine, tokens: Tensor) -> Tensor:
+    found: Tensor = engine.module(tokens, labels=tokens).loss
+    return found
+
+
+def param(engine: Engine, name: str = NAME) -> Any:
+    return engine.module.get_parameter(name)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    made = Pair(tmp_path, monkeypatch)
+    yield made
+    for engine in made.engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_weights_and_states_are_those_of_whole_tables(
+    pair: Pair, place: str, precision: str
+) -> None:
+    pair.make(place, precision=precision, clip_grad_norm=0.5)
+    pair.train()
+
+
+def _clip(engine: Engine, number: int) -> None:
+    torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.3)
+
+
+def _clip_one_by_one(engine: Engine, number: int) -> None:
+    torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.3, foreach=False)
+
+
+def _clip_values(engine: Engine, number: int) -> None:
+    torch.nn.utils.clip_grad_value_(engine.module.parameters(), 1e-3)
+
+
+def _by_hand(engine: Engine, number: int) -> None:
+    for each in engine.module.parameters():
+        if each.grad is not None:
+            each.grad.mul_(0.5)
+            each.grad.add_(each.detach().clone() * 1e-3)
+
+
+def _drop(engine: Engine, number: int) -> None:
+    if number % 2:
+        param(engine).grad = None
+
+
+def _set(engine: Engine, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    param(engine).grad = torch.randn(param(engine).shape, generator=generator)
+
+
+def _add(engine: Engine, number: int) -> None:
+    param(engine).grad += torch.ones(param(engine).shape)
+
+
+def _write_rows(engine: Engine, number: int) -> None:
+    param(engine).grad[2].zero_()
+    param(engine).grad[1, 3] = 1.0
+
+
+CHANGES: dict[str, Change] = {
+    each.__name__.strip("_"): each
+    for each in (_clip, _clip_one_by_one, _clip_values, _by_hand, _drop, _set, _add, _write_rows)
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_are_changed_as_one_tensor(pair: Pair, change: str) -> None:
+    pair.make()
+    pair.train(after=CHANGES[change])
+
+
+def test_a_tensor_that_is_set_before_backward_is_added_to(pair: Pair) -> None:
+    pair.make()
+    pair.train(before=_set)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda engine: engine.optimizer.zero_grad(set_to_none=False),
+        lambda engine: engine.module.zero_grad(),
+    ],
+    ids=["zeros", "model"],
+)
+def test_zeroing(pair: Pair, zero: Callable[[Engine], None]) -> None:
+    pair.make()
+    pair.train(zero=zero)
+
+
+def test_a_gradient_of_zeros_is_stepped_with(pair: Pair) -> None:
+    for engine in pair.make():
+        loss_of(engine, data(1)[0]).backward()
+        for _ in range(2):
+            engine.optimizer.step()
+            engine.optimizer.zero_grad(set_to_none=False)
+    pair.compare()
+
+
+def test_a_gradient_is_read_between_passes(pair: Pair) -> None:
+    tokens = data(2)
+    found = []
+    for engine in pair.make(gradient_accumulation_steps=2):
+        loss_of(engine, tokens[0]).backward()
+        kept, copied = param(engine).grad, param(engine).grad.clone()
+        loss_of(engine, tokens[1]).backward()
+        found.append((copied, kept.clone(), engine.gradient(param(engine)), kept))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    for whole, split in zip(*found, strict=True):
+        assert torch.equal(whole.clone(), split.clone())
+    pair.compare()
+
+
+def test_parameters_in_the_loss(pair: Pair) -> None:
+    def with_l2(engine: Engine, tokens: Tensor) -> Tensor:
+        squares = sum((each**2).sum() for each in engine.module.parameters())
+        return loss_of(engine, tokens) + 1e-2 * squares
+
+    pair.make()
+    pair.train(loss=with_l2)
+
+
+@pytest.mark.parametrize("how", ["transformers", "own"])
+def test_recomputation(pair: Pair, how: str) -> None:
+    own = {"activations": {"checkpoint": True}} if how == "own" else {}
+    for engine in pair.make(placement=own):
+        if how == "transformers":
+            engine.module.gradient_checkpointing_enable()
+            engine.module.train()
+    pair.train()
+
+
+def test_updates_in_backward(pair: Pair) -> None:
+    pair.make(optimizer={**ADAMW, "in_backward": True})
+    pair.train()
+
+
+def test_values_are_written(pair: Pair) -> None:
+    def write(engine: Engine, number: int) -> None:
+        one = param(engine)
+        with torch.no_grad(), engine.gathered(one):
+            one[number] *= 0.5
+        with torch.no_grad():
+            one[3].mul_(1.5)
+            one.data[2, 1] = 0.25
+        nn.init.normal_(param(engine, OTHER), generator=torch.Generator().manual_seed(number))
+
+    pair.make()
+    pair.train(before=write)
+
+
+def test_a_forward_inside_of_gathered_sees_what_was_written(pair: Pair) -> None:
+    hidden, chosen = torch.ones(3, 32), torch.tensor([[0, 1], [2, 3], [1, 2]])
+    found = []
+    for engine in pair.make():
+        experts = engine.module.model.layers[0].mlp.experts
+        with torch.no_grad(), engine.gathered(engine.module):
+            for each in engine.module.parameters():
+                each.mul_(0.9)
+            logits = engine.module(data(1)[0]).logits
+            experts.gate_up_proj.mul_(0.5)
+            found.append((logits, experts(hidden, chosen, torch.ones(3, 2))))
+    for whole, split in zip(*found, strict=True):
+        assert torch.equal(whole, split)
+    pair.train()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(pair: Pair, mode: Callable[[], Any]) -> None:
+    found = []
+    for engine in pair.make():
+        with mode():
+            logits = engine.module(data(1)[0]).logits
+            found.append((logits, param(engine).sum(), param(engine)[1].clone()))
+    for whole, split in zip(*found, strict=True):
+        assert torch.equal(whole, split)
+    pair.train()
+
+
+def test_another_implementation_is_chosen_later(pair: Pair) -> None:
+    for engine in pair.make():
+        engine.module.set_experts_implementation("eager")
+    pair.train()
+
+
+def test_state_dicts(pair: Pair) -> None:
+    other = {name: value * 1.01 for name, value in tiny(3).state_dict().items()}
+    kept = []
+    for engine in pair.make():
+        engine.module.load_state_dict(other)
+        given = engine.module.state_dict()
+        given[NAME].mul_(0.5)  # in torch that is the parameter
+        kept.append(given)
+    pair.train()
+    whole, split = (engine.optimizer.state_dict() for engine in pair.engines)
+    pair.engines[0].optimizer.load_state_dict(split)
+    pair.engines[1].optimizer.load_state_dict(whole)
+    pair.train()
+
+
+def _other_numbers(model: nn.Module) -> Any:
+    mine = [p for name, p in model.named_parameters() if "gate_up" in name]
+    rest = [p for name, p in model.named_parameters() if "gate_up" not in name]
+    return [{"params": mine, "weight_decay": 0.0, "lr": 3e-3}, {"params": rest}]
+
+
+def _freeze(part: str) -> Callable[[nn.Module], None]:
+    def freeze(model: nn.Module) -> None:
+        for name, each in model.named_parameters():
+            each.requires_grad_(part not in name)
+
+    return freeze
+
+
+@pytest.mark.parametrize(
+    "prepare", [_other_numbers, _freeze("down_proj"), _freeze("experts")],
+    ids=["param groups", "half frozen", "frozen"],
+)  # fmt: skip
+def test_param_groups_and_frozen_experts(pair: Pair, prepare: Any) -> None:
+    pair.make(prepare=prepare)
+    pair.train()
+
+
+def test_experts_are_frozen_later(pair: Pair) -> None:
+    for engine in pair.make():
+        param(engine).requires_grad_(False)
+    pair.train()
+
+
+def test_a_step_is_skipped(pair: Pair) -> None:
+    def spoil(engine: Engine, number: int) -> None:
+        if number == 1:
+            param(engine).grad[1].fill_(float("nan"))
+        if number == 2:
+            param(engine).grad.mul_(float("inf"))
+
+    pair.make(skip_nonfinite=True)
+    pair.train(after=spoil, steps=4)
+
+
+def test_what_rows_cannot_do_is_refused(pair: Pair) -> None:
+    _, engine = pair.make()
+    loss = loss_of(engine, data(1)[0])
+    with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad of .*gate_up_proj"):
+        torch.autograd.grad(loss, list(engine.module.parameters()))
+    with pytest.raises(UnsupportedError, match="comes in rows"):
+        param(engine).register_hook(lambda gradient: gradient)
+    with pytest.raises(RuntimeError, match="in-place"):
+        param(engine).mul_(2.0)
