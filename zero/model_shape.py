@@ -7,6 +7,7 @@ works without torch and without the model's code.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,11 +51,21 @@ class ModelShape:
 
     groups: tuple[GroupShape, ...]
     units: tuple[UnitShape, ...]
+    experts_per_token: int | None = None  # that a router chooses, where that is known
+
+    @cached_property
+    def tables(self) -> Mapping[str, tuple[int, ...]]:
+        """The groups (by index) of each module of experts, by its name."""
+        found: dict[str, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            if group.table:
+                found.setdefault(group.table, []).append(index)
+        return {name: tuple(indices) for name, indices in found.items()}
 
     def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
         """The same model, every group in equal shards for `ranks`, `replicas` times."""
         groups = (replace(group, ranks=ranks, replicas=replicas) for group in self.groups)
-        return ModelShape(tuple(groups), self.units)
+        return replace(self, groups=tuple(groups))
 
     @property
     def numel(self) -> int:

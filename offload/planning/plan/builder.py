@@ -127,6 +127,9 @@ class PlanBuilder:
             )
             nbytes: dict[Tier, int] = defaultdict(int)
             for group, each in zip(groups, tiers, strict=True):
+                if each and each.count(each[0]) == len(each):
+                    nbytes[each[0]] += group.optimizer
+                    continue
                 for kind in record_kinds(group, each, self.sizes.chunk_numel):
                     nbytes[kind.tier] += kind.nbytes * kind.count
             self._dealt[placement] = _DealtRecords(tiers, groups, nbytes)

@@ -22,7 +22,7 @@ for each other and for a core (`update_disk_share`).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,7 @@ def estimate_step(
     def of(passes: int) -> StepEstimate:
         some = replace(workload, passes=passes)
         traffic = step_traffic(plan, config, model, facts, some)
-        return _Pipeline(plan, config, model, facts, some, speeds, traffic).estimate()
+        return _Pipeline(plan, config, facts, some, speeds, traffic).estimate()
 
     beyond = workload.passes - MOST_PASSES
     if beyond <= 0:
@@ -108,10 +108,11 @@ class _Clock:
 
 class _Pipeline:
     def __init__(
-        self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
-        workload: Workload, speeds: Speeds, traffic: StepTraffic,
+        self, plan: Plan, config: OffloadConfig, facts: ActivationFacts, workload: Workload,
+        speeds: Speeds, traffic: StepTraffic,
     ) -> None:  # fmt: skip
         self._plan, self._config, self._speeds = plan, config, speeds
+        self._experts = experts = traffic.experts
         self._traffic, self._workload = traffic, workload
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         self._there: dict[int, float] = defaultdict(float)  # parameters of a group, by group
@@ -121,17 +122,22 @@ class _Pipeline:
         self._arrived: list[float] = []  # when the model's thread came to each use
         self._begun_s = 0.0
         self._spans: list[Span] = []
-        self._cost = self._costs(model, facts)
-        self._update_s = [
-            update_s(plan, group, config.precision, speeds) for group in range(len(plan.groups))
-        ]
+        self._used_of_tables: Counter[str] = Counter()
+        for index, count in experts.used.items():
+            self._used_of_tables[experts.model.groups[index].table] += count
+        self._cost = self._costs(experts.model, facts)
+        self._update_s = {
+            group: count * update_s(plan, group, config.precision, speeds)
+            for group, count in experts.updated.items()
+        }
         self._disk_overlap = _disk_overlap(speeds)
         self._rates = {
             READ: speeds.nvme_read_bytes_per_s, WRITE: speeds.nvme_write_bytes_per_s,
             TO_DEVICE: speeds.host_to_device_bytes_per_s,
             TO_HOST: speeds.device_to_host_bytes_per_s,
         }  # fmt: skip
-        self._exchanges = self._collectives(model) if plan.sharding.world_size > 1 else {}
+        alone = plan.sharding.world_size == 1
+        self._exchanges = {} if alone else self._collectives(experts.model)
 
     def _collectives(self, model: ModelShape) -> dict[Action, list[Collective]]:
         """By the action that asks for them."""
@@ -144,7 +150,8 @@ class _Pipeline:
         return found
 
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
-        """Seconds of each use: a pass, shared out by parameters among groups backward needs."""
+        """Seconds of each use: a pass, shared out by parameters among groups backward needs; of
+        experts by those that a token is computed with."""
         precision = self._config.precision
         first = [move.action for move in self._traffic.moves if move.action.number == 0]
         uses = {
@@ -155,11 +162,19 @@ class _Pipeline:
         costs: dict[tuple[Verb, int], float] = {}
         for verb, cost in ((Verb.FORWARD, facts.forward), (Verb.BACKWARD, facts.backward)):
             total = pass_s(cost, precision, self._speeds)
-            weights = {g: model.groups[g].numel if g in needed else 0 for g in uses[verb]}
+            weights = {g: self._active_numel(model, g) if g in needed else 0 for g in uses[verb]}
             whole = sum(weights[g] for g in uses[verb])
             for group, weight in weights.items():
                 costs[verb, group] = total * (weight / whole if whole else 1 / len(uses[verb]))
         return costs
+
+    def _active_numel(self, model: ModelShape, group: int) -> float:
+        """Parameters, of experts a token's share of those that a pass uses."""
+        numel, used = model.groups[group].numel, self._experts.used[group]
+        chosen, table = model.experts_per_token, model.groups[group].table
+        if chosen is None or not table:
+            return numel * used
+        return numel * used * min(1.0, chosen / max(1, self._used_of_tables[table]))
 
     # ---------------------------------------------------------------- running
     def estimate(self) -> StepEstimate:
@@ -186,7 +201,11 @@ class _Pipeline:
             READ: total.read, WRITE: total.written, TO_DEVICE: total.to_device,
             TO_HOST: total.to_host,
         }  # fmt: skip
-        exchanged = (each.nbytes for some in self._exchanges.values() for each in some)
+        exchanged = (
+            each.nbytes * self._experts.used[each.group]
+            for some in self._exchanges.values()
+            for each in some
+        )
         nbytes[NETWORK] = sum(exchanged)
         names = [COMPUTE, OPTIMIZER, *(name for name, moved in nbytes.items() if moved)]
         return tuple(
@@ -232,7 +251,7 @@ class _Pipeline:
     def _gradient(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         there_s = self._clocks[COMPUTE].free_s
-        numel = plan.groups[group].layout.shard_trainable
+        numel = self._experts.used[group] * plan.groups[group].layout.shard_trainable
         seconds = gradient_s(
             numel, self._config.precision, self._speeds,
             summed=plan.groups[group].summed, first=move.action.number == 0,
@@ -313,6 +332,7 @@ class _Pipeline:
         if network is None or not network.knows(sharding):
             return ready_s
         seconds = sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
+        seconds *= self._experts.used[collective.group]
         return self._take(NETWORK, label, ready_s, seconds)
 
     def _take(self, link: str, label: str, ready_s: float, seconds: float) -> float:

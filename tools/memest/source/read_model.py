@@ -18,6 +18,7 @@ from offload.planning.choice.durations import counted
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.builtin_model import builtin_tree
 from offload.tools.memest.source.decoder_settings import own_model, traced_modules
+from offload.tools.memest.source.expert_keys import experts_per_token, experts_per_token_of
 from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import (
     ModelConfiguration,
@@ -107,7 +108,8 @@ def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
     from offload.zero.discovery import discover
 
     model = build_named(source)
-    shape = discover(model, blocks).shape()
+    shape = discover(model, blocks, experts=True).shape()
+    shape = replace(shape, experts_per_token=experts_per_token_of(model))
     if not shape.numel:
         raise ConfigError(f"{source}: the model has no parameters; nothing of it is trained")
     none_trained = "no parameter is trained: all have requires_grad=False"
@@ -216,7 +218,10 @@ def _from_configuration(
     tree = family_tree(configuration)
     context, notes = configuration.context, configuration.notes
     if tree is not None:
-        shape = shape_of(tree, blocks)
+        assert configuration.family is not None, "it has a tree"
+        values = {**configuration.family.defaults, **configuration.values}
+        shape = shape_of(tree, blocks, experts=True)
+        shape = replace(shape, experts_per_token=experts_per_token(values))
     else:
         found, built = library_model(configuration, blocks, library)
         shape, context, notes = found.shape, context or found.context, (*notes, *built)
@@ -241,7 +246,7 @@ def _from_tensors(
     tensors: Mapping[str, HeaderTensor], path: Path, blocks: Sequence[str]
 ) -> ModelSource:
     named = tree_of_names(tensors)
-    shape = shape_of(named.tree)
+    shape = shape_of(named.tree, experts=True)
     if shape.numel == 0:
         counts: Counter[str] = Counter()
         for tensor in tensors.values():
