@@ -16,14 +16,15 @@ def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
     there = f"{found.experts:,} experts in {found.tables:,} tables"
     if found.chosen is None:
         return (
-            f"{there}, {counted(found.numel)} parameters; how many are chosen for a token is not "
-            "known: all are counted as touched",
+            f"{there} with {counted(found.numel)} parameters; how many are chosen for a token is "
+            "not known: all are counted as touched",
         )
     return (
-        f"{there}, {found.chosen} of a table chosen for a token: {counted(found.numel)} "
-        f"parameters; with the rest of the model {counted(found.active_numel)} are active",
-        f"expected to be touched, if the router prefers none: {_share(found.touched_pass)} in a "
-        f"pass of {found.tokens:,} tokens, {_share(found.touched_step)} in a step",
+        f"{there} with {counted(found.numel)} parameters; a token is sent to {found.chosen} of "
+        f"each table, and computed with {counted(found.active_numel)} parameters of the model",
+        f"expected to be touched, if routers prefer none: {_share(found.touched_pass)} in a pass "
+        f"of {found.tokens:,} tokens, {_share(found.touched_step)} in a step",
+        "bytes as if no copy of an expert were kept anywhere",
     )
 
 

@@ -178,4 +178,5 @@ def find(headline: Headline | PublishedSize) -> Finding:
 
 
 def findings() -> list[Finding]:
-    return [find(each) for each in (*headlines(), *published_sizes())]
+    claims: list[Headline | PublishedSize] = [*headlines(), *published_sizes()]
+    return [find(each) for each in claims]

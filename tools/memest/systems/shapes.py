@@ -155,20 +155,20 @@ def model_of(shape: Shape) -> ModelShape:
     """Groups and units, one weight per part of a block. Experts are groups of their own; several
     of them are one where there are more than 64 in a block."""
 
-    def group(name: str, table: str = "", **numels: int) -> GroupShape:
+    def group(name: str, table: str, **numels: int) -> GroupShape:
         parts = ((f"{name}.{part}", numel) for part, numel in numels.items())
         params = tuple(ParamShape((part,), (numel,)) for part, numel in parts)
         return GroupShape(name, params, table=table)
 
     heads = {"head": shape.embedding_numel} if shape.family is FamilyName.LLAMA else {}
-    groups = [group("embedding", weight=shape.embedding_numel, norm=2 * shape.hidden, **heads)]
+    groups = [group("embedding", "", weight=shape.embedding_numel, norm=2 * shape.hidden, **heads)]
     attention, norms = shape.attention_numel, 4 * shape.hidden
     for layer in range(shape.layers):
         name = f"layers.{layer}"
         if not shape.experts or layer % 2 == 0:
-            groups.append(group(name, attention=attention, mlp=shape.mlp_numel, norms=norms))
+            groups.append(group(name, "", attention=attention, mlp=shape.mlp_numel, norms=norms))
             continue
-        groups.append(group(name, attention=attention, norms=norms))
+        groups.append(group(name, "", attention=attention, norms=norms))
         bundles = min(shape.experts, _MOST_BUNDLES)
         numel = -(-shape.experts * shape.mlp_numel // bundles)
         table = f"{name}.experts"
