@@ -11,13 +11,13 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
+from offload.planning.choice.solver import RunFacts, _choices
 from offload.planning.plan.experts import active_numel, estimate_experts, touched, touched_whole
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.sizes import CLASSES, pages
 from offload.planning.plan.workload import Workload
-from offload.planning.step import stand_ins as standing
 from offload.planning.step.program import write_program
-from offload.planning.step.stand_ins import stand_ins
+from offload.planning.step.stand_ins import MOST_GROUPS, stand_ins
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import find_copies, step_traffic
 from offload.tiers.tier import Tier
@@ -190,7 +190,7 @@ def test_a_program_of_thousands_of_experts_is_short() -> None:
     assert len(shape.groups) > 4000
     found = stand_ins(plan, shape, Workload(1, 64))
     program = write_program(config, found.model, 1)
-    assert len(program.actions) <= 4 * 2 * standing.MOST_GROUPS
+    assert len(program.actions) <= 4 * 2 * MOST_GROUPS
 
 
 @pytest.mark.parametrize("host", ["64MiB", "4GiB"])
@@ -243,3 +243,22 @@ def test_copies_are_those_of_all_experts_in_a_long_run() -> None:
     found = find_copies(plan, config, shape, 1, room)
     parameters = sum(group.parameters for group in plan.groups)
     assert found.by_class[CLASSES[0]] == parameters
+
+
+# ---------------------------------------------------------------- not one by one
+def test_experts_that_stay_with_their_blocks_take_what_these_took() -> None:
+    """As micro-batches have it: the same groups and units, in whatever order parameters are."""
+    joined, whole = model().joined, model(experts=False)
+    assert joined.units == whole.units
+    for ours, theirs in zip(joined.groups, whole.groups, strict=True):
+        assert ours.layout.numel == theirs.layout.numel
+        named = {param.names: param.shape for param in ours.params}
+        assert named == {param.names: param.shape for param in theirs.params}
+    assert not joined.tables
+
+
+def test_micro_batches_that_are_open_stay_one_where_experts_move_one_by_one() -> None:
+    config = OffloadConfig.load({"micro_batches": "auto"})
+    run = RunFacts(Workload(8, 64), SPEEDS, lambda config: FACTS)
+    assert {c.micro_batches for c in _choices(config, run, model())} == {1}
+    assert {c.micro_batches for c in _choices(config, run, model().joined)} == {1, 2, 4, 8}

@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from offload.planning.plan.experts import active_numel
-from offload.tools.memest.source.expert_keys import experts_per_token, experts_per_token_of
 from offload.tools.memest.source.read_model import read_model
+from offload.zero.expert_keys import experts_per_token, experts_per_token_of
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128,

@@ -18,7 +18,6 @@ from offload.planning.choice.durations import counted
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.builtin_model import builtin_tree
 from offload.tools.memest.source.decoder_settings import own_model, traced_modules
-from offload.tools.memest.source.expert_keys import experts_per_token, experts_per_token_of
 from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import (
     ModelConfiguration,
@@ -40,6 +39,7 @@ from offload.tools.memest.source.transformers_models import (
     library_model,
 )
 from offload.tools.memest.source.weight_names import tree_of_names
+from offload.zero.expert_keys import experts_per_token
 from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 
@@ -108,8 +108,7 @@ def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
     from offload.zero.discovery import discover
 
     model = build_named(source)
-    shape = discover(model, blocks, experts=True).shape()
-    shape = replace(shape, experts_per_token=experts_per_token_of(model))
+    shape = discover(model, blocks).shape()
     if not shape.numel:
         raise ConfigError(f"{source}: the model has no parameters; nothing of it is trained")
     none_trained = "no parameter is trained: all have requires_grad=False"
@@ -220,7 +219,7 @@ def _from_configuration(
     if tree is not None:
         assert configuration.family is not None, "it has a tree"
         values = {**configuration.family.defaults, **configuration.values}
-        shape = shape_of(tree, blocks, experts=True)
+        shape = shape_of(tree, blocks)
         shape = replace(shape, experts_per_token=experts_per_token(values))
     else:
         found, built = library_model(configuration, blocks, library)
@@ -246,7 +245,7 @@ def _from_tensors(
     tensors: Mapping[str, HeaderTensor], path: Path, blocks: Sequence[str]
 ) -> ModelSource:
     named = tree_of_names(tensors)
-    shape = shape_of(named.tree, experts=True)
+    shape = shape_of(named.tree)
     if shape.numel == 0:
         counts: Counter[str] = Counter()
         for tensor in tensors.values():

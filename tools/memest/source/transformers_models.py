@@ -14,7 +14,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from offload import machine
 from offload.planning.machine.disk_cache import remembered
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tools.memest.source.error_text import one_line
-from offload.tools.memest.source.expert_keys import experts_per_token_of
 from offload.tools.memest.source.hugging_face import (
     CONTEXT_KEYS,
     ModelConfiguration,
@@ -65,8 +64,7 @@ def library_model(
 
         notes.append(_BUILT)
         model: Any = build()
-        shape = discover(model, blocks, experts=True).shape()
-        shape = replace(shape, experts_per_token=experts_per_token_of(model))
+        shape = discover(model, blocks).shape()
         return LibraryModel(shape, first_size(vars(model.config.get_text_config()), CONTEXT_KEYS))
 
     key = key_of({**fingerprint_parts(configuration), "blocks": list(blocks)})
