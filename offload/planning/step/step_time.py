@@ -121,6 +121,7 @@ class _Pipeline:
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread came to each use
         self._begun_s = 0.0
+        self._table, self._table_s = "", 0.0  # of experts, that a forward came to last, and when
         self._spans: list[Span] = []
         self._used_of_tables: Counter[str] = Counter()
         for index, count in experts.used.items():
@@ -224,12 +225,13 @@ class _Pipeline:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         came_s = self._clocks[COMPUTE].free_s
         self._arrived.append(came_s)
+        spoken_s = self._spoken_s(move.action, came_s)
         fetched_read = fetched_sent = 0
         for fetch in move.fetches:
             asked_s = came_s
             if self._plan.gpu and fetch.group == group:  # asked for as soon as it was updated
                 ahead = max(0, len(self._arrived) - 1 - self._plan.prefetch)
-                asked_s = self._arrived[ahead]
+                asked_s = max(self._arrived[ahead], spoken_s)
             there_s = self._read(max(asked_s, self._updated[fetch.group]), fetch.read_nbytes)
             self._there[fetch.group] = self._send(there_s, fetch.to_device_nbytes, TO_DEVICE)
             fetched_read += fetch.read_nbytes
@@ -247,6 +249,16 @@ class _Pipeline:
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
         end_s = self._take(COMPUTE, move.action.verb.value, max(came_s, ready_s), seconds)
         self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written, "activations")
+
+    def _spoken_s(self, action: Action, came_s: float) -> float:
+        """Since when it is known that a forward needs a group: of experts, since their router has
+        spoken, when the forward came to the first of them."""
+        table = self._traffic.experts.model.groups[action.group].table
+        if not table or action.verb is not Verb.FORWARD:
+            return 0.0
+        if table != self._table:
+            self._table, self._table_s = table, came_s
+        return self._table_s
 
     def _gradient(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan

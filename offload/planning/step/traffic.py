@@ -22,7 +22,6 @@ taken from the simulated steps, too.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -218,11 +217,22 @@ class StepRun:
         self._device.work_on(self._weights[group])
         self._bring(group, moved, HeldCopies.demand)
         if self._plan.prefetch and self._trace.learnt:
-            self._fetch_ahead(moved)
+            self._fetch_ahead(action, moved)
         return moved
 
-    def _fetch_ahead(self, moved: Bytes) -> None:
-        for group in itertools.islice(self._trace.upcoming(), self._plan.prefetch):
+    def _fetch_ahead(self, action: Action, moved: Bytes) -> None:
+        """Which experts a forward needs it knows when their router has spoken: from the first one
+        of their table on."""
+        groups, used = self._experts.model.groups, self._experts.used
+        here = groups[action.group].table
+        left = self._plan.prefetch
+        for group in self._trace.upcoming():
+            table = groups[group].table
+            if table and table != here and action.verb is Verb.FORWARD:
+                continue
+            if left <= 0:
+                return
+            left -= used[group]
             if group not in self._pending and not self._bring(group, moved, HeldCopies.offer):
                 return
 
