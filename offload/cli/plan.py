@@ -56,6 +56,8 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     sharding = Sharding.of(zero.stage, zero.shard_group, ranks * nodes, 0)
     hardware = this_machine(config.nvme, device, sharding, ranks)
     shape, facts = model.shape, model.facts
+    if not config.splits_experts(sharding.world_size):
+        shape = shape.joined
     found = None
     if facts is not None:
         found = forecast_of(config, shape, facts, model.workload, sharding, ranks)

@@ -63,8 +63,7 @@ def named(config: OffloadConfig, source: str | None) -> PlannedModel:
     facts = None
     if found.has_graph:
         facts = _traced(found, workload, compute_device(config).type)
-    shape = found.shape if config.splits_experts else found.shape.joined
-    return PlannedModel(found.name, config, shape, workload, facts)
+    return PlannedModel(found.name, config, found.shape, workload, facts)
 
 
 def _traced(model: Any, workload: Workload, device: str) -> FactsOf:

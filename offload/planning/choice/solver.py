@@ -142,5 +142,5 @@ def _choices(
         activations = config.placement.activations.model_copy(update={"checkpoint": checkpoint})
         placement = config.placement.model_copy(update={"activations": activations})
         settled = config.model_copy(update={"placement": placement, "micro_batches": number})
-        if settled.splits_experts or not model.tables:
+        if settled.splits_experts(1) or not model.tables:
             yield settled

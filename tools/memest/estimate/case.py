@@ -28,7 +28,7 @@ class Case:
     def shape(self) -> ModelShape:
         """The model, its experts one by one where the configuration lets them be."""
         shape = self.source.shape
-        return shape if self.config.splits_experts else shape.joined
+        return shape if self.config.splits_experts(self.profile.ranks) else shape.joined
 
     @property
     def sharding(self) -> Sharding:
