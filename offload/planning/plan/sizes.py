@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -131,6 +132,18 @@ def _group_bytes(
     )
 
 
+def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
+    """Of groups that have parts as long as each other's one, and how many there are."""
+    firsts: dict[object, GroupBytes] = {}
+    counts: Counter[object] = Counter()
+    for group in groups:
+        layout = group.layout
+        key = layout.shard_numel, layout.shard_trainable, group.trained_numels
+        firsts.setdefault(key, group)
+        counts[key] += 1
+    return {group: counts[key] for key, group in firsts.items()}
+
+
 def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
     """Elements of parameters, without padding, in a rank's part: trainable ones and frozen ones."""
     part = Part.of(layout, rank)
@@ -234,7 +247,7 @@ def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
 
 
 def staging_nbytes_of(
-    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes,
+    placements: Mapping[StateClass, Placement], groups: Iterable[GroupBytes], sizes: Sizes,
     gpu: bool,
 ) -> int:  # fmt: skip
     """One buffer: the largest chunk of every class that may have to be staged."""
