@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import offload
+import offload.homes
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
 from offload.planning.choice.solver import RunFacts, _choices
@@ -23,9 +27,10 @@ from offload.planning.step.traffic import find_copies, step_traffic
 from offload.tiers.tier import Tier
 from offload.tools.memest.source.decoder_tree import decoder_tree
 from offload.tools.memest.source.family import FAMILIES
+from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
-from tests.planning.test_step_time import FACTS, SPEEDS
+from tests.planning.test_step_time import FACTS, SPEEDS, AtOnce
 
 HARDWARE = Hardware(0, 1 << 36, 1 << 36, 1 << 38)
 KEYS: dict[str, Any] = {
@@ -262,3 +267,46 @@ def test_micro_batches_that_are_open_stay_one_where_experts_move_one_by_one() ->
     run = RunFacts(Workload(8, 64), SPEEDS, lambda config: FACTS)
     assert {c.micro_batches for c in _choices(config, run, model())} == {1}
     assert {c.micro_batches for c in _choices(config, run, model().joined)} == {1, 2, 4, 8}
+
+
+# ---------------------------------------------------------------- beside the runtime
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k = 2
+        self.gate = nn.Linear(64, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = x
+        for number, expert in enumerate(self.experts):
+            tokens, place = (chosen == number).nonzero(as_tuple=True)
+            if len(tokens):
+                out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, place, None])
+        return out
+
+
+def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
+    torch.manual_seed(0)
+    layers = nn.ModuleList(_Block() for _ in range(3))
+    net = nn.Sequential(*layers)
+    budget = {"host": "6MiB", "nvme": "1GiB"}
+    config = OffloadConfig.load({"budget": budget, "optimizer": {"chunk": 65536}, **NVME})
+    shape = discover(net).shape()
+    assert (len(shape.tables), shape.experts_per_token) == (3, 2)
+    moved = []
+    with offload.initialize(net, config) as engine:
+        for _ in range(4):
+            engine.module(torch.randn(256, 64)).square().mean().backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            engine.settle()
+            moved.append(engine.report().bytes_moved)
+        said = step_traffic(engine.plan, engine.config, shape, None, Workload(1, 256)).total
+    read, written = (moved[-1][link] - moved[-2][link] for link in ("nvme read", "nvme write"))
+    assert said.written == written
+    assert said.read == pytest.approx(read, rel=0.02)
