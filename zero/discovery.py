@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from offload.zero.expert_keys import experts_per_token_of
 from offload.zero.layout import ParamShape
 from offload.zero.local_tensors import is_dtensor, local_of
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
@@ -64,6 +65,7 @@ class Discovery:
     groups: list[GroupPlan]
     units: list[Unit]
     packed: list[PackedParam]
+    experts_per_token: int | None = None  # that a router chooses, where that is known
 
     def shape(self) -> ModelShape:
         """The same without modules and values."""
@@ -74,6 +76,7 @@ class Discovery:
                 for index, g in enumerate(self.groups)
             ),
             tuple(UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units),
+            self.experts_per_token,
         )
 
 
@@ -118,6 +121,7 @@ def discover(
             for u in units
         ],
         list(packed.values()),
+        experts_per_token_of(model) if any(group.table for group in groups) else None,
     )  # fmt: skip
 
 

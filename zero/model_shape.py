@@ -6,7 +6,8 @@ works without torch and without the model's code.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,11 +51,48 @@ class ModelShape:
 
     groups: tuple[GroupShape, ...]
     units: tuple[UnitShape, ...]
+    experts_per_token: int | None = None  # that a router chooses, where that is known
+
+    @cached_property
+    def tables(self) -> Mapping[str, tuple[int, ...]]:
+        """The groups (by index) of each module of experts, by its name."""
+        found: dict[str, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            if group.table:
+                found.setdefault(group.table, []).append(index)
+        return {name: tuple(indices) for name, indices in found.items()}
+
+    @cached_property
+    def joined(self) -> ModelShape:
+        """The same model with the experts of a block in the block's group, where they are not to
+        move one by one: as `shape_of(..., experts=False)`, but for the order in a group."""
+        home: dict[int, int] = {}  # an expert's group -> its block's
+        block: UnitShape | None = None
+        for unit in self.units:
+            block = unit if unit.repeated else block
+            if unit.table and block is not None and unit.table.startswith(f"{block.name}."):
+                home.update((index, block.groups[0]) for index in unit.groups if block.groups)
+        extra: dict[int, list[ParamShape]] = defaultdict(list)
+        for index, into in home.items():
+            extra[into] += self.groups[index].params
+        kept = [index for index in range(len(self.groups)) if index not in home]
+        numbers = {index: number for number, index in enumerate(kept)}
+        groups = (
+            replace(g, params=(*g.params, *_unpacked(extra[index])), table="", packed=False)
+            for index in kept
+            for g in (self.groups[index],)
+        )
+        units = (
+            replace(unit, groups=tuple(numbers[index] for index in unit.groups), table="")
+            for unit in self.units
+            if home.keys().isdisjoint(unit.groups)
+        )
+        return replace(self, groups=tuple(groups), units=tuple(units))
 
     def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
         """The same model, every group in equal shards for `ranks`, `replicas` times."""
         groups = (replace(group, ranks=ranks, replicas=replicas) for group in self.groups)
-        return ModelShape(tuple(groups), self.units)
+        return replace(self, groups=tuple(groups))
 
     @property
     def numel(self) -> int:
@@ -70,3 +108,16 @@ class ModelShape:
         """Groups that several units use: with micro-batches they get a gradient from each."""
         uses = Counter(index for unit in self.units for index in unit.groups)
         return frozenset(index for index, count in uses.items() if count > 1)
+
+
+def _unpacked(rows: Sequence[ParamShape]) -> Iterator[ParamShape]:
+    """Rows of packed parameters as those; others as they are."""
+    packed: dict[tuple[str, ...], list[ParamShape]] = defaultdict(list)
+    for row in rows:
+        packed[tuple(name.rpartition("[")[0] or name for name in row.names)].append(row)
+    for names, some in packed.items():
+        first = some[0]
+        is_row = names != first.names
+        yield ParamShape(
+            names, (len(some), *first.shape) if is_row else first.shape, first.trainable
+        )

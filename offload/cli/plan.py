@@ -46,6 +46,7 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     from offload.planning.choice.planner import check_plan
     from offload.planning.choice.solver import solve
     from offload.planning.machine.preflight import preflight
+    from offload.planning.plan.experts import estimate_experts
     from offload.runs.forecast import forecast_of
     from offload.zero.sharding import Sharding
 
@@ -55,6 +56,8 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     sharding = Sharding.of(zero.stage, zero.shard_group, ranks * nodes, 0)
     hardware = this_machine(config.nvme, device, sharding, ranks)
     shape, facts = model.shape, model.facts
+    if not config.splits_experts(sharding.world_size):
+        shape = shape.joined
     found = None
     if facts is not None:
         found = forecast_of(config, shape, facts, model.workload, sharding, ranks)
@@ -66,6 +69,7 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     )  # fmt: skip
     looked.refuse()
     timed = found is not None and found.timed
+    experts = estimate_experts(solution.best.plan, shape, model.workload)
     return Planned(
-        model.name, config, model.workload, solution, device.type, looked, timed, ranks
+        model.name, config, model.workload, solution, device.type, looked, timed, ranks, experts
     )  # fmt: skip

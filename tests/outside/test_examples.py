@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_8b": PUBLISHED["Llama-3-8B"][0],
     "qwen_14b": llama_like("qwen2", 5120, 13824, 48, 40, 8, 152064),
     "llama_70b": PUBLISHED["Llama-3-70B"][0],
+    "qwen3_30b_a3b": PUBLISHED["Qwen3-30B-A3B"][0],
 }
 PLACES = ("device", "host", "nvme")  # the columns of memest's table
 UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -59,7 +60,8 @@ def test_what_the_comment_says_is_what_memest_says(
     step = re.search(r"^One step: (.+), bound by (.+)$", comment, re.MULTILINE)
     assert peaks is not None
     assert step is not None
-    for place, said in zip(PLACES, re.findall(r"[\d.]+ \w+", peaks[1]), strict=True):
+    places = [place for place in PLACES if place in answer["memory"]]
+    for place, said in zip(places, re.findall(r"[\d.]+ \w+", peaks[1]), strict=True):
         nbytes = answer["memory"][place]["peak_nbytes"]
         assert parse_bytes(said.replace(" ", "")) == pytest.approx(nbytes, rel=0.05), place
     assert seconds(step[1]) == pytest.approx(answer["step"]["seconds"], rel=0.1)

@@ -9,11 +9,15 @@ import pytest
 from rich.console import Console
 
 from offload.config import OffloadConfig
+from offload.planning.choice.expert_text import expert_facts, expert_rows
 from offload.planning.choice.plan_text import Planned, _time, describe
 from offload.planning.choice.solver import solve
 from offload.planning.machine.preflight import Preflight
 from offload.planning.plan.estimate import LinkTime, StepEstimate
+from offload.planning.plan.experts import estimate_experts
 from offload.planning.plan.workload import Workload
+from tests.planning.test_experts import model as experts_model
+from tests.planning.test_experts import plan_of
 from tests.planning.test_solver import hardware, known, model
 
 
@@ -22,7 +26,9 @@ def said(keys: dict[str, Any], width: int = 80, **more: Any) -> str:
     solution = solve(config, model(), hardware(), more.pop("about", known()))
     looked = Preflight((), more.pop("warnings", ()))
     timed = more.pop("timed", True)
-    planned = Planned("a model", config, Workload(4, 128), solution, "cpu", looked, timed)
+    planned = Planned(
+        "a model", config, Workload(4, 128), solution, "cpu", looked, timed, **more
+    )  # fmt: skip
     out = StringIO()
     Console(file=out, width=width, highlight=False).print(describe(planned))
     return out.getvalue()
@@ -36,6 +42,19 @@ def test_every_open_class_says_why_it_is_there():
     assert text.count("(auto)") >= 3
     assert "more of host would hold it all" in text or "nothing has to move" in text
     assert "a step takes +" in text
+
+
+def test_experts_have_a_table_and_others_do_not():
+    assert "Experts" not in said(TIGHT)
+    shape = experts_model()
+    plan, _ = plan_of(shape)
+    found = estimate_experts(plan, shape, Workload(1, 4))
+    assert found is not None
+    text = " ".join(said(TIGHT, experts=found, width=120).split())
+    for name, *cells in expert_rows(found):
+        assert " ".join([name, "│", " │ ".join(cells)]) in text
+    for fact in expert_facts(found):
+        assert fact in text
 
 
 def test_the_model_and_the_work_are_named():

@@ -30,6 +30,7 @@ from offload.planning.plan.estimate import (
     Span,
     StepEstimate,
 )
+from offload.planning.plan.experts import ExpertBytes, ExpertEstimate
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
@@ -59,6 +60,14 @@ from offload.tools.memest.show.sheet import (
 )
 from tests.tools.estimates import GiB, estimate, memory
 
+EXPERTS = ExpertEstimate(
+    tables=47, experts=3008, chosen=6, numel=int(27e9), active_numel=int(4.2e9), tokens=97,
+    touched_pass=0.987, touched_step=0.9997,
+    moved=(
+        ExpertBytes("weights, for forward and backward", 37 * GiB, 41 * GiB),
+        ExpertBytes("gradients", 19 * GiB, 23 * GiB),
+    ),
+)  # fmt: skip
 CASES = {
     "much too large": estimate(gpu=True, memory=memory(gpu=True, scale=50)),
     "fits": estimate(),
@@ -66,6 +75,7 @@ CASES = {
     "tiny": estimate(gpu=True, scale=1e-6),
     "huge": estimate(gpu=True, scale=1e4),
     "no times": estimate(step=None),
+    "experts": estimate(experts=EXPERTS),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -331,7 +341,8 @@ def test_json_has_the_documented_fields(case: Estimate) -> None:
     assert value["schema"] == SCHEMA == "memest/1"
     assert set(value) == {
         "schema", "fits", "model", "hardware", "workload", "memory", "ledger_peaks",
-        "checkpoint_nbytes", "step", "ssd", "plan", "shortfalls", "changes", "notes", "config",
+        "checkpoint_nbytes", "step", "experts", "ssd", "plan", "shortfalls", "changes", "notes",
+        "config",
     }  # fmt: skip
     assert value["fits"] is case.fits
     for tier, place in case.memory.places.items():
@@ -460,6 +471,12 @@ def test_table_page_and_picture_have_the_same_numbers_and_those_are_json_s(case:
         expected += [view.duration(link["seconds"]) for link in value["step"]["links"]]
         expected.append(view.duration(value["step"]["seconds"]))
         expected.append(view.per_second(value["step"]["tokens_per_s"]))
+    if value["experts"] is not None:
+        for each in value["experts"]["moved"]:
+            sizes = each["touched_nbytes"], each["all_nbytes"]
+            expected += [each["name"], *(format_bytes(nbytes) for nbytes in sizes)]
+        active, there = value["experts"]["active_parameters"], value["experts"]["experts"]
+        expected += [f"{view.counted(active)} active per token", f"{there:,} experts"]
     for change in value["changes"]:
         expected.append(view.factor_of_time(change["step_factor"]))
         expected += [f"{key}" for key in change["settings"]]

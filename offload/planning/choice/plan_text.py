@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.planning.choice.durations import duration
+from offload.planning.choice.expert_text import EXPERT_HEADS, expert_facts, expert_rows
 from offload.planning.choice.plan_reasons import reasons
 from offload.planning.choice.solver import Candidate, Solution
 from offload.planning.machine.preflight import Preflight
@@ -23,6 +24,7 @@ from offload.tiers.units import format_bytes
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.planning.plan.estimate import StepEstimate
+    from offload.planning.plan.experts import ExpertEstimate
     from offload.planning.plan.workload import Workload
 
 _CLASSES = (
@@ -43,6 +45,7 @@ class Planned:
     preflight: Preflight
     timed: bool  # whether the predicted times are of this machine's measured speeds
     ranks_here: int = 1  # on each machine
+    experts: ExpertEstimate | None = None  # of a model that has some, moved one by one
 
     @property
     def plan(self) -> Plan:
@@ -64,8 +67,21 @@ def describe(planned: Planned) -> RenderableType:
             "no step time: this machine's speed has not been measured; "
             f"`memest calibrate{paths}` does that"
         )
+    if planned.experts is not None:
+        parts += ["", _experts(planned.experts), *expert_facts(planned.experts)]
     parts += [f"note: {warning}" for warning in planned.preflight.warnings]
     return Group(*parts)
+
+
+def _experts(found: ExpertEstimate) -> Table:
+    name, *bytes_of = EXPERT_HEADS
+    table = Table(title="Experts", title_justify="left")
+    table.add_column(name)
+    for head in bytes_of:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in expert_rows(found):
+        table.add_row(*row)
+    return table
 
 
 def _headline(planned: Planned) -> RenderableType:

@@ -69,7 +69,7 @@ def solve(
         measured = rated_bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
         hardware = replace(hardware, measure_nvme=measured)
     evaluator, candidates = None, []
-    for settled in _choices(config, run):
+    for settled in _choices(config, run, model):
         evaluator = PlacementEvaluator(settled, model, hardware, run, evaluator)
         candidates += evaluator.candidates()
     candidates += _refined(candidates)
@@ -125,8 +125,11 @@ def _open_keys(config: OffloadConfig) -> Iterator[str]:
         yield "micro_batches"
 
 
-def _choices(config: OffloadConfig, run: RunFacts | None) -> Iterator[OffloadConfig]:
-    """Settled configurations to compare, the plainest first."""
+def _choices(
+    config: OffloadConfig, run: RunFacts | None, model: ModelShape
+) -> Iterator[OffloadConfig]:
+    """Settled configurations to compare, the plainest first. Of a model whose experts are to move
+    one by one those that let them."""
     if run is None:
         yield config.settled()
         return
@@ -138,4 +141,6 @@ def _choices(config: OffloadConfig, run: RunFacts | None) -> Iterator[OffloadCon
     for checkpoint, number in itertools.product(checkpoints, pieces):
         activations = config.placement.activations.model_copy(update={"checkpoint": checkpoint})
         placement = config.placement.model_copy(update={"activations": activations})
-        yield config.model_copy(update={"placement": placement, "micro_batches": number})
+        settled = config.model_copy(update={"placement": placement, "micro_batches": number})
+        if settled.splits_experts(1) or not model.tables:
+            yield settled

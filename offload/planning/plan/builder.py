@@ -21,6 +21,7 @@ from offload.planning.plan.sizes import (
     CLASSES,
     STAGING_BUFFERS,
     GroupBytes,
+    kinds_of,
     largest_unit,
     measure,
     record_kinds,
@@ -67,6 +68,7 @@ class PlanBuilder:
         self._device_is_open = self.gpu and device_is_open
         self.sizes = sizes_of(self.config)
         self.groups = measure(self.config, model, sharding)
+        self._kinds = kinds_of(self.groups)  # of thousands of experts one
         self.budgets = resolve_budgets(config, hardware, _device_demand(self.explicit, self.groups))
         self.window_nbytes = window_nbytes_of(model, self.groups)
         self.unit_nbytes = largest_unit(model, [group.parameters for group in self.groups])
@@ -89,7 +91,7 @@ class PlanBuilder:
         gradients = self._assign_gradients(placements[StateClass.GRADIENTS])
         dealt = self._deal_records(placements[StateClass.OPTIMIZER])
         groups = dealt.groups
-        staging = staging_nbytes_of(placements, groups, self.sizes, self.gpu)
+        staging = staging_nbytes_of(placements, self._kinds, self.sizes, self.gpu)
         computing = {Tier.DEVICE} if self.gpu else {Tier.DEVICE, Tier.HOST}
         moves = bool(set(placements[StateClass.PARAMETERS].tiers) - computing)
         plan = Plan(
@@ -100,7 +102,7 @@ class PlanBuilder:
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
             device=plan_device(
-                placements, groups, self.sizes, self.hardware, self.budgets[Tier.DEVICE]
+                placements, self._kinds, self.sizes, self.hardware, self.budgets[Tier.DEVICE]
             ),
             sharding=self.hardware.sharding, shared=self.shared[moves],
         )  # fmt: skip
@@ -127,6 +129,9 @@ class PlanBuilder:
             )
             nbytes: dict[Tier, int] = defaultdict(int)
             for group, each in zip(groups, tiers, strict=True):
+                if each and each.count(each[0]) == len(each):
+                    nbytes[each[0]] += group.optimizer
+                    continue
                 for kind in record_kinds(group, each, self.sizes.chunk_numel):
                     nbytes[kind.tier] += kind.nbytes * kind.count
             self._dealt[placement] = _DealtRecords(tiers, groups, nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,10 +46,11 @@ class DevicePlan:
 
 
 def plan_device(
-    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes,
+    placements: Mapping[StateClass, Placement], kinds: Mapping[GroupBytes, int], sizes: Sizes,
     hardware: Hardware, budget_nbytes: int,
 ) -> DevicePlan | None:  # fmt: skip
-    """What kernels on the device need; None where there is no GPU, or they cannot run.
+    """What kernels on the device need; None where there is no GPU, or they cannot run. `kinds`: a
+    group of each kind, and how many there are.
 
     `placements` are those that were asked for; gradients and optimizer states that were not are
     never put on the device. UnsupportedError where they were, and no kernel can run.
@@ -57,18 +58,19 @@ def plan_device(
     _check_kernels(placements, hardware)
     if not hardware.device_nbytes or hardware.kernels_missing is not None:
         return None
-    numels = [numel for group in groups for numel in group.trained_numels]
     leave = _tiers(StateClass.GRADIENTS, placements) != {Tier.DEVICE}
     stepped = Tier.DEVICE in _tiers(StateClass.OPTIMIZER, placements)
-    staging = _staging_nbytes(placements, groups, sizes) if stepped else 0
-    largest = max(numels, default=0)
-    together = max((group.layout.shard_trainable for group in groups), default=0)
+    staging = _staging_nbytes(placements, kinds, sizes) if stepped else 0
+    largest = max((numel for group in kinds for numel in group.trained_numels), default=0)
+    together = max((group.layout.shard_trainable for group in kinds), default=0)
     return DevicePlan(
         outbox_buffers=_OUTBOX_BUFFERS if leave else 0,
         outbox_nbytes=_outbox_nbytes(largest, together, budget_nbytes) if leave else 0,
         staging_buffers=_STAGING_BUFFERS if staging else 0,
         staging_nbytes=staging,
-        partials_numel=sum(map(norm_blocks, numels)),
+        partials_numel=sum(
+            count * sum(map(norm_blocks, group.trained_numels)) for group, count in kinds.items()
+        ),
     )
 
 
@@ -95,7 +97,7 @@ def _outbox_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
 
 
 def _staging_nbytes(
-    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes
+    placements: Mapping[StateClass, Placement], groups: Iterable[GroupBytes], sizes: Sizes
 ) -> int:
     """One buffer: what of the largest chunk may have to be copied to the device."""
     longest = max((group.layout.shard_numel for group in groups), default=0)

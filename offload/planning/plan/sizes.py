@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -125,10 +126,22 @@ def _group_bytes(
         layout=layout,
         parameters=pages(here * sizes.itemsize),
         gradients=pages(layout.shard_trainable * itemsize),
-        records=_by_chunk(layout, sizes.chunk_numel, sizes.record_nbytes),
+        records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
     )
+
+
+def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
+    """Of groups that have parts as long as each other's one, and how many there are."""
+    firsts: dict[object, GroupBytes] = {}
+    counts: Counter[object] = Counter()
+    for group in groups:
+        layout = group.layout
+        key = layout.shard_numel, layout.shard_trainable, group.trained_numels
+        firsts.setdefault(key, group)
+        counts[key] += 1
+    return {group: counts[key] for key, group in firsts.items()}
 
 
 def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
@@ -142,9 +155,9 @@ def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
     return numels[0], numels[1]
 
 
-def _by_chunk(layout: Layout, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
+def _by_chunk(numel: int, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
     """`nbytes_of` every chunk; all but the last have the same length."""
-    full, rest = divmod(layout.shard_trainable, chunk_numel)
+    full, rest = divmod(numel, chunk_numel)
     last = (nbytes_of(rest),) if rest else ()
     return (nbytes_of(chunk_numel),) * full + last if full else last
 
@@ -155,6 +168,8 @@ def with_records(group: GroupBytes, tiers: Sequence[Tier], sizes: Sizes) -> Grou
         return group
     held = {tier: records_in(group, tier, sizes) for tier in Tier if tier in tiers}
     first = next(iter(held.values()))
+    if all(records == group.records for records in held.values()):
+        return group
     if all(records[0] == first[0] and records[-1] == first[-1] for records in held.values()):
         return replace(group, records=first)
     return replace(group, records=tuple(held[t][index] for index, t in enumerate(tiers)))
@@ -162,8 +177,12 @@ def with_records(group: GroupBytes, tiers: Sequence[Tier], sizes: Sizes) -> Grou
 
 def records_in(group: GroupBytes, tier: Tier, sizes: Sizes) -> tuple[int, ...]:
     """Bytes of the group's records if all were in `tier`."""
-    kept = sizes.record_formats[tier]
-    return _by_chunk(group.layout, sizes.chunk_numel, lambda numel: pages(kept.nbytes(numel)))
+    return _in_chunks(group.layout.shard_trainable, sizes.chunk_numel, sizes.record_formats[tier])
+
+
+@lru_cache(maxsize=1024)  # thousands of experts are alike
+def _in_chunks(numel: int, chunk_numel: int, kept: RecordFormat) -> tuple[int, ...]:
+    return _by_chunk(numel, chunk_numel, lambda chunk: pages(kept.nbytes(chunk)))
 
 
 @dataclass(frozen=True)
@@ -198,8 +217,8 @@ def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
 
 
 def largest_unit(model: ModelShape, parameters: Sequence[int], other_nbytes: int = 0) -> int:
-    """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's,
-    beside one other copy. `parameters`: bytes by group.
+    """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's
+    (an expert's and its block's), beside one other copy. `parameters`: bytes by group.
 
     They lie where earlier copies left room: with `n` copies in use, the space between them may be
     in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
@@ -207,8 +226,14 @@ def largest_unit(model: ModelShape, parameters: Sequence[int], other_nbytes: int
     root = [parameters[index] for u in model.units if not u.name for index in u.groups]
     other = [other_nbytes] if other_nbytes else []
     largest = sum(root)
+    around: list[int] = []  # of the unit that an expert's is in
+    within = ""
     for unit in model.units:
         copies = [parameters[index] for index in unit.groups]
+        if unit.table:
+            copies += around if unit.table.startswith(within) else ()
+        else:
+            around, within = list(copies), f"{unit.name}."
         copies += [*(root if unit.name else ()), *other]
         largest = max(largest, sum(copies) + max(0, len(copies) - 1) * max(copies, default=0))
     return largest
@@ -222,7 +247,7 @@ def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
 
 
 def staging_nbytes_of(
-    placements: Mapping[StateClass, Placement], groups: Sequence[GroupBytes], sizes: Sizes,
+    placements: Mapping[StateClass, Placement], groups: Iterable[GroupBytes], sizes: Sizes,
     gpu: bool,
 ) -> int:  # fmt: skip
     """One buffer: the largest chunk of every class that may have to be staged."""

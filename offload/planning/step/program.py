@@ -57,15 +57,18 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
     ends = _gradient_ends(model)
     ahead = config.optimizer.in_backward is True
     late = late_groups(config, model)
-    trained = {i for i, group in enumerate(model.groups) if group.layout.numel_trainable}
+    used = dict.fromkeys(forward)
+    trained = {index for index in used if model.groups[index].layout.numel_trainable}
     behind = sorted(trained if not ahead else trained & late, key=_rank(forward, len(trained)))
     uses: list[int] = []
     actions: list[Action] = []
     for number in range(passes):
-        pending = list(behind) if number == 0 else []
+        pending = dict.fromkeys(behind if number == 0 else ())
         for group in forward:
             while group in pending:
-                actions.append(Action(Verb.UPDATE, pending.pop(0), len(uses), number))
+                earliest = next(iter(pending))
+                del pending[earliest]
+                actions.append(Action(Verb.UPDATE, earliest, len(uses), number))
             actions.append(Action(Verb.FORWARD, group, len(uses), number))
             _note(uses, group)
         actions += [Action(Verb.UPDATE, group, len(uses), number) for group in pending]

@@ -22,7 +22,7 @@ for each other and for a core (`update_disk_share`).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,7 @@ def estimate_step(
     def of(passes: int) -> StepEstimate:
         some = replace(workload, passes=passes)
         traffic = step_traffic(plan, config, model, facts, some)
-        return _Pipeline(plan, config, model, facts, some, speeds, traffic).estimate()
+        return _Pipeline(plan, config, facts, some, speeds, traffic).estimate()
 
     beyond = workload.passes - MOST_PASSES
     if beyond <= 0:
@@ -108,10 +108,11 @@ class _Clock:
 
 class _Pipeline:
     def __init__(
-        self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
-        workload: Workload, speeds: Speeds, traffic: StepTraffic,
+        self, plan: Plan, config: OffloadConfig, facts: ActivationFacts, workload: Workload,
+        speeds: Speeds, traffic: StepTraffic,
     ) -> None:  # fmt: skip
         self._plan, self._config, self._speeds = plan, config, speeds
+        self._experts = experts = traffic.experts
         self._traffic, self._workload = traffic, workload
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         self._there: dict[int, float] = defaultdict(float)  # parameters of a group, by group
@@ -120,18 +121,24 @@ class _Pipeline:
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread came to each use
         self._begun_s = 0.0
+        self._table, self._table_s = "", 0.0  # of experts, that a forward came to last, and when
         self._spans: list[Span] = []
-        self._cost = self._costs(model, facts)
-        self._update_s = [
-            update_s(plan, group, config.precision, speeds) for group in range(len(plan.groups))
-        ]
+        self._used_of_tables: Counter[str] = Counter()
+        for index, count in experts.used.items():
+            self._used_of_tables[experts.model.groups[index].table] += count
+        self._cost = self._costs(experts.model, facts)
+        self._update_s = {
+            group: count * update_s(plan, group, config.precision, speeds)
+            for group, count in experts.updated.items()
+        }
         self._disk_overlap = _disk_overlap(speeds)
         self._rates = {
             READ: speeds.nvme_read_bytes_per_s, WRITE: speeds.nvme_write_bytes_per_s,
             TO_DEVICE: speeds.host_to_device_bytes_per_s,
             TO_HOST: speeds.device_to_host_bytes_per_s,
         }  # fmt: skip
-        self._exchanges = self._collectives(model) if plan.sharding.world_size > 1 else {}
+        alone = plan.sharding.world_size == 1
+        self._exchanges = {} if alone else self._collectives(experts.model)
 
     def _collectives(self, model: ModelShape) -> dict[Action, list[Collective]]:
         """By the action that asks for them."""
@@ -144,7 +151,8 @@ class _Pipeline:
         return found
 
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
-        """Seconds of each use: a pass, shared out by parameters among groups backward needs."""
+        """Seconds of each use: a pass, shared out by parameters among groups backward needs; of
+        experts by those that a token is computed with."""
         precision = self._config.precision
         first = [move.action for move in self._traffic.moves if move.action.number == 0]
         uses = {
@@ -155,11 +163,19 @@ class _Pipeline:
         costs: dict[tuple[Verb, int], float] = {}
         for verb, cost in ((Verb.FORWARD, facts.forward), (Verb.BACKWARD, facts.backward)):
             total = pass_s(cost, precision, self._speeds)
-            weights = {g: model.groups[g].numel if g in needed else 0 for g in uses[verb]}
+            weights = {g: self._active_numel(model, g) if g in needed else 0 for g in uses[verb]}
             whole = sum(weights[g] for g in uses[verb])
             for group, weight in weights.items():
                 costs[verb, group] = total * (weight / whole if whole else 1 / len(uses[verb]))
         return costs
+
+    def _active_numel(self, model: ModelShape, group: int) -> float:
+        """Parameters, of experts a token's share of those that a pass uses."""
+        numel, used = model.groups[group].numel, self._experts.used[group]
+        chosen, table = model.experts_per_token, model.groups[group].table
+        if chosen is None or not table:
+            return numel * used
+        return numel * used * min(1.0, chosen / max(1, self._used_of_tables[table]))
 
     # ---------------------------------------------------------------- running
     def estimate(self) -> StepEstimate:
@@ -186,7 +202,11 @@ class _Pipeline:
             READ: total.read, WRITE: total.written, TO_DEVICE: total.to_device,
             TO_HOST: total.to_host,
         }  # fmt: skip
-        exchanged = (each.nbytes for some in self._exchanges.values() for each in some)
+        exchanged = (
+            each.nbytes * self._experts.used[each.group]
+            for some in self._exchanges.values()
+            for each in some
+        )
         nbytes[NETWORK] = sum(exchanged)
         names = [COMPUTE, OPTIMIZER, *(name for name, moved in nbytes.items() if moved)]
         return tuple(
@@ -205,12 +225,13 @@ class _Pipeline:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         came_s = self._clocks[COMPUTE].free_s
         self._arrived.append(came_s)
+        spoken_s = self._spoken_s(move.action, came_s)
         fetched_read = fetched_sent = 0
         for fetch in move.fetches:
             asked_s = came_s
             if self._plan.gpu and fetch.group == group:  # asked for as soon as it was updated
                 ahead = max(0, len(self._arrived) - 1 - self._plan.prefetch)
-                asked_s = self._arrived[ahead]
+                asked_s = max(self._arrived[ahead], spoken_s)
             there_s = self._read(max(asked_s, self._updated[fetch.group]), fetch.read_nbytes)
             self._there[fetch.group] = self._send(there_s, fetch.to_device_nbytes, TO_DEVICE)
             fetched_read += fetch.read_nbytes
@@ -229,10 +250,20 @@ class _Pipeline:
         end_s = self._take(COMPUTE, move.action.verb.value, max(came_s, ready_s), seconds)
         self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written, "activations")
 
+    def _spoken_s(self, action: Action, came_s: float) -> float:
+        """Since when it is known that a forward needs a group: of experts, since their router has
+        spoken, when the forward came to the first of them."""
+        table = self._traffic.experts.model.groups[action.group].table
+        if not table or action.verb is not Verb.FORWARD:
+            return 0.0
+        if table != self._table:
+            self._table, self._table_s = table, came_s
+        return self._table_s
+
     def _gradient(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         there_s = self._clocks[COMPUTE].free_s
-        numel = plan.groups[group].layout.shard_trainable
+        numel = self._experts.used[group] * plan.groups[group].layout.shard_trainable
         seconds = gradient_s(
             numel, self._config.precision, self._speeds,
             summed=plan.groups[group].summed, first=move.action.number == 0,
@@ -313,6 +344,7 @@ class _Pipeline:
         if network is None or not network.knows(sharding):
             return ready_s
         seconds = sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
+        seconds *= self._experts.used[collective.group]
         return self._take(NETWORK, label, ready_s, seconds)
 
     def _take(self, link: str, label: str, ready_s: float, seconds: float) -> float:

@@ -22,7 +22,6 @@ taken from the simulated steps, too.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from offload.planning.step.activation_traffic import add_activations
 from offload.planning.step.held_copies import Copyable, HeldCopies
 from offload.planning.step.moves import Bytes, Fetch, Move
 from offload.planning.step.program import Action, Verb, write_program
+from offload.planning.step.stand_ins import StandIns, stand_ins
 from offload.swap.trace import Trace
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
 _MOST_PASSES = 3  # that are simulated: the first, one between, the last
 _MOST_CHUNKS = 1000  # whose copies are looked at one by one
+_MOST_COPIED = 2048  # groups whose copies are looked at one by one
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 
 
@@ -54,7 +55,8 @@ _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 class StepTraffic:
     """One step in the long run."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[Move, ...]  # of actions with stand-ins
+    experts: StandIns
     total: Bytes = field(default_factory=Bytes)
 
 
@@ -63,17 +65,18 @@ def step_traffic(
     workload: Workload,
 ) -> StepTraffic:  # fmt: skip
     """The bytes of one step. Without `facts`, those of activations are left out."""
+    experts = stand_ins(plan, model, workload)
     room = plan.budgets[Tier.HOST] - plan.total(Tier.HOST)
     moves = _all_passes(
-        StepRun(plan, config, model, workload.passes, room).moves,
-        write_program(config, model, workload.passes).actions,
+        StepRun(plan, config, experts, workload.passes, room).moves,
+        write_program(config, experts.model, workload.passes).actions,
     )
     if facts is not None:
-        add_activations(plan, model, facts, moves)
+        add_activations(plan, experts.model, facts, moves)
     total = Bytes()
     for move in moves:
         total.add(move.nbytes)
-    return StepTraffic(tuple(moves), total)
+    return StepTraffic(tuple(moves), experts, total)
 
 
 def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
@@ -100,11 +103,12 @@ class StepRun:
     """
 
     def __init__(
-        self, plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
+        self, plan: Plan, config: OffloadConfig, experts: StandIns, passes: int, room_nbytes: int
     ) -> None:
         passes = min(passes, _MOST_PASSES)
         self._plan = plan
-        self._program = write_program(config, model, passes)
+        self._experts = experts
+        self._program = write_program(config, experts.model, passes)
         self._itemsize = ITEMSIZE[config.precision]
         self._ahead = config.optimizer.in_backward is True
         self._trace = Trace()
@@ -121,37 +125,42 @@ class StepRun:
         self._working: int | None = None
         self._passes = passes
         # what lies in a file was planned; sums that were not planned stay in memory
-        self._trainable = [  # of a GPU's gradients; reduced: this rank's part
-            own_numel(group.layout, plan.sharding.rank)[0] for group in plan.groups if plan.gpu
-        ]
+        self._trainable = {  # of a GPU's gradients; reduced: this rank's part
+            index: own_numel(plan.groups[index].layout, plan.sharding.rank)[0]
+            for index in (experts.alike if plan.gpu else ())
+        }
         self._load()
         self.moves = self._settled()
 
     def _name_states(self) -> None:
         """States by group, called as the runtime calls them."""
         plan = self._plan
-        self._weights: list[Copyable] = []
-        self._gradients: list[Copyable] = []
-        self._records: list[list[Copyable]] = []  # on nvme
-        self._kinds: list[list[RecordKind]] = []
+        self._weights: dict[int, Copyable] = {}
+        self._gradients: dict[int, Copyable] = {}
+        self._records: dict[int, list[Copyable]] = {}  # on nvme
+        self._kinds: dict[int, list[RecordKind]] = {}
         on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
         together = max(1, -(-on_nvme // _MOST_CHUNKS))
-        for index, (group, tiers) in enumerate(zip(plan.groups, plan.records, strict=True)):
+        for index, alike in self._experts.alike.items():
+            group, tiers = plan.groups[index], plan.records[index]
             name = "" if group.name == "(root)" else group.name
-            weights = Copyable(f"{name} parameters", index, group.parameters, StateClass.PARAMETERS)
-            gradients = Copyable(f"{name} gradients", index, group.gradients, StateClass.GRADIENTS)
+            self._weights[index] = Copyable(
+                f"{name} parameters", index, alike * group.parameters, StateClass.PARAMETERS
+            )
+            self._gradients[index] = Copyable(
+                f"{name} gradients", index, self._experts.updated[index] * group.gradients,
+                StateClass.GRADIENTS,
+            )  # fmt: skip
             numbers = [n for n, tier in enumerate(tiers) if tier is Tier.NVME]
             joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
-            self._records.append([
+            self._records[index] = [
                 Copyable(
                     f"{name} optimizer chunk {some[0]}", index,
-                    sum(group.records[n] for n in some), StateClass.OPTIMIZER, len(some),
+                    alike * sum(group.records[n] for n in some), StateClass.OPTIMIZER, len(some),
                 )
                 for some in joined
-            ])  # fmt: skip
-            self._weights.append(weights)
-            self._gradients.append(gradients)
-            self._kinds.append(list(record_kinds(group, tiers, plan.chunk_numel)))
+            ]  # fmt: skip
+            self._kinds[index] = list(record_kinds(group, tiers, plan.chunk_numel))
 
     def _settled(self) -> list[Move]:
         moves, before = self._run(), -1
@@ -170,7 +179,7 @@ class StepRun:
 
     def _load(self) -> None:
         """The first values pass through memory group by group, and leave copies there."""
-        for index, weights in enumerate(self._weights):
+        for index, weights in self._weights.items():
             self.host.work_on(weights)
             if self._plan.parameters[index] is Tier.NVME:
                 self.host.demand(weights)
@@ -208,11 +217,22 @@ class StepRun:
         self._device.work_on(self._weights[group])
         self._bring(group, moved, HeldCopies.demand)
         if self._plan.prefetch and self._trace.learnt:
-            self._fetch_ahead(moved)
+            self._fetch_ahead(action, moved)
         return moved
 
-    def _fetch_ahead(self, moved: Bytes) -> None:
-        for group in itertools.islice(self._trace.upcoming(), self._plan.prefetch):
+    def _fetch_ahead(self, action: Action, moved: Bytes) -> None:
+        """Which experts a forward needs it knows when their router has spoken: from the first one
+        of their table on."""
+        groups, used = self._experts.model.groups, self._experts.used
+        here = groups[action.group].table
+        left = self._plan.prefetch
+        for group in self._trace.upcoming():
+            table = groups[group].table
+            if table and table != here and action.verb is Verb.FORWARD:
+                continue
+            if left <= 0:
+                return
+            left -= used[group]
             if group not in self._pending and not self._bring(group, moved, HeldCopies.offer):
                 return
 
@@ -224,19 +244,23 @@ class StepRun:
         if plan.gpu and self._weights[group] in self._device and group in self._current:
             return True
         read, sent = moved.read, moved.to_device
-        there = home is not Tier.NVME or self._bring_host(group, moved, take)
+        there = home is not Tier.NVME or self._bring_host(
+            group, moved, take, self._experts.used[group]
+        )
         there = there and (not plan.gpu or self._mirror(group, moved, take))
         if (moved.read, moved.to_device) != (read, sent):
             self._fetches.append(Fetch(group, moved.read - read, moved.to_device - sent))
         return there
 
-    def _bring_host(self, group: int, moved: Bytes, take: _Take) -> bool:
+    def _bring_host(self, group: int, moved: Bytes, take: _Take, count: int) -> bool:
+        """`count`: of those that the group stands for, how many are needed."""
         weights = self._weights[group]
         if weights in self.host:
             return True
         if not take(self.host, weights):
             return False
-        moved.from_nvme(weights.nbytes, self._chunks(group))
+        nbytes = self._plan.groups[group].parameters
+        moved.from_nvme(count * nbytes, count * self._chunks(group))
         return True
 
     def _mirror(self, group: int, moved: Bytes, take: _Take) -> bool:
@@ -249,7 +273,7 @@ class StepRun:
         self._current.add(group)
         sizes = self._plan.groups[group]
         numel = sizes.updated_numel if mirrored else sizes.home_numel
-        moved.to_device += numel * self._itemsize
+        moved.to_device += self._experts.used[group] * numel * self._itemsize
         return True
 
     def _chunks(self, group: int) -> int:
@@ -262,12 +286,13 @@ class StepRun:
         moved = Bytes()
         group, plan = action.group, self._plan
         home, sizes = plan.gradients[group], plan.groups[group]
+        used = self._experts.used[group]
         self._has_gradients.add(group)
         if plan.gpu and home is not Tier.DEVICE:
             # a first gradient leaves in the accumulator's format, a later one in its own
             own = self._itemsize
             itemsize = 4 if sizes.summed and action.number == 0 else own
-            moved.to_host += self._trainable[group] * itemsize
+            moved.to_host += used * self._trainable[group] * itemsize
         if home is not Tier.NVME:
             return moved
         gradients = self._gradients[group]
@@ -275,12 +300,12 @@ class StepRun:
         self.host.work_on(self._weights[group], gradients)
         self.host.demand(gradients)
         if action.number > 0 and not held:
-            moved.from_nvme(sizes.gradients, len(sizes.records))
+            moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
         last = action.number == self._passes - 1
         if self._ahead and last and gradients in self.host:
             self.host.pin(gradients)
         else:
-            moved.to_nvme(sizes.gradients, len(sizes.records))
+            moved.to_nvme(used * sizes.gradients, used * len(sizes.records))
         return moved
 
     # ---------------------------------------------------------------- updates
@@ -293,7 +318,7 @@ class StepRun:
         self.host.work_on(self._gradients[group], *(self._weights[other] for other in busy))
         by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is Tier.NVME:
-            self._bring_host(group, moved, HeldCopies.offer)
+            self._bring_host(group, moved, HeldCopies.offer, self._experts.updated[group])
         for record in self._records[group]:
             self._record(record, moved)
         for kind in self._kinds[group]:  # of states that are locked: records do not displace them
@@ -305,26 +330,30 @@ class StepRun:
         return moved
 
     def _record(self, record: Copyable, moved: Bytes) -> None:
+        updated = self._experts.updated[record.group]
+        nbytes = record.nbytes // self._experts.alike[record.group] * updated
+        chunks = updated * record.chunks
         if record not in self.host:
             self._staged |= not (self._keep_records and self.host.offer(record))
-            moved.from_nvme(record.nbytes, record.chunks)
-        moved.to_nvme(record.nbytes, record.chunks)
+            moved.from_nvme(nbytes, chunks)
+        moved.to_nvme(nbytes, chunks)
 
     def _update_kind(self, group: int, kind: RecordKind, moved: Bytes) -> None:
         """Weights and gradients of chunks whose records are alike."""
         plan, tier = self._plan, kind.tier
         sizes = plan.groups[group]
-        numel, gradient_itemsize = kind.numel * kind.count, 4 if sizes.summed else self._itemsize
+        count = self._experts.updated[group] * kind.count
+        numel, gradient_itemsize = kind.numel * count, 4 if sizes.summed else self._itemsize
         stepped_there = tier is Tier.DEVICE and plan.gpu
         mirrored = self._weights[group] in self._device and group in self._current
         if plan.parameters[group] is Tier.NVME:
-            nbytes = kind.count * pages(kind.numel * self._itemsize)
+            nbytes = count * pages(kind.numel * self._itemsize)
             if self._weights[group] not in self.host and not (stepped_there and mirrored):
-                moved.from_nvme(nbytes, kind.count)
-            moved.to_nvme(nbytes, kind.count)
+                moved.from_nvme(nbytes, count)
+            moved.to_nvme(nbytes, count)
         if plan.gradients[group] is Tier.NVME and self._gradients[group] not in self.host:
-            nbytes = kind.count * pages(kind.numel * gradient_itemsize)
-            moved.from_nvme(nbytes, kind.count)
+            nbytes = count * pages(kind.numel * gradient_itemsize)
+            moved.from_nvme(nbytes, count)
         if not plan.gpu:
             return
         if stepped_there:
@@ -357,8 +386,10 @@ class PeakCopies:
 def find_copies(
     plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
 ) -> PeakCopies:
-    """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`."""
+    """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`. In a
+    long run every expert is touched, and leaves copies."""
     if not plan.uses_nvme:
         return PeakCopies({}, 0, staged=False)
-    run = StepRun(plan, config, model, passes, room_nbytes)
+    experts = stand_ins(plan, model, None, _MOST_COPIED)
+    run = StepRun(plan, config, experts, passes, room_nbytes)
     return PeakCopies(run.host.most, run.host.high_water_nbytes, run.stages)

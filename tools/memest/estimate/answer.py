@@ -35,6 +35,11 @@ def _notes(case: Case) -> Iterator[str]:
     yield from case.source.notes
     if case.source.has_graph and case.source.traced is not None:
         yield case.source.traced(case.workload.sequence)
+    if case.source.shape.tables and not case.shape.tables:
+        yield (
+            "under micro_batches, and at stage 3 with other ranks, experts do not move one by one: "
+            "a block has all of its own"
+        )
     yield from case.profile.notes
     if case.profile.reserve_note:
         yield case.profile.reserve_note

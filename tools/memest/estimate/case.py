@@ -10,6 +10,7 @@ from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Workload
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.source.model_source import ModelSource
+from offload.zero.model_shape import ModelShape
 from offload.zero.sharding import Sharding
 
 
@@ -22,6 +23,12 @@ class Case:
     workload: Workload
     profile: HardwareProfile
     speeds: Speeds | None
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model, its experts one by one where the configuration lets them be."""
+        shape = self.source.shape
+        return shape if self.config.splits_experts(self.profile.ranks) else shape.joined
 
     @property
     def sharding(self) -> Sharding:

@@ -14,6 +14,7 @@ from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Change, Estimate
+from offload.planning.plan.experts import estimate_experts
 from offload.tools.memest.estimate.case import Case
 
 Facts = TypeVar("Facts", ActivationFacts, HeapFacts, PassCost)
@@ -44,6 +45,7 @@ class Estimator:
             step=step,
             shortfalls=planned.shortfalls,
             notes=(planned.run.baseline.note,),
+            experts=estimate_experts(best.plan, case.shape, case.workload),
             system_nbytes=case.profile.system_nbytes // case.profile.ranks_per_node,
             endurance_nbytes=case.speeds.endurance_nbytes if case.speeds is not None else 0,
         )
@@ -88,9 +90,7 @@ class Estimator:
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
             baseline, any_fit,
         )  # fmt: skip
-        return plan_run(
-            case.config, case.source.shape, case.hardware, run, traced=case.source.has_graph
-        )
+        return plan_run(case.config, case.shape, case.hardware, run, traced=case.source.has_graph)
 
 
 def scaled(facts: Facts, factor: float) -> Facts:

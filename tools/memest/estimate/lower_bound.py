@@ -29,7 +29,7 @@ def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
 
 def states_nbytes(case: Case) -> int:
     """Parameters, gradients and optimizer states, where they are smallest, without padding."""
-    config, shape = case.config, case.source.shape
+    config, shape = case.config, case.shape
     per_gradient = 4 if config.sums_gradients else ITEMSIZE[config.precision]
     record = min(kept.nbytes(_NUMEL) for kept in record_formats(config).values()) / _NUMEL
     trained = shape.numel_trainable

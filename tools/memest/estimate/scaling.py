@@ -224,7 +224,7 @@ def _point(case: Case, estimator: Estimator, ranks: int) -> Point:
     found, network = estimator(case), profile.network()
     assert network is not None, "checked before"
     assert found.step is not None, "speeds, network and work are known"
-    shape, sharding = case.source.shape, case.sharding
+    shape, sharding = case.shape, case.sharding
     sequence = collective_sequence(found.config, shape, sharding, case.workload.passes)
     shards = check_shards(shape, sharding)
     times_model = sequence.nbytes / (shards.numel * ITEMSIZE[found.config.precision])

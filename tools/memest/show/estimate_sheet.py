@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload.planning.plan.estimate import Estimate, MemoryClass, StepEstimate
+from offload.planning.plan.experts import ExpertEstimate
 from offload.tools.memest.show import view
 from offload.tools.memest.show.bars import Held, byte_bars, capacity_bars, lanes
 from offload.tools.memest.show.sheet import Block, Cell, Figures, Heading, Lines, Sheet, Table
@@ -35,6 +36,10 @@ def _blocks(estimate: Estimate) -> Iterator[Block]:
     if estimate.step is not None:
         yield Heading(view.step_text(estimate.step))
         yield from _time(estimate.step)
+    if estimate.experts is not None:
+        yield Heading("Experts")
+        yield _experts(estimate.experts)
+        yield Lines(view.expert_facts(estimate.experts))
     yield Heading("Homes of the states")
     yield _homes(estimate)
     if estimate.notes:
@@ -81,6 +86,14 @@ def _time(step: StepEstimate) -> Iterator[Block]:
         for link, *cells in view.link_rows(step)
     )
     yield Table(("link", "busy", "share of the step", "bytes"), rows)
+
+
+def _experts(found: ExpertEstimate) -> Table:
+    rows = tuple(
+        tuple(Cell(cell, strong=name == "together") for cell in (name, *cells))
+        for name, *cells in view.expert_rows(found)
+    )
+    return Table(view.EXPERT_HEADS, rows)
 
 
 def _homes(estimate: Estimate) -> Table:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.planning.plan.estimate import Estimate, PlaceEstimate, StepEstimate
+from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.tier import Tier
 
@@ -40,6 +41,7 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
         "ledger_peaks": {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()},
         "checkpoint_nbytes": memory.checkpoint_nbytes,
         "step": None if estimate.step is None else _step(estimate.step),
+        "experts": None if estimate.experts is None else _experts(estimate.experts),
         "ssd": {
             "endurance_nbytes": estimate.endurance_nbytes or None,
             "life_steps": estimate.ssd_life_steps,
@@ -71,6 +73,19 @@ def _step(step: StepEstimate) -> dict[str, Any]:
         "written_nbytes": step.written_nbytes,
         "links": [asdict(link) for link in step.links],
         "spans": [asdict(span) for span in step.spans],
+    }
+
+
+def _experts(found: ExpertEstimate) -> dict[str, Any]:
+    return {
+        "tables": found.tables,
+        "experts": found.experts,
+        "per_token": found.chosen,
+        "parameters": found.numel,
+        "active_parameters": found.active_numel,
+        "touched_per_pass": found.touched_pass,
+        "touched_per_step": found.touched_step,
+        "moved": [asdict(each) for each in found.moved],
     }
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from offload.pages.colours import DARK
 from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate, StepEstimate
+from offload.planning.plan.experts import ExpertEstimate
 from offload.tools.memest.show import view
 from offload.tools.memest.show.bars import Held, capacity_bars, span_meaning
 from offload.tools.memest.show.tables import bullets, plain, ruled
@@ -35,6 +36,10 @@ def _parts(estimate: Estimate) -> Iterator[RenderableType]:
         yield _time(estimate.step)
     yield ""
     yield _figures(estimate)
+    if estimate.experts is not None:
+        yield ""
+        yield _experts(estimate.experts)
+        yield Padding(bullets(view.expert_facts(estimate.experts)), (0, 0, 0, 2))
     if estimate.shortfalls:
         yield from _list("why not", (s.message for s in estimate.shortfalls))
     if estimate.changes:
@@ -103,6 +108,14 @@ def _time(step: StepEstimate) -> Table:
         bar.append("░" * (_BAR_CELLS - cells), style="dim").append(f" {used:>6}", style="default")
         style = "bold" if name == step.bottleneck else ""
         table.add_row(_swatch(span_meaning(name, "")).append(name, style), busy, nbytes, bar)
+    return table
+
+
+def _experts(found: ExpertEstimate) -> Table:
+    name, *bytes_of = view.EXPERT_HEADS
+    table = ruled(name, *bytes_of, title="Experts")
+    for cells in view.expert_rows(found):
+        table.add_row(*cells, style="bold" if cells[0] == "together" else "")
     return table
 
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from offload.planning.choice.durations import counted as counted
 from offload.planning.choice.durations import duration as duration
 from offload.planning.choice.durations import three_digits
+from offload.planning.choice.expert_text import EXPERT_HEADS as EXPERT_HEADS
+from offload.planning.choice.expert_text import expert_facts as expert_facts
+from offload.planning.choice.expert_text import expert_rows as expert_rows
 from offload.planning.plan.estimate import (
     Change,
     Estimate,
@@ -89,6 +92,9 @@ def model_text(estimate: Estimate, name: str = "") -> str:
         text = f"{name}: {text}"
     if estimate.numel_trainable != estimate.numel:
         text += f", {counted(estimate.numel_trainable)} trained"
+    experts = estimate.experts
+    if experts is not None and experts.active_numel != estimate.numel:
+        text += f", {counted(experts.active_numel)} active per token"
     return text
 
 

@@ -14,7 +14,7 @@ from offload.tools.memest.source.tree_pieces import (
     tie,
     weights,
 )
-from offload.zero.module_tree import ModuleTree
+from offload.zero.module_tree import ModuleKind, ModuleTree
 
 
 def kv_heads(keys: Keys) -> int:
@@ -118,6 +118,7 @@ class _Decoder:
                 down_proj=(count, self.hidden, width),
             ),
         }
+        parts["experts"].kind = ModuleKind.PACKED_EXPERTS
         return module(
             f"{self.prefix}SparseMoeBlock", **{name: parts[name] for name in self.family.mixture}
         )

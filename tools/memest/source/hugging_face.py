@@ -145,7 +145,17 @@ def family_tree(configuration: ModelConfiguration) -> ModuleTree | None:
         return None
     keys = configuration.keys(family)
     check_heads(keys)
+    if family.mixture:
+        _check_experts(keys)
     return decoder_tree(family, keys)
+
+
+def _check_experts(keys: Keys) -> None:
+    chosen, experts = keys.size_or("num_experts_per_tok", 1), keys.size("num_local_experts")
+    if chosen > experts:
+        raise ConfigError(
+            f"{keys.where}: num_experts_per_tok {chosen} is more than the {experts} experts"
+        )
 
 
 def check_heads(keys: Keys) -> None:

@@ -39,6 +39,7 @@ from offload.tools.memest.source.transformers_models import (
     library_model,
 )
 from offload.tools.memest.source.weight_names import tree_of_names
+from offload.zero.expert_keys import experts_per_token
 from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
 
@@ -216,7 +217,10 @@ def _from_configuration(
     tree = family_tree(configuration)
     context, notes = configuration.context, configuration.notes
     if tree is not None:
+        assert configuration.family is not None, "it has a tree"
+        values = {**configuration.family.defaults, **configuration.values}
         shape = shape_of(tree, blocks)
+        shape = replace(shape, experts_per_token=experts_per_token(values))
     else:
         found, built = library_model(configuration, blocks, library)
         shape, context, notes = found.shape, context or found.context, (*notes, *built)

@@ -4,7 +4,7 @@ One set of assumptions for all, none fitted to a row: the models of `shapes`; 16
 of 4 sequences of 1,024 tokens per GPU with every block recomputed, attention scores kept (PyTorch
 did then; MegaTrain's fused attention keeps none); the buffers, libraries and fragmentation of
 `systems`; all of the memory that the machine's data sheet names. Ours is the largest shape that
-fits.
+fits. Of a family of models of which the sizes were published they are counted from its layers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,40 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A headline and what the formulas make of it: parameters, 0 if not even the smallest shape
-    fits."""
+class PublishedSize:
+    """The published size of a model with an encoder and a decoder whose every other block has
+    `experts` instead of its MLP; of the dense model that they are made of with one."""
 
-    headline: Headline
+    claim: float  # parameters
+    encoder_layers: int
+    decoder_layers: int
+    hidden: int
+    vocabulary: int
+    experts: int
+    source: str
+    why: str = ""
+    system: str = "parameters"
+
+    @property
+    def numel(self) -> int:
+        """A decoder's block attends twice. Biases, norms and routers are left out."""
+        attention, mlp = 4 * self.hidden**2, 8 * self.hidden**2
+        blocks = self.encoder_layers + self.decoder_layers
+        dense = (blocks + self.decoder_layers) * attention + blocks * mlp
+        return dense + self.vocabulary * self.hidden + blocks // 2 * (self.experts - 1) * mlp
+
+    @property
+    def machine(self) -> str:
+        experts = f", {self.experts} experts in every other" if self.experts > 1 else ", dense"
+        return f"{self.encoder_layers} + {self.decoder_layers} layers of {self.hidden:,}{experts}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A published figure and what the formulas make of it: parameters, 0 if not even the smallest
+    shape fits."""
+
+    headline: Headline | PublishedSize
     numel: int
 
     @property
@@ -59,6 +88,7 @@ def headlines() -> tuple[Headline, ...]:
     """Those this project is measured by."""
     dgx2, nd_a100 = machine_named("DGX-2"), machine_named("ND A100 v4")
     v100 = Room(dgx2.gpu.nbytes, dgx2.ram_nbytes, 0)
+    a100 = Room(nd_a100.gpu.nbytes, nd_a100.ram_nbytes, 0)
     gpt = FamilyName.GPT
     return (
         Headline(
@@ -93,9 +123,27 @@ def headlines() -> tuple[Headline, ...]:
         ),
         Headline(
             System.ZERO_OFFLOAD, 3.5e12, FamilyName.MOE, Ranks(8, 64, tensor=8, experts=512),
-            Room(nd_a100.gpu.nbytes, nd_a100.ram_nbytes, 0),
+            a100,
             "512 x A100-40, 8 in a node with 900 GiB RAM, 8-way tensor parallel",
             "DeepSpeed-MoE announcement, 2021-08-18; its tutorial's E + Z-Off + M",
+        ),
+        Headline(
+            System.ZERO_OFFLOAD, 400e9, FamilyName.MOE, Ranks(8, 8, tensor=8, experts=64),
+            a100,
+            "64 x A100-40 instead of 512, 8-way tensor parallel",
+            "DeepSpeed-MoE announcement, 2021-08-18; that it takes 512 without offload is quoted",
+        ),
+        Headline(
+            System.ZERO2, 15e9, gpt, Ranks(8, 64), a100, "512 x A100-40",
+            "DeepSpeed-MoE announcement, 2021-08-18: the base model, E + Z",
+        ),
+        Headline(
+            System.ZERO2, 100e9, gpt, Ranks(8, 64, tensor=8), a100,
+            "512 x A100-40, 8-way tensor parallel",
+            "DeepSpeed-MoE announcement, 2021-08-18: the base model with model parallelism",
+            why="the base model alone is counted, and is given all memory: at 100 B its 16-bit "
+            "weights take 23 of a GPU's 40 GiB, and the experts that are added to it take of the "
+            "rest",
         ),
         Headline(
             System.MEGATRAIN, 120e9, FamilyName.LLAMA, Ranks(),
@@ -105,8 +153,23 @@ def headlines() -> tuple[Headline, ...]:
     )  # fmt: skip
 
 
-def find(headline: Headline) -> Finding:
+def published_sizes() -> tuple[PublishedSize, ...]:
+    """Of the translation models that the announcement trains: each is the one before with more
+    experts."""
+    source = (
+        "DeepSpeed-MoE announcement, 2021-08-18 (its paper: arXiv 2109.10465); layers, experts and "
+        "a vocabulary of 128,000 are assumed: one shape that explains all three"
+    )
+    return tuple(
+        PublishedSize(claim, 24, 12, 1024, 128_000, experts, source)
+        for claim, experts in ((0.7e9, 1), (1.8e9, 8), (10e9, 64))
+    )
+
+
+def find(headline: Headline | PublishedSize) -> Finding:
     """The largest model that the formulas let that system train on that machine."""
+    if isinstance(headline, PublishedSize):
+        return Finding(headline, headline.numel)
     found = largest_shape(
         headline.system, headline.family, headline.ranks, headline.room, WORKLOAD,
         experts=headline.ranks.experts, scores=headline.scores,
@@ -115,4 +178,5 @@ def find(headline: Headline) -> Finding:
 
 
 def findings() -> list[Finding]:
-    return [find(headline) for headline in headlines()]
+    claims: list[Headline | PublishedSize] = [*headlines(), *published_sizes()]
+    return [find(each) for each in claims]

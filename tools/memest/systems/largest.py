@@ -9,6 +9,7 @@ import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.machine.speeds import Speeds
@@ -31,6 +32,10 @@ from offload.tools.memest.systems.shapes import (
 )
 from offload.tools.memest.systems.step_time import rough_step_s
 from offload.tools.memest.systems.subject import Ranks, Room, places_of, ranks_of, room_of, too_full
+from offload.zero.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
 
 WORKLOAD = Workload(batch=1, sequence=2048)
 _PRECISION = "bf16"
@@ -164,7 +169,12 @@ def _our_plan(shape: Shape, workload: Workload, ranks: Ranks, room: Room) -> Our
     keys = {"placement": {"activations": {"checkpoint": True}}, "optimizer": {"chunk": chunk}}
     config = OffloadConfig.load({"precision": _PRECISION, **keys})
     subject = subject_from(shape, _facts(shape, workload))
-    return plan_ours(config, model_of(shape), subject, ranks, room)
+    return plan_ours(config, _our_model(shape, config, ranks), subject, ranks, room)
+
+
+def _our_model(shape: Shape, config: OffloadConfig, ranks: Ranks) -> ModelShape:
+    model = model_of(shape)
+    return model if config.splits_experts(ranks.count) else model.joined
 
 
 def _facts(shape: Shape, workload: Workload) -> ActivationFacts:
@@ -181,7 +191,7 @@ def _step_s(
         network = speeds.network
         if ranks.count > 1 and (network is None or not network.knows(ours.plan.sharding)):
             return None
-        model = model_of(shape)
+        model = _our_model(shape, ours.config, ranks)
         return estimate_step(ours.plan, ours.config, model, facts, workload, speeds).seconds
     if ranks.count > 1:
         return None

@@ -20,6 +20,7 @@ from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
 _HEAD_DIM = 128
+_MOST_BUNDLES = 64  # of a block's experts
 _GPT_SIZES = (
     (12, 768), (24, 1024), (24, 1536), (24, 2048), (32, 2560), (32, 4096), (40, 5120), (48, 6144),
     (64, 8192), (80, 10240), (96, 12288), (105, 20480), (128, 25600), (160, 32768), (192, 49152),
@@ -151,27 +152,31 @@ def subject_from(shape: Shape, facts: ActivationFacts) -> Subject:
 
 
 def model_of(shape: Shape) -> ModelShape:
-    """Groups and units, one weight per part of a block.
+    """Groups and units, one weight per part of a block. Experts are groups of their own; several
+    of them are one where there are more than 64 in a block."""
 
-    Experts are groups of their own, of up to 32 where there are more than 4 in a block.
-    """
-
-    def group(name: str, **numels: int) -> GroupShape:
+    def group(name: str, table: str, **numels: int) -> GroupShape:
         parts = ((f"{name}.{part}", numel) for part, numel in numels.items())
-        return GroupShape(name, tuple(ParamShape((part,), (numel,)) for part, numel in parts))
+        params = tuple(ParamShape((part,), (numel,)) for part, numel in parts)
+        return GroupShape(name, params, table=table)
 
     heads = {"head": shape.embedding_numel} if shape.family is FamilyName.LLAMA else {}
-    groups = [group("embedding", weight=shape.embedding_numel, norm=2 * shape.hidden, **heads)]
+    groups = [group("embedding", "", weight=shape.embedding_numel, norm=2 * shape.hidden, **heads)]
     attention, norms = shape.attention_numel, 4 * shape.hidden
     for layer in range(shape.layers):
         name = f"layers.{layer}"
         if not shape.experts or layer % 2 == 0:
-            groups.append(group(name, attention=attention, mlp=shape.mlp_numel, norms=norms))
+            groups.append(group(name, "", attention=attention, mlp=shape.mlp_numel, norms=norms))
             continue
-        groups.append(group(name, attention=attention, norms=norms))
-        bundles = max(min(4, shape.experts), shape.experts // 32)
+        groups.append(group(name, "", attention=attention, norms=norms))
+        bundles = min(shape.experts, _MOST_BUNDLES)
         numel = -(-shape.experts * shape.mlp_numel // bundles)
-        groups += [group(f"{name}.experts.{i}", weight=numel) for i in range(bundles)]
+        table = f"{name}.experts"
+        groups += [group(f"{table}.{i}", table, weight=numel) for i in range(bundles)]
     units = [UnitShape("", ()), UnitShape("embedding", (0,))]
-    units += [UnitShape(g.name, (i,), repeated=True) for i, g in enumerate(groups) if i]
+    units += [
+        UnitShape(g.name, (i,), repeated=not g.table, table=g.table)
+        for i, g in enumerate(groups)
+        if i
+    ]
     return ModelShape(tuple(groups), tuple(units))

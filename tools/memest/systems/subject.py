@@ -55,13 +55,24 @@ def subject_of(model: ModelShape, facts: ActivationFacts, *, recomputed: bool) -
     """The numbers of a model's shape and of one forward and backward pass."""
     numels = [group.numel for group in model.groups]
     root = sum(numels[index] for unit in model.units if not unit.name for index in unit.groups)
-    units = [sum(numels[index] for index in unit.groups) for unit in model.units if unit.name]
-    weights = [param.numel for group in model.groups for param in group.params]
+    units: list[int] = []  # others gather a block with its experts
+    for unit in model.units:
+        own = sum(numels[index] for index in unit.groups)
+        if unit.table and units:
+            units[-1] += own
+        elif unit.name:
+            units.append(own)
+    weights: Counter[str] = Counter()  # rows of one packed parameter together
+    for group in model.groups:
+        for param in group.params:
+            weights[param.names[0].rpartition("[")[0] if group.packed else param.names[0]] += (
+                param.numel
+            )
     return Subject(
         numel=model.numel,
         numel_trainable=model.numel_trainable,
         block_numel=root + max(units, default=0),
-        operator_numel=max(weights, default=0),
+        operator_numel=max(weights.values(), default=0),
         saved_nbytes=facts.saved_nbytes,
         working_nbytes=max(0, facts.peak_nbytes - facts.saved_nbytes),
         recomputed=recomputed,

@@ -1,0 +1,93 @@
+"""Few experts that stand for all: what a step does with one expert it does with many like it.
+
+A model has thousands of experts, of which a pass touches some. The experts of a table that are at
+home in the same tiers are taken together in bundles; one of each, its first, is simulated for all:
+
+    experts of a table   0 1 2 3 | 4 5 6 7 | 8 9 ...
+    in the program       0         4         8           each once per pass, as a group is
+    in memory            4 copies  4         4           all that may have one, in the long run
+    moved                3 times   3         2           those of them that are expected a token
+
+Models of few groups are simulated group by group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from offload.planning.plan.experts import touched_whole
+from offload.planning.plan.plan import Plan
+from offload.planning.plan.workload import Workload
+from offload.zero.model_shape import ModelShape
+
+MOST_GROUPS = 512  # that a step is simulated with
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """A model whose units use stand-ins alone, and of how many groups each is one. Groups that are
+    no experts stand for themselves."""
+
+    model: ModelShape
+    alike: Mapping[int, int]  # groups by stand-in
+    used: Mapping[int, int]  # of these, in one pass
+    updated: Mapping[int, int]  # of these, in one step
+
+
+def stand_ins(
+    plan: Plan, model: ModelShape, workload: Workload | None, most_groups: int = MOST_GROUPS
+) -> StandIns:
+    """`workload`: None where every expert is touched."""
+    alone = [index for index, group in enumerate(model.groups) if not group.table]
+    alike, updated, used = (dict.fromkeys(alone, 1) for _ in range(3))
+    chosen = None if workload is None else model.experts_per_token
+    pass_tokens, step_tokens = (
+        (0, 0)
+        if workload is None
+        else (workload.batch * workload.sequence, workload.tokens * plan.sharding.world_size)
+    )
+    is_large = len(model.groups) > most_groups
+    for table in model.tables.values():
+        bundles = max(1, (most_groups - len(alone)) // len(model.tables)) if is_large else None
+        together = dict(_bundles(plan, table, bundles))
+        experts = len(table)
+        in_step = _spread(together, touched_whole(experts, chosen, step_tokens), experts)
+        touched = sum(in_step.values())
+        alike.update(together)
+        updated.update(in_step)
+        used.update(_spread(in_step, touched_whole(experts, chosen, pass_tokens), touched))
+    units = (
+        replace(unit, groups=tuple(index for index in unit.groups if updated.get(index)))
+        for unit in model.units
+    )
+    kept = tuple(unit for unit in units if unit.groups or not unit.table)
+    return StandIns(replace(model, units=kept), alike, used, updated)
+
+
+def _bundles(plan: Plan, table: Sequence[int], most: int | None) -> Iterator[tuple[int, int]]:
+    """The first of each bundle, and how many there are in it; about `most` bundles, or one each."""
+    if most is None:
+        yield from ((index, 1) for index in table)
+        return
+    homes: dict[object, list[int]] = defaultdict(list)
+    for index in table:
+        group = plan.groups[index]
+        sizes = group.parameters, group.gradients, group.records
+        homes[plan.parameters[index], plan.gradients[index], plan.records[index], sizes].append(
+            index
+        )
+    length = -(-len(table) // most)
+    for same in homes.values():
+        for start in range(0, len(same), length):
+            yield same[start], min(length, len(same) - start)
+
+
+def _spread(counts: Mapping[int, int], some: int, whole: int) -> dict[int, int]:
+    """`some` of `whole` things that come in `counts`, as evenly as whole numbers allow."""
+    found, seen = {}, 0
+    for index, count in counts.items():
+        found[index] = (seen + count) * some // whole - seen * some // whole
+        seen += count
+    return found

@@ -1,0 +1,312 @@
+"""Experts in a plan: what a step touches, memory that one of them needs, and stand-ins for many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offload
+import offload.homes
+from offload.config import OffloadConfig
+from offload.planning.choice.planner import make_plan
+from offload.planning.choice.solver import RunFacts, _choices
+from offload.planning.plan.experts import active_numel, estimate_experts, touched, touched_whole
+from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
+from offload.planning.plan.sizes import CLASSES, pages
+from offload.planning.plan.workload import Workload
+from offload.planning.step.program import write_program
+from offload.planning.step.stand_ins import MOST_GROUPS, stand_ins
+from offload.planning.step.step_time import estimate_step
+from offload.planning.step.traffic import find_copies, step_traffic
+from offload.tiers.tier import Tier
+from offload.tools.memest.source.decoder_tree import decoder_tree
+from offload.tools.memest.source.family import FAMILIES
+from offload.zero.discovery import discover
+from offload.zero.model_shape import ModelShape
+from offload.zero.module_tree import shape_of
+from tests.planning.test_step_time import FACTS, SPEEDS, AtOnce
+
+HARDWARE = Hardware(0, 1 << 36, 1 << 36, 1 << 38)
+KEYS: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "num_local_experts": 64,
+    "num_experts_per_tok": 4, "intermediate_size": 64,
+}  # fmt: skip
+
+
+def model(chosen: int | None = 4, *, experts: bool = True, **keys: Any) -> ModelShape:
+    family = FAMILIES["qwen3_moe"]
+    tree = decoder_tree(family, family.keys({**KEYS, **keys}, "config.json"))
+    return replace(shape_of(tree, experts=experts), experts_per_token=chosen)
+
+
+def plan_of(shape: ModelShape, **keys: Any) -> tuple[Plan, OffloadConfig]:
+    budget = {"host": "256MiB", "nvme": "8GiB"}
+    chunk = {"chunk": 65536}
+    config = OffloadConfig.load({"budget": budget, "optimizer": chunk, **keys})
+    return make_plan(config, shape, HARDWARE), config
+
+
+NVME = {"placement": {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}}
+
+
+# ---------------------------------------------------------------- how many are touched
+@pytest.mark.parametrize(("experts", "chosen", "tokens"), [(128, 1, 64), (64, 4, 10), (8, 2, 3)])
+def test_the_expected_number_is_that_of_drawn_routings(
+    experts: int, chosen: int, tokens: int
+) -> None:
+    rng = np.random.default_rng(0)
+    drawn = [
+        len(np.unique(np.argsort(rng.random((tokens, experts)), axis=1)[:, :chosen]))
+        for _ in range(400)
+    ]
+    assert np.mean(drawn) == pytest.approx(touched(experts, chosen, tokens), rel=0.02)
+
+
+def test_a_router_that_prefers_some_touches_fewer() -> None:
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.full(64, 0.3))
+    drawn = [len(np.unique(rng.choice(64, size=50, p=shares))) for _ in range(200)]
+    assert np.mean(drawn) < touched(64, 1, 50)
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "tokens", "number"),
+    [(8, 8, 1, 8), (8, 9, 1, 8), (8, None, 0, 8), (8, 2, 0, 0), (8, 2, 1, 2), (8, 1, 1 << 40, 8),
+     (1, 1, 1, 1), (1000, 1, 1, 1)],
+)  # fmt: skip
+def test_odd_numbers(experts: int, chosen: int | None, tokens: int, number: int) -> None:
+    assert touched_whole(experts, chosen, tokens) == number
+
+
+def test_a_token_is_computed_with_the_experts_chosen_for_it() -> None:
+    shape = model()
+    expert = 3 * 64 * 64
+    assert shape.numel - active_numel(shape) == 4 * (64 - 4) * expert
+    assert active_numel(model(None)) == active_numel(model(64)) == shape.numel
+
+
+def test_of_a_switch_with_few_tokens_half_of_the_bytes_do_not_move() -> None:
+    shape = model(1, num_local_experts=128)
+    plan, _ = plan_of(shape, **NVME)
+    found = estimate_experts(plan, shape, Workload(1, 64))
+    assert found is not None
+    assert found.touched_pass == pytest.approx(1 - (127 / 128) ** 64)
+    assert found.touched_nbytes <= 0.45 * found.all_nbytes
+    more = estimate_experts(plan, shape, Workload(1, 64, passes=4))
+    assert more is not None
+    assert more.touched_step == pytest.approx(1 - (127 / 128) ** 256)
+    assert more.touched_pass == found.touched_pass
+
+
+def test_bytes_of_experts_are_counted_from_their_groups() -> None:
+    shape = model()
+    plan, _ = plan_of(shape, **NVME)
+    found = estimate_experts(plan, shape, Workload(4, 64))
+    assert found is not None
+    groups = [g for g, s in zip(plan.groups, shape.groups, strict=True) if s.table]
+    assert (found.tables, found.experts, len(groups)) == (4, 256, 256)
+    by_name = {each.name: each.all_nbytes for each in found.moved}
+    weights = sum(group.parameters for group in groups)
+    assert by_name["weights, for forward and backward"] == 2 * weights
+    assert by_name["updated weights"] == weights
+    assert by_name["gradients"] == sum(group.gradients for group in groups)
+    assert by_name["optimizer records, read and written"] == 2 * sum(g.optimizer for g in groups)
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    shape = model(experts=False)
+    plan, _ = plan_of(shape)
+    assert estimate_experts(plan, shape, Workload(1, 64)) is None
+
+
+# ---------------------------------------------------------------- memory
+def test_homes_are_the_sums_of_all_experts() -> None:
+    split = {"parameters": "{host: 30%, nvme: 70%}", "gradients": "nvme", "optimizer": "nvme"}
+    shape = model()
+    config = OffloadConfig.load(
+        {"budget": {"host": "256MiB", "nvme": "8GiB"}, "optimizer": {"chunk": 65536}},
+        [f"placement={{{', '.join(f'{k}: {v}' for k, v in split.items())}}}"],
+    )
+    plan = make_plan(config, shape, HARDWARE)
+    for name, homes in (("parameters", plan.parameters), ("gradients", plan.gradients)):
+        held: Counter[Tier] = Counter()
+        for group, tier in zip(shape.groups, homes, strict=True):
+            held[tier] += pages(group.layout.numel * 4)
+        state_class = next(each for each in CLASSES if str(each) == name)
+        assert dict(held) == {t: plan.expected[t][state_class] for t in held}
+    assert sum(plan.parameters.count(tier) for tier in Tier) == len(shape.groups)
+
+
+def test_the_least_memory_is_one_expert_s_beside_its_block_not_a_table_s() -> None:
+    whole, _ = plan_of(model(experts=False), **NVME)
+    apart, _ = plan_of(shape := model(), **NVME)
+    assert needed_nbytes(apart, Tier.HOST) < needed_nbytes(whole, Tier.HOST) / 4
+    block = next(g for g in apart.groups if g.name == "model.layers.0")
+    expert = next(g for g, s in zip(apart.groups, shape.groups, strict=True) if s.table)
+    assert apart.unit_nbytes >= block.parameters + expert.parameters
+
+
+# ---------------------------------------------------------------- stand-ins
+@pytest.mark.parametrize("work", [None, Workload(1, 8), Workload(1, 8, passes=3), Workload(9, 99)])
+def test_stand_ins_add_up_and_each_is_of_one_home(work: Workload | None) -> None:
+    placement = "placement={parameters: {host: 40%, nvme: 60%}, optimizer: {host: 50%, nvme: 50%}}"
+    shape = model()
+    config = OffloadConfig.load(
+        {"budget": {"host": "256MiB", "nvme": "8GiB"}, "optimizer": {"chunk": 4096}}, [placement]
+    )
+    plan = make_plan(config, shape, HARDWARE)
+    found = stand_ins(plan, shape, work, most_groups=64)
+    pass_tokens = work.batch * work.sequence if work else 0
+    for table in shape.tables.values():
+        inside = [index for index in table if index in found.alike]
+        assert sum(found.alike[index] for index in inside) == len(table)
+        chosen = 4 if work else None
+        assert sum(found.used[i] for i in inside) == touched_whole(64, chosen, pass_tokens)
+        tokens = work.tokens if work else 0
+        assert sum(found.updated[i] for i in inside) == touched_whole(64, chosen, tokens)
+        assert all(found.used[i] <= found.updated[i] <= found.alike[i] for i in inside)
+        homes: Counter[object] = Counter()
+        stood: Counter[object] = Counter()
+        for index in table:
+            homes[plan.parameters[index], plan.gradients[index], plan.records[index]] += 1
+        for index in inside:
+            home = plan.parameters[index], plan.gradients[index], plan.records[index]
+            stood[home] += found.alike[index]
+        assert homes == stood
+
+
+def test_a_small_model_is_simulated_group_by_group() -> None:
+    plan, _ = plan_of(shape := model())
+    found = stand_ins(plan, shape, None)
+    assert found.model.units == shape.units
+    assert set(found.alike.values()) == {1}
+
+
+def test_a_program_of_thousands_of_experts_is_short() -> None:
+    shape = model(num_hidden_layers=32, num_local_experts=128)
+    plan, config = plan_of(shape)
+    assert len(shape.groups) > 4000
+    found = stand_ins(plan, shape, Workload(1, 64))
+    program = write_program(config, found.model, 1)
+    assert len(program.actions) <= 4 * 2 * MOST_GROUPS
+
+
+@pytest.mark.parametrize("host", ["64MiB", "4GiB"])
+def test_bundles_move_the_bytes_that_single_experts_move(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for copies, and with room for all of them."""
+    shape = model()
+    config = OffloadConfig.load(
+        {"budget": {"host": host, "nvme": "8GiB"}, "optimizer": {"chunk": 65536}, **NVME}
+    )
+    plan = make_plan(config, shape, HARDWARE)
+    if host == "64MiB":
+        plan = replace(plan, budgets={**plan.budgets, Tier.HOST: plan.total(Tier.HOST) + (2 << 20)})
+    work = Workload(2, 512)
+    single = step_traffic(plan, config, shape, None, work).total
+    one = estimate_step(plan, config, shape, FACTS, work, SPEEDS)
+    monkeypatch.setattr(stand_ins, "__defaults__", (64,))
+    many = step_traffic(plan, config, shape, None, work)
+    assert max(many.experts.alike.values()) > 1
+    assert many.total.read == pytest.approx(single.read, rel=0.01 if host == "64MiB" else 0)
+    assert many.total.written == single.written
+    together = estimate_step(plan, config, shape, FACTS, work, SPEEDS)
+    assert together.seconds == pytest.approx(one.seconds, rel=0.05)
+
+
+def test_what_is_not_touched_does_not_move() -> None:
+    shape = model()
+    plan, config = plan_of(shape, **NVME)
+    plan = replace(plan, budgets={**plan.budgets, Tier.HOST: plan.total(Tier.HOST) + (2 << 20)})
+    few, many = Workload(1, 4), Workload(2, 512)
+    least = step_traffic(plan, config, shape, None, few).total
+    most = step_traffic(plan, config, shape, None, many).total
+    idle = 4 * (64 - touched_whole(64, 4, 4))
+    expert = next(g for g, s in zip(plan.groups, shape.groups, strict=True) if s.table)
+    assert most.written - least.written == idle * (
+        expert.parameters + expert.gradients + expert.optimizer
+    )
+    assert least.read < most.read
+    assert step_traffic(plan, config, replace(shape, experts_per_token=None), None, few) == (
+        step_traffic(plan, config, replace(shape, experts_per_token=None), None, many)
+    )
+
+
+def test_copies_are_those_of_all_experts_in_a_long_run() -> None:
+    """Whatever a step touches: the next one touches others."""
+    shape = model()
+    plan, config = plan_of(shape, **NVME)
+    room = 1 << 40
+    found = find_copies(plan, config, shape, 1, room)
+    parameters = sum(group.parameters for group in plan.groups)
+    assert found.by_class[CLASSES[0]] == parameters
+
+
+# ---------------------------------------------------------------- not one by one
+def test_experts_that_stay_with_their_blocks_take_what_these_took() -> None:
+    """As micro-batches have it: the same groups and units, in whatever order parameters are."""
+    joined, whole = model().joined, model(experts=False)
+    assert joined.units == whole.units
+    for ours, theirs in zip(joined.groups, whole.groups, strict=True):
+        assert ours.layout.numel == theirs.layout.numel
+        named = {param.names: param.shape for param in ours.params}
+        assert named == {param.names: param.shape for param in theirs.params}
+    assert not joined.tables
+
+
+def test_micro_batches_that_are_open_stay_one_where_experts_move_one_by_one() -> None:
+    config = OffloadConfig.load({"micro_batches": "auto"})
+    run = RunFacts(Workload(8, 64), SPEEDS, lambda config: FACTS)
+    assert {c.micro_batches for c in _choices(config, run, model())} == {1}
+    assert {c.micro_batches for c in _choices(config, run, model().joined)} == {1, 2, 4, 8}
+
+
+# ---------------------------------------------------------------- beside the runtime
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k = 2
+        self.gate = nn.Linear(64, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = x
+        for number, expert in enumerate(self.experts):
+            tokens, place = (chosen == number).nonzero(as_tuple=True)
+            if len(tokens):
+                out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, place, None])
+        return out
+
+
+def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
+    torch.manual_seed(0)
+    layers = nn.ModuleList(_Block() for _ in range(3))
+    net = nn.Sequential(*layers)
+    budget = {"host": "6MiB", "nvme": "1GiB"}
+    config = OffloadConfig.load({"budget": budget, "optimizer": {"chunk": 65536}, **NVME})
+    shape = discover(net).shape()
+    assert (len(shape.tables), shape.experts_per_token) == (3, 2)
+    moved = []
+    with offload.initialize(net, config) as engine:
+        for _ in range(4):
+            engine.module(torch.randn(256, 64)).square().mean().backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            engine.settle()
+            moved.append(engine.report().bytes_moved)
+        said = step_traffic(engine.plan, engine.config, shape, None, Workload(1, 256)).total
+    read, written = (moved[-1][link] - moved[-2][link] for link in ("nvme read", "nvme write"))
+    assert said.written == written
+    assert said.read == pytest.approx(read, rel=0.02)

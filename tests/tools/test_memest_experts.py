@@ -1,0 +1,132 @@
+"""Experts that memest reads from a model's configuration."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from offload.planning.plan.experts import active_numel
+from offload.tiers.errors import ConfigError
+from offload.tools.memest.source.read_model import read_model
+from offload.zero.expert_keys import experts_per_token, experts_per_token_of
+
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128,
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def written(folder: Path, **values: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def test_qwen3_30b_a3b_has_three_billion_active_parameters(tmp_path: Path) -> None:
+    shape = read_model(written(tmp_path, **QWEN3_30B)).shape
+    assert shape.numel == 30_532_122_624
+    assert (len(shape.tables), len(shape.groups)) == (48, 48 * 128 + 51)
+    expert = 3 * 2048 * 768
+    assert active_numel(shape) == shape.numel - 48 * 120 * expert == 3_353_032_704
+    dense, *rows = (group for group in shape.groups if group.name.startswith("model.layers.7."))
+    assert dense.packed
+    assert {group.numel for group in rows} == {expert}
+    assert shape.groups[2].params[0].names == ("model.layers.0.mlp.experts.gate_up_proj[0]",)
+
+
+def test_a_router_cannot_choose_more_experts_than_there_are(tmp_path: Path) -> None:
+    path = written(tmp_path, **{**QWEN3_30B, "num_experts_per_tok": 129})
+    with pytest.raises(ConfigError, match="num_experts_per_tok 129 is more than the 128 experts"):
+        read_model(path)
+
+
+def test_dense_blocks_between_have_no_table(tmp_path: Path) -> None:
+    keys = {**QWEN3_30B, "mlp_only_layers": [0, 3], "decoder_sparse_step": 2}
+    shape = read_model(written(tmp_path, **keys)).shape
+    assert len(shape.tables) == 23  # 1, 5, 7, ... 47: every second, and not the one that is named
+    assert "model.layers.3.mlp.experts" not in shape.tables
+
+
+@pytest.mark.parametrize(
+    ("values", "number"),
+    [
+        ({"num_experts_per_tok": 8}, 8),
+        ({"moe_topk": [6, 6, 6]}, 6),
+        ({"moe_topk": [6, 8]}, None),
+        ({"num_experts_per_tok": None, "top_k_experts": 4}, 4),
+        ({"num_experts_per_tok": True}, None),
+        ({"num_experts_per_tok": "8"}, None),
+        ({"num_experts_per_tok": 0}, None),
+        ({"text_config": {"moe_k": 2}}, 2),
+        ({"ffn_config": {"moe_top_k": 4}}, 4),
+        ({"model_type": "switch_transformers"}, 1),
+        ({"num_experts": 8}, None),
+    ],
+)
+def test_how_many_are_chosen_is_read_by_any_of_its_names(
+    values: dict[str, Any], number: int | None
+) -> None:
+    assert experts_per_token(values) == number
+
+
+def test_models_of_transformers_that_have_experts_say_how_many_are_chosen() -> None:
+    """Their default configurations, without building a model."""
+    transformers = pytest.importorskip("transformers")
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    silent, known = set(), 0
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    for name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = transformers.CONFIG_MAPPING[name]().get_text_config()
+        except Exception:  # noqa: BLE001, S112 - a configuration without defaults
+            continue
+        if not any((getattr(config, key, None) or 0) > 1 for key in counts):
+            continue
+        known += 1
+        if experts_per_token(vars(config)) is None:
+            silent.add(name)
+    assert known > 40
+    assert silent == {"deepseek_v2"}  # null by default
+
+
+class Router(nn.Module):
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        self.top_k = chosen
+
+
+@pytest.mark.parametrize(("chosen", "number"), [((2, 2), 2), ((2, 4), None), ((), None)])
+def test_modules_without_a_configuration_are_asked(
+    chosen: tuple[int, ...], number: int | None
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), *(Router(each) for each in chosen))
+    assert experts_per_token_of(model) == number
+
+
+def test_a_function_of_ones_own_with_listed_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "listed_experts.py").write_text(
+        "import torch\n"
+        "class Block(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.top_k = 2\n"
+        "        self.gate = torch.nn.Linear(64, 8)\n"
+        "        self.experts = torch.nn.ModuleList(torch.nn.Linear(64, 256) for _ in range(8))\n"
+        "def make():\n"
+        "    return torch.nn.ModuleDict({'blocks': torch.nn.ModuleList([Block(), Block()])})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shape = read_model("listed_experts:make").shape
+    assert (len(shape.tables), shape.experts_per_token) == (2, 2)
+    assert not any(group.packed for group in shape.groups)
+    idle = 2 * 6 * (64 * 256 + 256)
+    assert active_numel(shape) == shape.numel - idle
