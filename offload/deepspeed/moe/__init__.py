@@ -1,0 +1,1 @@
+"""`deepspeed.moe`: the layer of experts (`layer`), and questions about its parameters (`utils`)."""
