@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,7 @@ from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan, spare_host_nbytes
 from offload.recording import Recording
 from offload.report import Report, tier_reports
+from offload.spread_experts import SpreadExperts
 from offload.swap.lanes import waits_s
 from offload.swap.recorder import Recorder
 from offload.swap.shield import uninterrupted
@@ -52,8 +53,9 @@ from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 from offload.zero.loading import load_group
-from offload.zero.local_tensors import local_of
+from offload.zero.local_tensors import is_dtensor, local_of
 from offload.zero.loss_scale import LossScale
+from offload.zero.model_shape import GroupShape
 from offload.zero.ranks import Ranks, data_ranks
 from offload.zero.runtime import Runtime, RuntimeOptions
 from offload.zero.sharding import ALONE
@@ -181,6 +183,11 @@ class Engine:
         self._refusals: list[RemovableHandle] = []
         _take_over(model, weights)
         _check_model(model)
+        self.spread = SpreadExperts(model)
+        self.spread.check(
+            config, machine.rank_here(), machine.world_size(),
+            meshed=mesh is not None or any(is_dtensor(param) for param in model.parameters()),
+        )  # fmt: skip
         discovery = discover(
             model, config.groups.blocks, experts=config.splits_experts(machine.world_size())
         )
@@ -191,7 +198,7 @@ class Engine:
         _check_tensor_parallel(self._tensor_parallel, weights)
         self._ranks = Ranks.join(
             zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
-            _alike(config, discovery, model),
+            _alike(config, discovery, model, self.spread),
         )  # fmt: skip
         try:
             self._build(model, config, discovery, parameters, weights, lazy)
@@ -671,7 +678,9 @@ def _listed(parameters: ParamGroups | None) -> Any:
     return list(parameters)
 
 
-def _alike(config: OffloadConfig, discovery: Discovery, model: nn.Module) -> dict[str, str]:
+def _alike(
+    config: OffloadConfig, discovery: Discovery, model: nn.Module, spread: SpreadExperts
+) -> dict[str, str]:
     """Settings that ranks have to agree on; budgets, placements and folders are each rank's own."""
     keys: dict[str, Any] = {
         "precision": config.precision,
@@ -687,12 +696,25 @@ def _alike(config: OffloadConfig, discovery: Discovery, model: nn.Module) -> dic
         section = getattr(config, name).model_dump(exclude={"timeout_s", "chunk"})
         keys |= {f"{name}.{key}": value for key, value in section.items()}
     shape = discovery.shape()
-    keys["the model (names, shapes, what is trained, groups)"] = shape.groups, shape.units
+    keys["the model's ep_size"] = spread.ep_size
+    keys["the model (names, shapes, what is trained, groups)"] = (
+        [_as_on_first(group, spread) for group in shape.groups],
+        [replace(unit, name=spread.name_on(0, unit.name)) for unit in shape.units],
+    )
     keys["the model's formats (dtypes of parameters, buffers and their shapes)"] = (
-        [(name, param.dtype) for name, param in model.named_parameters()],
+        [(spread.name_on(0, name), param.dtype) for name, param in model.named_parameters()],
         [(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in model.named_buffers()],
     )
     return {key: str(value) for key, value in keys.items()}
+
+
+def _as_on_first(group: GroupShape, spread: SpreadExperts) -> GroupShape:
+    """With the names that experts at the same places have on the first rank."""
+    params = (
+        replace(param, names=tuple(spread.name_on(0, name) for name in param.names))
+        for param in group.params
+    )
+    return replace(group, name=spread.name_on(0, group.name), params=tuple(params))
 
 
 def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
@@ -808,7 +830,7 @@ def _agreed(
     """A group's first values: of several ranks, what the first one has."""
     params = dict(zip(group.layout.params, group.params, strict=True))
     value = first.of(params, tensor_parallel)
-    if ranks is None:
+    if ranks is None or group.ep_size > 1:
         return value
     agreed = ranks.as_on_first([value(spec) for spec in params])
     return dict(zip(params, agreed, strict=True)).__getitem__

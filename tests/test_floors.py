@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
         "model_structure", "optimizer", "optimizer_entries", "optimizer_state_dict",
         "packed_experts", "recording",
         "report",
-        "shadows",
+        "shadows", "spread_experts",
     },
     {"runs"},
     {"engine"},

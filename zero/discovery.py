@@ -33,6 +33,7 @@ __all__ = [
     "GroupPlan",
     "Unit",
     "discover",
+    "ep_size_of",
     "managed",
     "shapes_of",
     "tree_of",
@@ -46,6 +47,7 @@ class GroupPlan:
     name: str
     params: list[tuple[tuple[str, ...], nn.Parameter]]
     table: str = ""  # the module of experts that it is one of
+    ep_size: int = 1  # over how many ranks those are spread
 
 
 @dataclass(slots=True)
@@ -72,12 +74,15 @@ class Discovery:
         packed = {index for unit in self.units if unit.is_packed for index in unit.groups}
         return ModelShape(
             tuple(
-                GroupShape(g.name, shapes_of(g.params), table=g.table, packed=index in packed)
+                GroupShape(
+                    g.name, shapes_of(g.params), table=g.table, packed=index in packed,
+                    ep_size=g.ep_size,
+                )
                 for index, g in enumerate(self.groups)
             ),
             tuple(UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units),
             self.experts_per_token,
-        )
+        )  # fmt: skip
 
 
 def shapes_of(
@@ -98,10 +103,7 @@ def managed(param: nn.Parameter) -> bool:
 def discover(
     model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True
 ) -> Discovery:
-    """The groups and units of a model; where `experts`, each expert is one of its own.
-
-    ConfigError if a named block class is not in it.
-    """
+    """The groups and units of a model (see `find_groups`)."""
     trees = _Trees()
     groups, units = find_groups(trees.of(model), block_classes, experts=experts)
     packed = _pack(groups, trees)
@@ -112,7 +114,10 @@ def discover(
         return packed[id(param.packed)].rows[param.row]
 
     return Discovery(
-        [GroupPlan(g.name, [(names, found(p)) for names, p in g.params], g.table) for g in groups],
+        [
+            GroupPlan(g.name, [(names, found(p)) for names, p in g.params], g.table, g.ep_size)
+            for g in groups
+        ],
         [
             Unit(
                 u.name, trees.modules[id(u.module)], u.groups, u.repeated, u.table,
@@ -159,6 +164,7 @@ class _Trees:
                 {name: self._param(param) for name, param in own},
                 {n: self.of(child) for n, child in module._modules.items() if child is not None},
                 _kind_of(module),
+                ep_size_of(module),
                 type(module),
             )
             self._trees[id(module)] = tree
@@ -172,6 +178,12 @@ class _Trees:
             self._params[id(param)] = made
             self.params[id(made)] = param
         return self._params[id(param)]
+
+
+def ep_size_of(module: nn.Module) -> int:
+    """Over how many ranks the experts are spread that a module holds: what a list of modules says
+    of itself (`moe.Experts`); 1 for any other module."""
+    return int(getattr(module, "ep_size", 1)) if isinstance(module, nn.ModuleList) else 1
 
 
 def _kind_of(module: nn.Module) -> ModuleKind:

@@ -412,8 +412,12 @@ class GradientHandles:
         local, scale = spread_as(source.param, value), self._loss_scale
         state.gradients.write(index, local if scale == 1.0 else local.float() * scale)
         source.zeroed = False
-        self._rank_work.note(f"{source.name} is written")
+        self._note(source, "is written")
         self._stepper.changed()
+
+    def _note(self, source: GradientSource, what: str) -> None:
+        if self._is_shared(source.key):
+            self._rank_work.note(f"{source.name} {what}")
 
     def scale(self, source: GradientSource, factor: float) -> None:
         if factor == 1.0:  # clipping to infinity only asks for the norm
@@ -425,13 +429,13 @@ class GradientHandles:
             self.write(source, self.value_of(source) * factor)  # NaN
         elif not source.zeroed:
             source.state.gradients.scale(source.index, factor)
-            self._rank_work.note(f"{source.name} times {factor}")
+            self._note(source, f"times {factor}")
             self._stepper.changed()
 
     def zero(self, source: GradientSource) -> None:
         self._check_writable(source)
         # other ranks may have added to what is zero here
-        if not source.zeroed or self._rank_work.reductions.has_others:
+        if not source.zeroed or self._is_shared(source.key):
             self._stepper.drop(source.state, [source.index])
             source.zeroed = True
 
@@ -444,17 +448,22 @@ class GradientHandles:
             return torch.zeros((), device=device)
         return self._stepper.gradient_norm_of([source.key]).to(device)
 
+    def _is_shared(self, key: Place) -> bool:
+        """Whether other ranks have gradients of this parameter, too."""
+        return isinstance(self._states[key[0]].gradients, ReducedGradients)
+
     def _agree(self, source: GradientSource) -> None:
         """On several ranks: reduce these gradients. All ranks must call it, and do, for they run
         the same program."""
-        if self._agreed or not self._rank_work.reductions.has_others:
+        if self._agreed or not self._is_shared(source.key):
             return
         self._stepper.agree("a use of param.grad", source.name)
-        here = [int(key in self._sources) for key in self._params]
+        shared = [key for key in self._params if self._is_shared(key)]
+        here = [int(key in self._sources) for key in shared]
         missing = self._rank_work.exchange(here, "which parameters have gradients")
         if (missing != missing[0]).any():
             column = int((missing != missing[0]).any(axis=0).argmax())
-            key = list(self._params)[column]
+            key = shared[column]
             name = self._states[key[0]].group.layout.params[key[1]].name
             without = [rank for rank, row in enumerate(missing) if not row[column]]
             raise UnsupportedError(

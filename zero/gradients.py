@@ -42,12 +42,14 @@ class GradientAccumulator:
         self, name: str, specs: Sequence[ParamSpec], own: Float, accumulate: Float,
         make: Accumulators,
         run: Runner, used_after: int | None = None, partials: DevicePartials | None = None,
-        outbox: Outbox | None = None,
+        outbox: Outbox | None = None, share: float = 1.0,
     ) -> None:  # fmt: skip
         """`specs` are the parameters, or parts of them, at their offsets in the accumulator.
         `used_after`: an update uses the gradients up right after that many passes. `partials`
-        and `outbox` are there where gradients come on a device that runs kernels of ours."""
+        and `outbox` are there where gradients come on a device that runs kernels of ours. `share`:
+        what gradients are multiplied with."""
         self.name = name
+        self._share = share
         self._specs = list(specs)
         self._own = own
         self._make = make
@@ -136,7 +138,7 @@ class GradientAccumulator:
         self._arrive()
         self._path.copy(index, self._opened(), flat_gradient(value))
         self._passed(index, max(1, int(self.passes[index])))
-        self._factors[index] = 1.0
+        self._factors[index] = 1.0 / self._share
         self.close()
 
     def scale(self, index: int, factor: float) -> None:
@@ -145,7 +147,7 @@ class GradientAccumulator:
 
     def factor(self, index: int) -> float:
         """The factor that the accumulator's values have to be multiplied by."""
-        return self._factors.item(index)
+        return self._factors.item(index) * self._share
 
     def drop(self, indices: Sequence[int]) -> None:
         """Forget what was accumulated for some parameters."""

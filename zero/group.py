@@ -127,11 +127,13 @@ class ParamGroup:
     def __init__(
         self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
         dtype: torch.dtype, state: State, device: torch.device,
-        classes_of: Callable[[type], Classes], copies: RankCopies | None = None,
+        classes_of: Callable[[type], Classes], copies: RankCopies | None = None, ep_size: int = 1,
     ) -> None:  # fmt: skip
         """`classes_of` gives the classes for a parameter of a given class; `copies` are those of
-        other ranks' parts in `state`."""
+        other ranks' parts in `state`. `ep_size` > 1: an expert of a table that is spread over so
+        many ranks, where other ranks have other experts."""
         self.index = index
+        self.ep_size = ep_size
         self.table: ExpertTable | None = None  # the experts that it is one of
         self.name = name
         self.layout = layout

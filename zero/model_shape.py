@@ -24,6 +24,7 @@ class GroupShape:
     replicas: int = 1  # of all shards
     table: str = ""  # the module of experts that it is one of: used where a router chooses it
     packed: bool = False  # its parameters are rows of the table's
+    ep_size: int = 1  # other ranks have other experts: this one's are not sharded
 
     @cached_property
     def layout(self) -> Layout:
@@ -90,8 +91,12 @@ class ModelShape:
         return replace(self, groups=tuple(groups), units=tuple(units))
 
     def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
-        """The same model, every group in equal shards for `ranks`, `replicas` times."""
-        groups = (replace(group, ranks=ranks, replicas=replicas) for group in self.groups)
+        """The same model, every group in equal shards for `ranks`, `replicas` times; but
+        experts that are spread over ranks."""
+        groups = (
+            group if group.ep_size > 1 else replace(group, ranks=ranks, replicas=replicas)
+            for group in self.groups
+        )
         return replace(self, groups=tuple(groups))
 
     @property

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from offload.tiers.errors import ConfigError
+from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
@@ -55,6 +55,7 @@ class ModuleTree:
     params: dict[str, TreeParam] = field(default_factory=dict)
     children: dict[str, ModuleTree] = field(default_factory=dict)
     kind: ModuleKind = ModuleKind.PLAIN
+    ep_size: int = 1  # its children are experts, others of which are on other ranks
     # what makes two modules blocks of one kind: the class itself where there is one
     type_key: object = None
 
@@ -94,6 +95,7 @@ class TreeGroup:
     name: str
     params: list[tuple[tuple[str, ...], TreeParam]]
     table: str = ""  # the module of experts that it is one of
+    ep_size: int = 1  # over how many ranks those are spread
 
 
 @dataclass(slots=True)
@@ -111,13 +113,15 @@ class TreeUnit:
 def find_groups(
     root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = True
 ) -> tuple[list[TreeGroup], list[TreeUnit]]:
-    """The groups and units of a tree; where `experts`, each expert is one of its own.
+    """The groups and units of a tree; where `experts`, each expert is one of its own, and where
+    experts are spread over ranks in any case.
 
-    ConfigError if a named block class is not in it.
+    ConfigError if a named block class is not in it; UnsupportedError if experts that are spread
+    have a parameter that something else has, too.
     """
     check_classes(block_classes, root)
     names = names_of(root)
-    tables = _Tables(root, names) if experts else None
+    tables = _Tables(root, names, all_of_them=experts)
     home: dict[int, int] = {}  # id(parameter) -> its group
     groups: list[TreeGroup] = []
     kept: list[TreeUnit] = []
@@ -131,7 +135,7 @@ def find_groups(
         if fresh:
             home.update((id(param), len(groups)) for param in fresh)
             named = [(_names_in(names, param), param) for param in fresh]
-            groups.append(TreeGroup(unit.name, named, unit.table))
+            groups.append(TreeGroup(unit.name, named, unit.table, tables.ep_size(unit)))
         unit.groups = sorted({home[id(param)] for param in params})
         kept.append(unit)
     return groups, kept
@@ -148,6 +152,7 @@ def shape_of(
                 group.name,
                 tuple(ParamShape(names, p.shape, p.trainable) for names, p in group.params),
                 table=group.table, packed=any(p.packed is not None for _, p in group.params),
+                ep_size=group.ep_size,
             )
             for group in groups
         ),
@@ -190,11 +195,11 @@ def check_classes(block_classes: Sequence[str], root: ModuleTree) -> None:
 
 
 def _units(
-    module: ModuleTree, name: str, classes: set[str], tables: _Tables | None
+    module: ModuleTree, name: str, classes: set[str], tables: _Tables
 ) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
     """Depth first: a block or small subtree is one unit, else own parameters, then children.
     Experts are units behind the one around them."""
-    if tables is not None and tables.has(module):
+    if tables.has(module):
         yield from tables.experts_of(module, name)
         return
     if _is_whole(module, name, classes):
@@ -213,29 +218,40 @@ def _units(
 
 
 def _whole(
-    module: ModuleTree, name: str, tables: _Tables | None, *, repeated: bool
+    module: ModuleTree, name: str, tables: _Tables, *, repeated: bool
 ) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
     """One unit, but for the experts in it."""
-    within = [] if tables is None else list(tables.within(module, name))
+    within = list(tables.within(module, name))
     apart = {id(param) for _, table in within for param in table.parameters()}
     params = [param for param in _managed(module.parameters()) if id(param) not in apart]
     if params or (within and repeated):
         yield TreeUnit(name, module, repeated=repeated), params
     for path, table in within:
-        assert tables is not None, "it has these"
         yield from tables.experts_of(table, path)
 
 
 class _Tables:
     """The modules of experts in a tree whose experts move one by one."""
 
-    def __init__(self, root: ModuleTree, names: dict[int, tuple[str, ...]]) -> None:
+    def __init__(
+        self, root: ModuleTree, names: dict[int, tuple[str, ...]], *, all_of_them: bool
+    ) -> None:
         self._found: set[int] = set()
+        self._ep_sizes: dict[str, int] = {}  # by name, of those that are spread over ranks
         for module in root.modules():
             for name, child in module.children.items():
                 is_named = name == "experts" or name.endswith("_experts")
-                if _is_packed(child, names) or (is_named and _is_list(child, names)):
+                if child.ep_size > 1:
+                    _check_spread(child, names)
                     self._found.add(id(child))
+                elif all_of_them and (
+                    _is_packed(child, names) or (is_named and _is_list(child, names))
+                ):
+                    self._found.add(id(child))
+
+    def ep_size(self, unit: TreeUnit) -> int:
+        """Over how many ranks the experts are spread that a unit is one of."""
+        return self._ep_sizes.get(unit.table, 1)
 
     def has(self, module: ModuleTree) -> bool:
         return id(module) in self._found
@@ -253,6 +269,7 @@ class _Tables:
         self, table: ModuleTree, name: str
     ) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
         """Each expert as a unit, with its parameters."""
+        self._ep_sizes[name] = table.ep_size
         if table.kind is not ModuleKind.PACKED_EXPERTS:
             for child_name, expert in table.distinct_children():
                 unit = TreeUnit(f"{name}.{child_name}", expert, table=name)
@@ -264,6 +281,17 @@ class _Tables:
                 for param in table.parameters()
             ]
             yield TreeUnit(f"{name}.{row}", table, table=name, expert=row), rows
+
+
+def _check_spread(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> None:
+    for param in module.parameters():
+        if not param.managed or len(names[id(param)]) > 1:
+            what = "is no real floating-point tensor" if not param.managed else "is tied"
+            raise UnsupportedError(
+                f"{' = '.join(names[id(param)])} {what}, and belongs to experts that are spread "
+                f"over {module.ep_size} ranks; give each expert parameters of its own, or set "
+                "ep_size=1"
+            )
 
 
 def _is_packed(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:

@@ -24,8 +24,9 @@ Place = tuple[int, int]  # a group, and a parameter in it
 class GradientNorms:
     """2-norms of the gradients of `states`, fp32, kept until `invalidate`.
 
-    Of several ranks all have to ask, and are answered from one exchange. `loss_scale`: what the
-    gradients were multiplied with.
+    Of several ranks all have to ask, and are answered from one exchange; but of experts that are
+    spread over ranks, whose norms their own ranks know. `loss_scale`: what the gradients were
+    multiplied with.
     """
 
     def __init__(
@@ -43,11 +44,15 @@ class GradientNorms:
         self._order: list[Sequence[Place]] = []
         self._places: dict[Place, int] = {}
         self._norms: torch.Tensor | None = None  # of the gradients as they are now
+        self._elsewhere = torch.zeros(0)  # ... of all ranks' experts that are spread over ranks
 
     def add_in(self, order: Sequence[Sequence[Place]]) -> None:
         """Add norms in this order: torch's clipping has that of `model.parameters()`, and rounds
         in between. A parameter has one place, or one for each of its rows."""
         self._order = list(order)
+        self._spread = [
+            number for number, places in enumerate(self._order) if self._is_spread(places)
+        ]
         self._places = {
             place: number for number, places in enumerate(self._order) for place in places
         }
@@ -58,7 +63,8 @@ class GradientNorms:
 
     def of(self, places: Sequence[Place], loss_scale: float) -> torch.Tensor:
         """Of one parameter's gradient, 0-dim."""
-        if not self._reductions.has_others and self._tensor_parallel is None:
+        alone = not self._reductions.has_others and self._tensor_parallel is None
+        if alone or self._is_spread(places):
             return _norms_of([self._square_of(places)], loss_scale)[0]
         return self._all(loss_scale)[self._places[places[0]]]
 
@@ -69,7 +75,10 @@ class GradientNorms:
             any(self._states[group].gradients.passes[index] for group, index in places)
             for places in self._order
         ]  # fmt: skip
-        total: torch.Tensor = torch.linalg.vector_norm(norms[torch.tensor(there, dtype=torch.bool)])
+        for number in self._spread:  # counted with all ranks', in the same order on each
+            there[number] = False
+        counted = [norms[torch.tensor(there, dtype=torch.bool)], self._elsewhere]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.cat(counted))
         return total
 
     def _all(self, loss_scale: float) -> torch.Tensor:
@@ -77,11 +86,18 @@ class GradientNorms:
         if self._norms is None:
             squares = [self._square_of(places) for places in self._order]
             if self._reductions.has_others:
-                squares = _added_up(self._reductions.all_squares(squares))
+                shards, everywhere = self._reductions.all_squares(squares)
+                squares = _added_up(shards)
+                self._elsewhere = _norms_of(
+                    everywhere[:, self._spread].reshape(-1).tolist(), loss_scale
+                )
             if self._tensor_parallel is not None:
                 squares = _added_up(self._tensor_parallel.exchange_sums(squares))
             self._norms = _norms_of(squares, loss_scale)
         return self._norms
+
+    def _is_spread(self, places: Sequence[Place]) -> bool:
+        return self._states[places[0][0]].group.ep_size > 1
 
     def _square_of(self, places: Sequence[Place]) -> float:
         return total_square([self._square(*place) for place in places])

@@ -188,14 +188,12 @@ class Ranks:
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
-        """Numbers of each rank of this shard group, one row each: summed over ranks, they stand for
-        the whole model."""
+        """Numbers of each rank, one row each."""
         sums = torch.tensor(mine, dtype=torch.float64, device=self._control_device)
         rows = sums.new_empty(self.world_size * len(mine))
         with self._together("the all-gather of gradient norms"):
             all_gather_flat(rows, sums, self.control)
-        first = self.sharding.replica * self.sharding.ranks
-        return rows.cpu().numpy().reshape(-1, len(mine))[first : first + self.sharding.ranks]
+        return rows.cpu().numpy().reshape(-1, len(mine))
 
     def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
         """The whole of the tensor `name`, of which each rank of this shard group has its part, and

@@ -242,8 +242,9 @@ class NoReductions:
     def discard(self) -> None:
         """Nothing is under way."""
 
-    def all_squares(self, squares: list[float]) -> np.ndarray:
-        return np.array([squares])
+    def all_squares(self, squares: list[float]) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.array([squares])
+        return rows, rows
 
     def await_progress(self, *, in_backward: bool) -> bool:
         return False
@@ -271,6 +272,7 @@ class Reductions:
         used. `wait_for_complete_groups`: a group is updated as soon as it is reduced, so it should
         not be reduced before all its gradients are there."""
         self._groups = groups
+        self._of = {group.index: group for group in groups}
         self._ranks = ranks
         self._collectives = collectives
         self._memory = memory
@@ -356,10 +358,13 @@ class Reductions:
     def _agree_on_first_order(self) -> None:
         """Gradients come in the reverse of the order of first uses, and then those of groups whose
         use was not seen. Where parameters are sharded all ranks use the same groups."""
-        used = [index for index in self._trace.first_uses() if self._groups[index].specs]
+        used = [
+            index for index in self._trace.first_uses()
+            if index in self._of and self._of[index].specs
+        ]  # fmt: skip
         rest = [group.index for group in reversed(self._groups) if group.specs]
         order = list(dict.fromkeys([*reversed(used), *rest]))
-        order.sort(key=lambda index: self._groups[index].summed_over_blocks)
+        order.sort(key=lambda index: self._of[index].summed_over_blocks)
         if not self._ranks.sharding.parameters:
             order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
         self._put_in_order(order)
@@ -368,7 +373,9 @@ class Reductions:
         """Users clear gradients of these, between rounds. After ranks have agreed all of them can
         see what they clear; later on a gradient may not be known to a rank that has a part of it,
         for it has taken another branch, or was idle."""
-        group = self._groups[group_index]
+        group = self._of.get(group_index)
+        if group is None:  # it is this rank's alone
+            return
         seen = [index for index in indices if group.had[index]]
         group.had[seen] = False
         if self._rounds:
@@ -427,16 +434,16 @@ class Reductions:
 
     def _issue_ready(self) -> None:
         while self._place < len(self._order):
-            head = self._groups[self._order[self._place]]
+            head = self._of[self._order[self._place]]
             if not head.is_complete:
                 later = self._order[self._place + 1 :]
-                behind = sum(self._groups[index].is_complete for index in later)
+                behind = sum(self._of[index].is_complete for index in later)
                 if self._wait_for_complete_groups or behind < _MOST_BEHIND:
                     return
             self._issue_head()
 
     def _issue_head(self) -> None:
-        head = self._groups[self._order[self._place]]
+        head = self._of[self._order[self._place]]
         self._place += 1
         self._issuing = True
         try:
@@ -471,8 +478,8 @@ class Reductions:
     def when_issued(self, index: int, begin: Callable[[], None]) -> None:
         """Call `begin` as soon as the reduction of a complete group is on its way: what waits for
         it before that could wait for ever."""
-        group = self._groups[index]
-        if group.issued:
+        group = self._of.get(index)
+        if group is None or group.issued:
             begin()
         else:
             group.when_issued = begin
@@ -552,12 +559,14 @@ class Reductions:
             if index not in self._arrivals:
                 order.insert(0 if before is None else order.index(before) + 1, index)
             before = index
-        return sorted(order, key=lambda index: self._groups[index].summed_over_blocks)
+        return sorted(order, key=lambda index: self._of[index].summed_over_blocks)
 
     def _take_over(self, rows: np.ndarray) -> None:
         """`rows`: what every rank said, by rank."""
         anywhere, count = rows.max(axis=0), len(self._groups)
-        kept, places = anywhere[-2 * count : -count], rows[0][-count:]
+        numbers = [group.index for group in self._groups]
+        kept = dict(zip(numbers, anywhere[-2 * count : -count].tolist(), strict=True))
+        places = dict(zip(numbers, rows[0][-count:].tolist(), strict=True))
         start = 0
         for group in self._groups:
             stop = start + len(group.specs)
@@ -592,9 +601,12 @@ class Reductions:
         self._kept_passes = False
         self._arrivals.clear()
 
-    def all_squares(self, squares: list[float]) -> np.ndarray:
-        """Sums of squares of parameters' parts: those of all ranks, one row each."""
-        return self._ranks.exchange_sums(squares)
+    def all_squares(self, squares: list[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of squares of parameters' parts: those of the ranks of this shard group, and of all
+        ranks, one row each."""
+        rows, sharding = self._ranks.exchange_sums(squares), self._ranks.sharding
+        first = sharding.replica * sharding.ranks
+        return rows[first : first + sharding.ranks], rows
 
     def await_progress(self, *, in_backward: bool) -> bool:
         """For a pool that is out of room: wait for a reduction under way, or begin one that others
@@ -604,7 +616,7 @@ class Reductions:
         left = self._order[self._place :]
         if not in_backward or self._issuing:
             return False
-        if not left or self._groups[left[0]].bucket is None:
+        if not left or self._of[left[0]].bucket is None:
             return False
         if self._wait_for_complete_groups and not self._trace.is_over(left[0]):
             return False

@@ -171,7 +171,7 @@ class Runtime:
         def next_update() -> float:
             return self._next_update(index)
 
-        gradients = self._gradients(index, group.name, part, next_update)
+        gradients = self._gradients(index, group.name, part, next_update, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
         formats = [self._homes.record_format(index, chunk) for chunk in range(len(chunks))]
         records = [
@@ -191,7 +191,9 @@ class Runtime:
         )  # fmt: skip
         return kept
 
-    def _gradients(self, index: int, name: str, part: Part, next_update: NextUse) -> Gradients:
+    def _gradients(
+        self, index: int, name: str, part: Part, next_update: NextUse, ep_size: int
+    ) -> Gradients:
         options, rules = self.options, self.options.step_rules
         several = index in self._shared
         accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
@@ -203,7 +205,11 @@ class Runtime:
             ),
             self._run_blocks, rules.passes if rules.in_backward else None, self._partials,
             self._outbox,
+            # of an expert the sum over all ranks' tokens comes here, and all others are averages
+            1.0 / ep_size,
         )  # fmt: skip
+        if ep_size > 1:
+            return own
         layout = part.layout
 
         def local() -> GradientAccumulator:
@@ -348,6 +354,13 @@ class Runtime:
     def idle(self) -> None:
         """Take part in a forward and backward pass of the other ranks, without data here."""
         self.store.check_usable()
+        for group in self.groups:
+            if group.ep_size > 1:
+                raise UnsupportedError(
+                    f"idle: {group.name} is one of experts that are spread over {group.ep_size} "
+                    "ranks, and computes other ranks' tokens; call the model without tokens (an "
+                    "empty batch) and backward() of a loss of 0, or set ep_size=1"
+                )
         if self.reductions.has_others:
             self._begin_forward()
             self.stepper.idled()

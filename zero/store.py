@@ -35,7 +35,7 @@ from offload.zero.packed import ExpertTable, PackedParam
 from offload.zero.rank_weights import AnyRankWeights, OneRankWeights
 from offload.zero.released import ReleasedParameters, Values
 from offload.zero.session import in_backward
-from offload.zero.sharding import Part
+from offload.zero.sharding import ALONE, Part, Sharding
 
 _REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
@@ -94,14 +94,14 @@ class WeightStore:
 
     # ---------------------------------------------------------------- building
     def _add_group(self, plan: GroupPlan) -> None:
-        index, sharding = self.fetcher.next_number, self.ranks.sharding
+        index, sharding = self.fetcher.next_number, self._sharding_of(plan.ep_size)
         layout = lay_out(shapes_of(plan.params), sharding.ranks, sharding.replicas)
         by_names = dict(plan.params)
         ordered = [by_names[spec.names] for spec in layout.params]
-        state, copies = self._make_state(index, plan.name, layout)
+        state, copies = self._make_state(index, plan, layout)
         group = ParamGroup(
             index, plan.name, layout, ordered, self.dtype, state, self.device,
-            self._released.classes_of, copies,
+            self._released.classes_of, copies, plan.ep_size,
         )  # fmt: skip
         self.groups.append(group)
         self.fetcher.add(group, plan.table)
@@ -127,19 +127,25 @@ class WeightStore:
                 group.table.groups.append(group)
         self.tables = list(tables.values())
 
-    def _make_state(self, index: int, name: str, layout: Layout) -> tuple[State, RankCopies]:
+    def _sharding_of(self, ep_size: int) -> Sharding:
+        """Of a group: experts that are spread over ranks are their rank's alone."""
+        return self.ranks.sharding if ep_size == 1 else ALONE
+
+    def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> tuple[State, RankCopies]:
         def make(numel: int, edge: int, stride: int | None) -> State:
             return self._homes.parameters(
-                index, name, numel, lambda: self.fetcher.next_use(index), edge, stride
+                index, plan.name, numel, lambda: self.fetcher.next_use(index), edge, stride
             )
 
+        if plan.ep_size > 1:
+            return make(layout.numel, layout.edge, None), RankCopies()
         return self.ranks.parameters(
             make, layout, lambda: self.groups[index].is_entered, lambda: self.groups[index].pending
         )
 
     def part_of(self, group: ParamGroup) -> Part:
         """This rank's part of a group."""
-        sharding = self.ranks.sharding
+        sharding = self._sharding_of(group.ep_size)
         return Part.of(group.layout, sharding.rank, is_shard=sharding.parameters)
 
     def load(self, group: ParamGroup, values: ValuesOf) -> None:

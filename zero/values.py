@@ -67,7 +67,9 @@ class ParameterValues(WeightValues):
                 self._master(chunk) if field == "master"
                 else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
             )  # fmt: skip
-        whole = self._whole(torch.from_numpy(out), f"{field} of {spec.name}")
+        whole = torch.from_numpy(out)
+        if group.ep_size == 1:  # else it is this rank's alone
+            whole = self._whole(whole, f"{field} of {spec.name}")
         return like(param, whole.view(spec.shape))
 
     def part_of(self, param: nn.Parameter) -> slice:

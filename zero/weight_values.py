@@ -110,11 +110,13 @@ class WeightValues:
             pairs = zip(_digests(group), before, strict=True)
             changed += [int(now != digest) for now, digest in pairs]
         rows = self._store.ranks.exchange(changed, "which parameters were written")
-        changed = rows.max(axis=0).tolist()
+        here, changed = changed, rows.max(axis=0).tolist()
         start = 0
         for group in groups:
             stop = start + len(group.params)
-            indices = [index for index, one in enumerate(changed[start:stop]) if one]
+            # of experts that are spread over ranks, other ranks have others
+            flags = (changed if group.ep_size == 1 else here)[start:stop]
+            indices = [index for index, one in enumerate(flags) if one]
             if indices:
                 self.accept(group, indices)
                 group.copies.overwritten()

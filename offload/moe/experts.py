@@ -30,6 +30,11 @@ class Experts(nn.ModuleList):
         self.first = first
         self.total = total
 
+    @property
+    def ep_size(self) -> int:
+        """Over how many ranks the experts are spread (`zero/discovery.py` asks)."""
+        return self.total // len(self)
+
     def __getitem__(self, number: Any) -> Any:
         """By the number among all experts; a slice is of this rank's."""
         return nn.ModuleList([*self][number]) if isinstance(number, slice) else self._of(number)

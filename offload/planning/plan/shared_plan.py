@@ -42,13 +42,15 @@ def plan_shared(
     if sharding.world_size == 1:
         return None
     zero, itemsize = config.zero, ITEMSIZE[config.precision]
-    whole = max((group.layout.numel for group in groups), default=0)
-    trained = max((group.layout.numel_trainable for group in groups), default=0)
-    shard = max((group.layout.shard_trainable for group in groups), default=0)
+    shared = [index for index, group in enumerate(model.groups) if group.ep_size == 1]
+    layouts = [groups[index].layout for index in shared]
+    whole = max((layout.numel for layout in layouts), default=0)
+    trained = max((layout.numel_trainable for layout in layouts), default=0)
+    shard = max((layout.shard_trainable for layout in layouts), default=0)
     late = late_groups(config, model)
     sent = [
-        group.layout.numel_trainable * sent_nbytes(config, late=index in late)
-        for index, group in enumerate(groups)
+        groups[index].layout.numel_trainable * sent_nbytes(config, late=index in late)
+        for index in shared
     ]
     contribution = max(sent, default=0)
     received = 2 * codes_nbytes(trained) if zero.quantized_gradients else contribution
@@ -77,11 +79,15 @@ def _gather_nbytes(
         return gather_room(model, itemsize)
     # one group is brought up to date beside those that are used
     brought = moves and sharding.ranks > 1
-    return max((group.parameters for group in groups), default=0) if brought else 0
+    shared = zip(model.groups, groups, strict=True)
+    sizes = (group.parameters for shape, group in shared if shape.ep_size == 1)
+    return max(sizes, default=0) if brought else 0
 
 
 def gather_room(model: ModelShape, itemsize: int) -> int:
     """Bytes for whole parameters on a rank that keeps its shards alone: those of the largest unit
     and of a group behind it. `model` is cut into shards."""
-    whole = [pages(group.layout.numel * itemsize) for group in model.groups]
+    whole = [
+        pages(group.layout.numel * itemsize) if group.ep_size == 1 else 0 for group in model.groups
+    ]
     return largest_unit(model, whole) + max(whole, default=0)

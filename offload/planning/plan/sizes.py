@@ -145,8 +145,9 @@ def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
 
 
 def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
-    """Elements of parameters, without padding, in a rank's part: trainable ones and frozen ones."""
-    part = Part.of(layout, rank)
+    """Elements of parameters, without padding, in a rank's part: trainable ones and frozen ones.
+    Each rank has all of what is not cut into shards."""
+    part = Part.of(layout, rank % layout.ranks)
     numels = [0, 0]
     for spec in layout.params:
         own = part.trainable if spec.trainable else part.frozen

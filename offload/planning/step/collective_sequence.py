@@ -105,7 +105,11 @@ def collective_sequence(
     elif sharding.ranks > 1:
         gathers = tuple(_of_updated(program, layouts, wire))
     late = late_groups(config, model)
-    ready = [action for action in program.actions if action.verb is Verb.GRADIENT]
+    own = {index for index, group in enumerate(model.groups) if group.ep_size > 1}
+    ready = [
+        action for action in program.actions
+        if action.verb is Verb.GRADIENT and action.group not in own
+    ]  # fmt: skip
     ready.sort(key=lambda action: (action.number, action.group in late))
     reductions = tuple(
         Collective(action, action.group, tuple(_reduction(layout, wire, sharding, itemsize)))
@@ -113,6 +117,7 @@ def collective_sequence(
         for layout in (layouts[action.group],)
         for itemsize in (sent_nbytes(config, late=action.group in late),)
     )
+    gathers = tuple(each for each in gathers if each.group not in own)
     return CollectiveSequence(program, gathers, reductions, held)
 
 

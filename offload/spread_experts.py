@@ -1,0 +1,115 @@
+"""Experts of a model that are spread over ranks (`offload.moe.MoE(ep_size=...)`), for the engine.
+
+    world 2, ep_size 2      rank 0                     rank 1
+    experts of 8            layer.experts.0 ... 3      layer.experts.4 ... 7
+    groups, in order        layer, 0, 1, 2, 3          layer, 4, 5, 6, 7
+
+All ranks have the same groups but for the experts' numbers; those groups are their rank's alone.
+What holds for every rank is said of an expert's place: its number on the first rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.zero.discovery import ep_size_of, managed
+
+
+@dataclass(frozen=True)
+class _Table:
+    first: int  # the number of this rank's first expert
+    here: int  # experts of a rank
+
+
+class SpreadExperts:
+    """Names of a model's experts on each rank. Without any, `ep_size` is 1 and names are as they
+    are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """UnsupportedError for experts that cannot be trained so."""
+        self.ep_size = 1
+        self._tables: dict[str, _Table] = {}  # by the prefix of their experts' names
+        for name, module in model.named_modules(remove_duplicate=False):
+            if ep_size_of(module) > 1:
+                self._add(name, module)
+        self._check_all_in_lists(model)
+
+    def _add(self, name: str, module: Any) -> None:
+        if self.ep_size not in (1, module.ep_size):
+            raise UnsupportedError(
+                f"{name} has ep_size {module.ep_size}, another layer {self.ep_size}: an engine "
+                "spreads the experts of all layers alike; give them one ep_size"
+            )
+        self.ep_size = module.ep_size
+        prefix = f"{name}." if name else ""
+        self._tables[prefix] = _Table(module.first, len(module))
+
+    def _check_all_in_lists(self, model: nn.Module) -> None:
+        """What the engine does not move has no place in a checkpoint for each rank's own."""
+        others = [(name, "buffer") for name, _ in model.named_buffers(remove_duplicate=False)]
+        others += [
+            (name, "parameter without gradients")
+            for name, param in model.named_parameters(remove_duplicate=False) if not managed(param)
+        ]  # fmt: skip
+        for name, kind in others:
+            if self._table_of(name) is not None:
+                raise UnsupportedError(
+                    f"{name} is a {kind} of an expert, and experts that are spread over "
+                    f"{self.ep_size} ranks have trainable tensors alone; keep it outside of the "
+                    "experts, or set ep_size=1"
+                )
+
+    def check(self, config: OffloadConfig, rank: int, ranks: int, *, meshed: bool) -> None:
+        """UnsupportedError or ConfigError for what does not go with experts that are spread.
+        `meshed`: the model is parallel in other ways, too."""
+        if self.ep_size == 1:
+            return
+        if meshed:
+            raise UnsupportedError(
+                f"ep_size {self.ep_size} with mesh= or parameters that are DTensors: experts are "
+                "spread over all ranks of the world, which have other data each; set ep_size=1, or "
+                "leave tensor parallelism out"
+            )
+        if self.ep_size != ranks:
+            raise UnsupportedError(
+                f"ep_size {self.ep_size} on {ranks} ranks: an engine spreads experts over all "
+                f"ranks or none; set ep_size={ranks}, or ep_size=1 and a ZeRO stage, which shards "
+                "experts as well"
+            )
+        for prefix, table in self._tables.items():
+            if table.first != rank * table.here:
+                raise ConfigError(
+                    f"{prefix}{table.first} is the first expert on rank {rank}, which has to have "
+                    f"those from {rank * table.here} on; build the model on each rank"
+                )
+        if config.micro_batches != 1:
+            raise ConfigError(
+                f"micro_batches: {config.micro_batches} with ep_size {self.ep_size}: ranks would "
+                "exchange tokens piece by piece, and may have other numbers of pieces; set "
+                "micro_batches: 1 and accumulate gradients over smaller batches"
+            )
+
+    def _table_of(self, name: str) -> tuple[str, _Table] | None:
+        for prefix, table in self._tables.items():
+            if name.startswith(prefix) and name[len(prefix) :].split(".", 1)[0].isdecimal():
+                return prefix, table
+        return None
+
+    def name_on(self, rank: int, name: str) -> str:
+        """What is called `name` here, on another rank: the expert at the same place."""
+        found = self._table_of(name)
+        if found is None:
+            return name
+        prefix, table = found
+        number, dot, rest = name[len(prefix) :].partition(".")
+        return f"{prefix}{int(number) - table.first + rank * table.here}{dot}{rest}"
+
+    def owners(self, name: str) -> range:
+        """The ranks with a parameter of their own at this one's place; the first one's alone if all
+        have the same."""
+        return range(1 if self._table_of(name) is None else self.ep_size)
