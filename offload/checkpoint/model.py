@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +23,8 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
+from offload.checkpoint.shards import saved_groups
+from offload.kernels.floats import Array
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
 from offload.tiers.errors import StateError, UnsupportedError
@@ -62,20 +65,39 @@ def check_stepped(engine: Engine) -> None:
 
 
 # --------------------------------------------------------------------------- tensors
-def parameter_records(engine: Engine) -> list[ParameterRecord]:
-    """Every managed parameter, in the order of groups and layouts."""
-    runtime = engine.runtime
-    dtype = DTYPE_NAMES[runtime.options.dtype]
+def parameter_records(engine: Engine, steps: Sequence[Array] = ()) -> list[ParameterRecord]:
+    """Every managed parameter of all ranks, in the order of saved groups and layouts. `steps`: of
+    each of those groups (`steps_everywhere`); by default this rank's."""
+    dtype = DTYPE_NAMES[engine.runtime.options.dtype]
+    saved = saved_groups(engine)
+    steps = steps or [each.state.steps for each in saved]
     return [
         ParameterRecord(
-            names=list(spec.names), dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
+            names=[engine.spread.name_on(each.owner, name) for name in spec.names],
+            dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
             # trainable parameters come first in a layout, so both indices agree
-            steps=int(runtime.optimizer_states[group.index].steps[index]) if spec.trainable else 0,
-            group=group.index,
+            steps=int(steps[number][index]) if spec.trainable else 0,
+            group=number,
         )
-        for group in runtime.groups
-        for index, spec in enumerate(group.layout.params)
+        for number, each in enumerate(saved)
+        for index, spec in enumerate(each.group.layout.params)
     ]  # fmt: skip
+
+
+def steps_everywhere(engine: Engine) -> list[Array]:
+    """How often the parameters of each saved group were updated, where its owner is. For all ranks
+    together, where experts are spread over them."""
+    runtime, saved = engine.runtime, saved_groups(engine)
+    if engine.spread.ep_size == 1:
+        return [each.state.steps for each in saved]
+    mine = [state.steps for state in runtime.optimizer_states]
+    rows = runtime.rank_work.exchange(np.concatenate(mine).tolist(), "how often each was updated")
+    starts = np.cumsum([0, *map(len, mine)])
+    found = []
+    for each in saved:
+        start = starts[each.group.index]
+        found.append(rows[each.owner, start : start + len(each.state.steps)])
+    return found
 
 
 def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
@@ -167,17 +189,18 @@ def optimizer_record(engine: Engine) -> OptimizerRecord:
                 numbers={
                     key: _plain(key, value) for key, value in group.items() if key != "params"
                 },
-                params=[_name_of(engine, param) for param in group["params"]],
+                params=[name for p in group["params"] for name in _names_of(engine, p)],
             )
             for group in engine.optimizer.param_groups
         ],
     )
 
 
-def _name_of(engine: Engine, param: nn.Parameter) -> str:
+def _names_of(engine: Engine, param: nn.Parameter) -> list[str]:
+    """A parameter's; of an expert that is spread, also those at its place on other ranks."""
     spec = engine.runtime.store.spec_of(param)
     assert spec is not None, "the optimizer takes managed parameters only"
-    return spec.name
+    return [engine.spread.name_on(rank, spec.name) for rank in engine.spread.owners(spec.name)]
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -34,10 +34,9 @@ from offload.checkpoint.safetensors_file import (
     file_nbytes,
     info_of,
 )
-from offload.checkpoint.shards import Records, ShardReader, Weights
+from offload.checkpoint.shards import Records, ShardReader, Weights, saved_groups
 from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError
-from offload.zero.group import ParamGroup
 from offload.zero.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -102,11 +101,13 @@ class _Saver:
     def __init__(self, engine: Engine) -> None:
         self._runtime = engine.runtime
         self._others = model.other_tensors(engine)
-        self._parameters = model.parameter_records(engine)
+        self._saved = saved_groups(engine)
+        self._spread = engine.spread
+        self._parameters = model.parameter_records(engine, model.steps_everywhere(engine))
         self._optimizer = model.optimizer_record(engine)
         self._saved_format = model.saved_format(engine)
         self._files: dict[str, FileRecord] = {}
-        self._groups = [self._group_record(group) for group in self._runtime.groups]
+        self._groups = [self._group_record(number) for number in range(len(self._saved))]
         self._manifest = Manifest(
             offload=__version__,
             precision=engine.config.precision,
@@ -143,10 +144,10 @@ class _Saver:
 
     def _all_parts(self) -> Iterator[Iterator[Any]]:
         """Every group's parameters and records, in the order in which they are written."""
-        for state in self._runtime.optimizer_states:
-            yield self._reader.weights(state)
-            if state.group.layout.numel_trainable:
-                yield self._reader.records(state, self._saved_format)
+        for saved in self._saved:
+            yield self._reader.weights(saved)
+            if saved.group.layout.numel_trainable:
+                yield self._reader.records(saved, self._saved_format)
             yield self._reader.meet()
 
     def _take(self) -> Iterator[Any]:
@@ -160,12 +161,12 @@ class _Saver:
             for _ in part:
                 pass
 
-    def _group_record(self, group: ParamGroup) -> GroupRecord:
-        file = f"{group.index:03d}.safetensors"
+    def _group_record(self, number: int) -> GroupRecord:
+        file, saved = f"{number:03d}.safetensors", self._saved[number]
         return GroupRecord(
-            name=group.name,
+            name=self._spread.name_on(saved.owner, saved.group.name),
             parameters=f"{PARAMETERS}/{file}",
-            optimizer=f"{OPTIMIZER}/{file}" if group.layout.numel_trainable else None,
+            optimizer=f"{OPTIMIZER}/{file}" if saved.group.layout.numel_trainable else None,
         )
 
     def write(self, folder: Path, name: str) -> None:
@@ -176,11 +177,11 @@ class _Saver:
             (folder / PARAMETERS).mkdir()
             (folder / OPTIMIZER).mkdir()
         with progress(f"saving {name}", nbytes) as self._came:
-            for group, record in zip(self._runtime.groups, self._groups, strict=True):
+            for number, record in enumerate(self._groups):
                 weights = self._take()
-                self._write_parameters(folder, group, record, weights)
+                self._write_parameters(folder, number, record, weights)
                 if record.optimizer is not None:
-                    self._write_optimizer(folder, group, record.optimizer, self._take())
+                    self._write_optimizer(folder, number, record, self._take())
                 for _ in self._take():
                     pass
             self._write_others(folder)
@@ -190,35 +191,36 @@ class _Saver:
     # ---------------------------------------------------------------- what each file holds
     def _nbytes(self) -> int:
         total = file_nbytes(self._other_sections(), {})
-        for group, record in zip(self._runtime.groups, self._groups, strict=True):
-            total += file_nbytes(self._parameter_sections(group), self._metadata(group))
+        for number, record in enumerate(self._groups):
+            total += file_nbytes(self._parameter_sections(number), self._metadata(number))
             if record.optimizer is not None:
-                total += file_nbytes(self._optimizer_sections(group), {})
+                total += file_nbytes(self._optimizer_sections(number), {})
         return total
 
-    def _of(self, group: ParamGroup) -> list[ParameterRecord]:
-        return [record for record in self._parameters if record.group == group.index]
+    def _of(self, number: int) -> list[ParameterRecord]:
+        return [record for record in self._parameters if record.group == number]
 
-    def _parameter_sections(self, group: ParamGroup) -> Sections:
-        return {"tensors": [info_of(record) for record in self._of(group)]}
+    def _parameter_sections(self, number: int) -> Sections:
+        return {"tensors": [info_of(record) for record in self._of(number)]}
 
-    def _optimizer_sections(self, group: ParamGroup) -> Sections:
-        return optimizer_sections(self._of(group), self._optimizer.fields)
+    def _optimizer_sections(self, number: int) -> Sections:
+        return optimizer_sections(self._of(number), self._optimizer.fields)
 
     def _other_sections(self) -> Sections:
         return {"tensors": [info_of(record) for record in self._manifest.buffers]}
 
-    def _metadata(self, group: ParamGroup) -> dict[str, str]:
-        tied = {alias: r.names[0] for r in self._of(group) for alias in r.names[1:]}
-        metadata = {"format": "pt", "group": group.name}
+    def _metadata(self, number: int) -> dict[str, str]:
+        tied = {alias: r.names[0] for r in self._of(number) for alias in r.names[1:]}
+        metadata = {"format": "pt", "group": self._groups[number].name}
         return {**metadata, "tied": json.dumps(tied)} if tied else metadata
 
     # ---------------------------------------------------------------- writing
     def _write_parameters(
-        self, folder: Path, group: ParamGroup, record: GroupRecord, weights: Weights
+        self, folder: Path, number: int, record: GroupRecord, weights: Weights
     ) -> None:
+        group = self._saved[number].group
         itemsize = group.dtype.itemsize
-        sections, metadata = self._parameter_sections(group), self._metadata(group)
+        sections, metadata = self._parameter_sections(number), self._metadata(number)
         with SafetensorsWriter(folder / record.parameters, sections, metadata) as file:
             for elements, raw in weights:
                 for _, here, _ in overlaps(group.layout.params, elements):
@@ -229,11 +231,13 @@ class _Saver:
             self._files[record.parameters] = file.finish()
 
     def _write_optimizer(
-        self, folder: Path, group: ParamGroup, name: str, records: Records
+        self, folder: Path, number: int, record: GroupRecord, records: Records
     ) -> None:
+        name, group = record.optimizer, self._saved[number].group
+        assert name is not None, "the group is trained"
         specs = [spec for spec in group.layout.params if spec.trainable]
-        sections = self._optimizer_sections(group)
-        with SafetensorsWriter(folder / name, sections, {"group": group.name}) as file:
+        sections = self._optimizer_sections(number)
+        with SafetensorsWriter(folder / name, sections, {"group": record.name}) as file:
             for elements, arrays in records:
                 for _, here, _ in overlaps(specs, elements):
                     spans = self._saved_format.field_spans(here)

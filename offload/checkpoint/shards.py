@@ -2,12 +2,15 @@
 
 A checkpoint does not say how many ranks there were: the first rank writes what one rank alone would
 write, and is sent the others' parts piece by piece. So any number of ranks can take it over.
+Experts that are spread over ranks are sent whole, each by the rank that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +23,33 @@ from offload.zero.optimizer_state import OptimizerState
 from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
 
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
 Weights = Iterator[tuple[range, torch.Tensor]]
 Records = Iterator[tuple[range, dict[str, Array]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """A group as a checkpoint has it, in files of its own. Where `owner` is not the first rank the
+    group is that of another expert, which lies at the place of this rank's one."""
+
+    state: OptimizerState
+    owner: int
+
+    @property
+    def group(self) -> ParamGroup:
+        return self.state.group
+
+
+def saved_groups(engine: Engine) -> list[SavedGroup]:
+    """All groups of all ranks, in the order in which they are written."""
+    return [
+        SavedGroup(state, owner)
+        for state in engine.runtime.optimizer_states
+        for owner in range(state.group.ep_size)
+    ]
 
 
 def shifted(elements: range, by: int) -> range:
@@ -62,19 +90,24 @@ class ShardReader:
         """Whether this rank is the one that writes."""
         return self._ranks is None or self._ranks.rank == 0
 
-    def weights(self, state: OptimizerState) -> Weights:
+    def weights(self, saved: SavedGroup) -> Weights:
         """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones."""
+        state = saved.state
         if state.part.is_shard:
             for frozen in (False, True):
-                yield from self._in_turn(partial(self._own_weights, state, frozen))
-        elif self.writes:
-            home = whole_state(state.group)
-            for piece in range(home.pieces):
-                elements = elements_of(home, piece, self._itemsize)
-                if elements:
-                    with self._access.reading(home, piece) as raw:
-                        yield elements, raw
-                        del raw
+                own = partial(self._own_weights, state, frozen)
+                yield from self._in_turn(own, self._all_shards)
+        else:
+            yield from self._in_turn(partial(self._whole_weights, state), (saved.owner,))
+
+    def _whole_weights(self, state: OptimizerState) -> Weights:
+        home = whole_state(state.group)
+        for piece in range(home.pieces):
+            elements = elements_of(home, piece, self._itemsize)
+            if elements:
+                with self._access.reading(home, piece) as raw:
+                    yield elements, raw
+                    del raw
 
     def _own_weights(self, state: OptimizerState, frozen: bool) -> Weights:
         home = whole_state(state.group)
@@ -89,14 +122,23 @@ class ShardReader:
                         )
                         del raw
 
-    def records(self, state: OptimizerState, saved: RecordFormat) -> Records:
-        """A group's optimizer records in the format `saved`: elements, and arrays of them."""
-        if state.part.layout.ranks == 1:
+    def records(self, saved: SavedGroup, format_: RecordFormat) -> Records:
+        """A group's optimizer records in a format: elements, and arrays of them."""
+        state = saved.state
+        is_whole = state.part.layout.ranks == 1
+        if is_whole and saved.owner == 0:
             if self.writes:
-                yield from self._own_records(state, saved)
+                yield from self._own_records(state, format_)
             return
-        for elements, raw in self._in_turn(partial(self._packed_records, state, saved)):
-            yield elements, saved.arrays(raw, len(elements))
+        senders = (saved.owner,) if is_whole else self._all_shards
+        for elements, raw in self._in_turn(partial(self._packed_records, state, format_), senders):
+            yield elements, format_.arrays(raw, len(elements))
+
+    @property
+    def _all_shards(self) -> Sequence[int]:
+        """The ranks of the first shard group."""
+        assert self._ranks is not None, "shards of several ranks"
+        return range(self._ranks.sharding.ranks)
 
     def _own_records(self, state: OptimizerState, saved: RecordFormat) -> Records:
         first = state.part.trainable.start
@@ -122,13 +164,13 @@ class ShardReader:
             self._ranks.exchange([1], "which group is saved")
         yield from ()
 
-    def _in_turn(self, own: Callable[[], Weights]) -> Weights:
-        """Each rank's part of a group, in the first shard group, one rank after the other."""
+    def _in_turn(self, own: Callable[[], Weights], senders: Sequence[int]) -> Weights:
+        """What each of the `senders` has of a group, one rank after the other."""
         ranks = self._ranks
-        assert ranks is not None, "shards of several ranks"
-        if ranks.sharding.replica:
+        if ranks is None:
+            yield from own()
             return
-        for rank in range(ranks.sharding.ranks):
+        for rank in senders:
             if rank == ranks.rank == 0:
                 yield from own()
             elif rank == ranks.rank:

@@ -9,9 +9,9 @@ import torch
 
 from offload.checkpoint import model
 from offload.checkpoint.pieces import PieceAccess, overlaps
-from offload.checkpoint.shards import ShardReader, whole_state
+from offload.checkpoint.shards import ShardReader, saved_groups, whole_state
 from offload.display.progress import progress
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.layout import ParamSpec
 
 if TYPE_CHECKING:
@@ -30,8 +30,15 @@ def stream_weights(engine: Engine, take: Take) -> None:
     time. Of several ranks all have to call it, `take` is called on the first one, and what it
     raises is raised on every rank.
 
-    StateError inside `engine.gathered` or a forward, or after a load that failed half-way.
+    StateError inside `engine.gathered` or a forward, or after a load that failed half-way;
+    UnsupportedError where experts are spread over ranks, whose names here are one rank's.
     """
+    if engine.spread.ep_size > 1:
+        raise UnsupportedError(
+            f"this rank has 1 of {engine.spread.ep_size} parts of the model's experts, and would "
+            "write no others; use engine.save_checkpoint, which writes all, and `offload "
+            "checkpoint export`"
+        )
     ranks = engine.runtime.ranks
     error: Exception | None = None
     itemsize = engine.runtime.own.nbytes
@@ -68,9 +75,9 @@ def _parts(engine: Engine) -> Iterator[Part]:
     itemsize = runtime.own.nbytes
     access = PieceAccess([whole_state(group) for group in runtime.groups])
     reader = ShardReader(access, runtime.ranks, itemsize)
-    for state in runtime.optimizer_states:
-        for elements, raw in reader.weights(state):
-            for spec, here, there in overlaps(state.group.layout.params, elements):
+    for saved in saved_groups(engine):
+        for elements, raw in reader.weights(saved):
+            for spec, here, there in overlaps(saved.group.layout.params, elements):
                 part = raw[here.start * itemsize : here.stop * itemsize]
                 yield spec, range(there.start, there.stop), part
                 del part

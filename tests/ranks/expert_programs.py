@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import offload
 from offload.moe import MoE
-from tests.offload.engine_cases import NVME, WIDTH, TinyLM
-from tests.ranks.programs import Case
+from tests.offload.engine_cases import NVME, WIDTH, TinyLM, batches, config, states_of
+from tests.ranks.programs import BUDGET, OPTIMIZER, Case
 
 EXPERTS = 4
 
@@ -50,3 +53,53 @@ def spread(ep_size: int, **options: Any) -> partial[MoELM]:
 
 def case(ep_size: int, stage: int, placement: Mapping[str, Any] = NVME, **keys: Any) -> Case:
     return Case(stage, dict(placement), spread(ep_size), **keys)
+
+
+def keys_of(folder: str, stage: int, **keys: Any) -> dict[str, Any]:
+    return config(
+        Path(folder), NVME, budget=BUDGET, optimizer=OPTIMIZER, zero={"stage": stage},
+        clip_grad_norm=0.5, **keys,
+    )  # fmt: skip
+
+
+def steps(engine: offload.Engine, first: int, last: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number in range(first, last):
+        engine.backward(engine.module.loss(batches(world_size, seed=number)[rank]))  # type: ignore[operator]
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def save(folder: str, ep_size: int, name: str, precision: str) -> list[dict[str, Tensor]]:
+    """The states of two steps, which are saved, and of two more."""
+    torch.set_num_threads(1)
+    with offload.initialize(spread(ep_size)(), keys_of(folder, 2, precision=precision)) as engine:
+        steps(engine, 0, 2)
+        engine.save_checkpoint(Path(folder) / name)
+        then = states_of(engine)
+        steps(engine, 2, 4)
+        return [then, states_of(engine)]
+
+
+def load(folder: str, ep_size: int, name: str, precision: str) -> list[dict[str, Tensor]]:
+    """The states that were loaded, and those of two more steps."""
+    torch.set_num_threads(1)
+    model = spread(ep_size)()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    with offload.initialize(model, keys_of(folder, 3, precision=precision)) as engine:
+        engine.load_checkpoint(Path(folder) / name)
+        then = states_of(engine)
+        steps(engine, 2, 4)
+        return [then, states_of(engine)]
+
+
+def save_and_load(folder: str, precision: str) -> dict[str, list[dict[str, Tensor]]]:
+    """Saved at 1 and 2, each loaded at both."""
+    found = {}
+    for saved in (1, 2):
+        found[f"{saved}"] = save(folder, saved, f"of {saved}", precision)
+        for loaded in (1, 2):
+            found[f"{saved} {loaded}"] = load(folder, loaded, f"of {saved}", precision)
+    return found
