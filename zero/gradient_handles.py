@@ -228,6 +228,12 @@ class GradientHandles:
         value = gradient.values() if isinstance(gradient, PagedTensor) else gradient.detach()
         state, index = self._states[key[0]], key[1]
         self._refuse_ahead(state, index)
+        if state.group.ep_size > 1:
+            raise UnsupportedError(
+                f"{state.group.layout.params[index].name}.grad was set to a tensor, which may be "
+                "this rank's sum or the average over all ranks: experts that are spread over ranks "
+                "take changes in place alone (p.grad.mul_(...), p.grad.copy_(...))"
+            )
         state.group.wait_for_update()  # of the last step: that still reads what was there
         self._forget([key])
         local = spread_as(self._params[key], value)

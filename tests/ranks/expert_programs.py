@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import offload
+from offload.errors import OffloadError
 from offload.moe import MoE
 from tests.offload.engine_cases import NVME, WIDTH, TinyLM, batches, config, states_of
 from tests.ranks.programs import BUDGET, OPTIMIZER, Case
@@ -70,36 +72,122 @@ def steps(engine: offload.Engine, first: int, last: int) -> None:
         engine.optimizer.zero_grad()
 
 
-def save(folder: str, ep_size: int, name: str, precision: str) -> list[dict[str, Tensor]]:
-    """The states of two steps, which are saved, and of two more."""
-    torch.set_num_threads(1)
-    with offload.initialize(spread(ep_size)(), keys_of(folder, 2, precision=precision)) as engine:
-        steps(engine, 0, 2)
+def save(folder: str, ep_size: int, name: str) -> list[dict[str, Tensor]]:
+    """The states of a step, which are saved, and of one more."""
+    with offload.initialize(spread(ep_size)(), keys_of(folder, 2, precision="bf16")) as engine:
+        steps(engine, 0, 1)
         engine.save_checkpoint(Path(folder) / name)
         then = states_of(engine)
-        steps(engine, 2, 4)
+        steps(engine, 1, 2)
         return [then, states_of(engine)]
 
 
-def load(folder: str, ep_size: int, name: str, precision: str) -> list[dict[str, Tensor]]:
-    """The states that were loaded, and those of two more steps."""
-    torch.set_num_threads(1)
+def load(folder: str, ep_size: int, name: str) -> list[dict[str, Tensor]]:
+    """The states that were loaded, and those of one more step."""
     model = spread(ep_size)()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1.0)
-    with offload.initialize(model, keys_of(folder, 3, precision=precision)) as engine:
+    with offload.initialize(model, keys_of(folder, 3, precision="bf16")) as engine:
         engine.load_checkpoint(Path(folder) / name)
         then = states_of(engine)
-        steps(engine, 2, 4)
+        steps(engine, 1, 2)
         return [then, states_of(engine)]
 
 
-def save_and_load(folder: str, precision: str) -> dict[str, list[dict[str, Tensor]]]:
-    """Saved at 1 and 2, each loaded at both."""
+def save_and_load(folder: str, ways: list[tuple[int, int]]) -> dict[str, list[dict[str, Tensor]]]:
+    """`ways`: the ep_size of what is saved, and of what loads it."""
+    torch.set_num_threads(1)
     found = {}
-    for saved in (1, 2):
-        found[f"{saved}"] = save(folder, saved, f"of {saved}", precision)
-        for loaded in (1, 2):
-            found[f"{saved} {loaded}"] = load(folder, loaded, f"of {saved}", precision)
+    for saved, loaded in ways:
+        if f"{saved}" not in found:
+            found[f"{saved}"] = save(folder, saved, f"of {saved}")
+        found[f"{saved} {loaded}"] = load(folder, loaded, f"of {saved}")
     return found
+
+
+def use_gradients_and_values(folder: str) -> tuple[list[str], list[float], list[str]]:
+    """Gradients that this rank has, halved; the norms by parameter; what a write on the last rank
+    has changed here."""
+    torch.set_num_threads(1)
+    with offload.initialize(spread(2)(), keys_of(folder, 3, precision="bf16")) as engine:
+        steps(engine, 0, 1)
+        engine.backward(engine.module.loss(batches(2)[dist.get_rank()]))  # type: ignore[operator]
+        norms = []
+        for param in engine.module.parameters():
+            if param.grad is not None:
+                before = torch.linalg.vector_norm(param.grad)
+                param.grad.mul_(0.5)
+                after = engine.gradient(param)
+                assert after is not None, "it is there"
+                norms.append(float(before / after.float().norm()))
+        engine.optimizer.step()
+        before = states_of(engine)
+        with engine.gathered(), torch.no_grad():
+            if dist.get_rank() == 1:
+                engine.module.get_parameter("blocks.1.moe.experts.2.0.weight").fill_(3.0)
+        after = states_of(engine)
+        changed = [name for name in after if not torch.equal(before[name], after[name])]
+        return changed, norms, [name for name in before if ".experts." in name]
+
+
+def set_ones(engine: offload.Engine) -> None:
+    for param in engine.module.parameters():
+        if param.grad is not None:
+            param.grad = torch.ones(param.shape)
+    engine.optimizer.step()
+
+
+def clip_by_own_norm(engine: offload.Engine) -> None:
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+    engine.optimizer.step()
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+
+def tied() -> nn.Module:
+    layer = MoE(WIDTH, expert, EXPERTS, ep_size=2)
+    one, other = layer.experts.children()
+    one[0].weight = other[0].weight  # type: ignore[index,union-attr]
+    return layer
+
+
+def of_two_sizes() -> nn.Module:
+    """For four ranks."""
+    return nn.ModuleList(MoE(WIDTH, expert, EXPERTS, ep_size=size) for size in (2, 4))
+
+
+def said(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except OffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusals(folder: str) -> list[str]:
+    torch.set_num_threads(1)
+    keys = keys_of(folder, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    found = [
+        said(partial(offload.initialize, tied(), keys)),
+        said(partial(offload.initialize, MoE(WIDTH, WithBuffer, EXPERTS, ep_size=2), keys)),
+        said(partial(offload.initialize, spread(2)(), {**keys, "micro_batches": 2})),
+        said(partial(offload.initialize, spread(1 + dist.get_rank())(), keys)),
+        said(partial(offload.initialize, spread(2)(), keys, mesh=mesh)),
+    ]
+    for act in (offload.Engine.idle, set_ones, clip_by_own_norm):
+        with offload.initialize(spread(2)(), keys) as engine:
+            steps(engine, 0, 1)
+            engine.backward(engine.module.loss(batches(2)[dist.get_rank()]))  # type: ignore[operator]
+            found.append(said(partial(act, engine)))
+    return found
+
+
+def refusals_of_four(folder: str) -> list[str]:
+    keys = keys_of(folder, 2)
+    return [said(partial(offload.initialize, each(), keys)) for each in (spread(2), of_two_sizes)]

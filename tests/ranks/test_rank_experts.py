@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import offload
 from offload.checkpoint.exporting import read_whole
-from tests.offload.engine_cases import HOST, assert_same_bits, states_of
-from tests.ranks.expert_programs import EXPERTS, case, keys_of, save_and_load, spread
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits, states_of
+from tests.ranks.expert_programs import (
+    EXPERTS,
+    case,
+    keys_of,
+    refusals,
+    refusals_of_four,
+    save_and_load,
+    spread,
+    use_gradients_and_values,
+)
 from tests.ranks.processes import run_ranks
-from tests.ranks.programs import Outcome, train_all
+from tests.ranks.programs import OPTIMIZER, Outcome, train_all
 
 
 def together(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -36,8 +47,22 @@ def assert_close(found: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
         assert here.norms == found[0].norms
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "passes": {"stage": 2, "passes": 2, "local": True},
+    "in backward": {
+        "stage": 1, "placement": HOST,
+        "keys": {"optimizer": {**OPTIMIZER, "in_backward": True}, "clip_grad_norm": None},
+    },
+    "recomputed": {"stage": 3, "placement": {**HOST, "activations": {"checkpoint": True}}},
+    "as with a GPU": {"stage": 3, "placement": NVME, "mirrored": True},
+    "replicas": {"stage": 2, "keys": {"zero": {"stage": 2, "shard_group": 1}}},
+    "two passes": {"stage": 3, "passes": 2},
+}  # fmt: skip
+FEW = 3  # of the ways, unless --long
+
+
 def test_every_stage_trains_as_with_all_experts_on_each_rank(tmp_path: Path) -> None:
-    cases = [case(1, 2), *(case(2, stage) for stage in range(4)), case(2, 3, HOST)]
+    cases = [case(1, 2, steps=2), *(case(2, stage, steps=2) for stage in range(4))]
     ranks = run_ranks(2, tmp_path, train_all, cases, str(tmp_path))
     one, *spread = (list(each) for each in zip(*ranks, strict=True))
     assert max(one[0].norms) > 0.5  # what the cases clip to
@@ -49,18 +74,55 @@ def test_every_stage_trains_as_with_all_experts_on_each_rank(tmp_path: Path) -> 
     assert {int(n.split(".experts.")[1][0]) for n in own} == {*range(EXPERTS // 2, EXPERTS)}
 
 
-def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path) -> None:
-    ranks = run_ranks(2, tmp_path, save_and_load, str(tmp_path), "bf16")
+def test_whatever_else_a_step_does_experts_are_as_on_each_rank(tmp_path: Path, long: bool) -> None:
+    some = [*WAYS.values()] if long else [*WAYS.values()][:FEW]
+    cases = [case(ep_size, steps=2, **way) for way in some for ep_size in (1, 2)]
+    ranks = run_ranks(2, tmp_path, train_all, cases, str(tmp_path))
+    for number in range(0, len(cases), 2):
+        one, two = ([rank[number + ep] for rank in ranks] for ep in (0, 1))
+        assert_close(two, one)
+
+
+def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path, long: bool) -> None:
+    ways = [(1, 1), (1, 2), (2, 1), (2, 2)] if long else [(1, 2), (2, 1)]
+    ranks = run_ranks(2, tmp_path, save_and_load, str(tmp_path), ways)
     found = {
         name: [together(rank[name][when] for rank in ranks) for when in (0, 1)] for name in ranks[0]
     }
-    for saved in "12":
-        for loaded in "12":
-            assert_same_bits(found[f"{saved} {loaded}"][0], found[saved][0])
-        assert_same_bits(found[f"{saved} {saved}"][1], found[saved][1])
+    for saved, loaded in ways:
+        assert_same_bits(found[f"{saved} {loaded}"][0], found[f"{saved}"][0])
+        if saved == loaded:
+            assert_same_bits(found[f"{saved} {loaded}"][1], found[f"{saved}"][1])
     assert any(".experts.3." in name for name in found["2"][0])
     with offload.initialize(spread(1)(), keys_of(str(tmp_path), 0, precision="bf16")) as engine:
         engine.load_checkpoint(tmp_path / "of 2")
         assert_same_bits(states_of(engine), found["2"][0])
-    exported = read_whole(tmp_path / "of 2")
-    assert exported.keys() == dict(spread(1)().state_dict()).keys()
+    assert read_whole(tmp_path / "of 2").keys() == spread(1)().state_dict().keys()
+
+
+def test_gradients_and_values_of_experts_are_their_ranks_own(tmp_path: Path) -> None:
+    ranks = run_ranks(2, tmp_path, use_gradients_and_values, str(tmp_path))
+    written = "blocks.1.moe.experts.2.0.weight"
+    assert [changed for changed, _, _ in ranks] == [[], [written, f"{written} master"]]
+    for _, ratios, names in ranks:
+        assert ratios == pytest.approx([2.0] * len(ratios), rel=1e-2)
+        assert names
+
+
+def test_what_does_not_go_with_experts_of_other_ranks_is_said(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, tmp_path, refusals, str(tmp_path))):
+        says = iter(found)
+        assert "0.weight is tied" in next(says)
+        assert f"experts.{2 * rank}.norm.running_mean is a buffer of an expert" in next(says)
+        assert "micro_batches: 2 with ep_size 2" in next(says)
+        assert "ep_size has to be the same on all ranks" in next(says)
+        assert "ep_size 2 with mesh=" in next(says)
+        assert "UnsupportedError: idle: blocks.1.moe.experts" in next(says)
+        assert ".grad was set to a tensor" in next(says)
+        assert "the ranks went different ways" in next(says)
+
+
+def test_experts_over_some_of_the_ranks_are_refused(tmp_path: Path) -> None:
+    for found in run_ranks(4, tmp_path, refusals_of_four, str(tmp_path)):
+        assert "UnsupportedError: ep_size 2 on 4 ranks" in found[0]
+        assert "ep_size 4, another layer 2" in found[1]
