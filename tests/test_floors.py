@@ -18,7 +18,7 @@ MEMEST = "offload.tools.memest"
 FLOORS: list[set[str]] = [
     {"child", "display", "errors", "loggers", "machine", "pages"},
     {"config"},
-    {"gpt"},
+    {"gpt", "moe"},
     {"checkpoint"},
     {"planning"},
     {

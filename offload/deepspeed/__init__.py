@@ -7,8 +7,9 @@
         engine.backward(engine(batch))
         engine.step()
 
-`deepspeed.zero`, `.utils`, `.comm`, `.checkpointing`, `.accelerator` and `.ops` have what such
-loops use. docs/deepspeed.md says what every key of a configuration becomes, and what is not there.
+`deepspeed.zero`, `.utils`, `.comm`, `.checkpointing`, `.accelerator`, `.moe` and `.ops` have what
+such loops use. docs/deepspeed.md says what every key of a configuration becomes, and what is not
+there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from offload.deepspeed.start import initialize
     from offload.deepspeed.utils import log_dist, logger
 
-_MODULES = {"zero", "utils", "comm", "checkpointing", "accelerator", "ops"}
+_MODULES = {"zero", "utils", "comm", "checkpointing", "accelerator", "moe", "ops"}
 _HOME = {
     "initialize": ("start", "initialize"),
     "DeepSpeedEngine": ("engine", "EngineModule"),

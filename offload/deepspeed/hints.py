@@ -25,7 +25,6 @@ _NAMES = {
     "InferenceEngine": "the model itself",
     "PipelineModule": "torch.distributed.pipelining, with mesh= of offload.initialize",
     "pipe": "torch.distributed.pipelining, with mesh= of offload.initialize",
-    "moe": "a model with experts as it is",
     "tp_model_init": "parallelize_module, with mesh= of offload.initialize",
     "module_inject": "parallelize_module, with mesh= of offload.initialize",
     "sequence": "torch's context parallelism, with mesh= of offload.initialize",

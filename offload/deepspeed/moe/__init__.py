@@ -1,0 +1,1 @@
+"""`deepspeed.moe`: the layer of experts, in `layer`."""

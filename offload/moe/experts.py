@@ -1,0 +1,78 @@
+"""The experts of a layer that lie on this rank, by their numbers among all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.moe.routing import chosen
+from offload.tiers.errors import ConfigError
+
+
+class Experts(nn.ModuleList):
+    """Experts `first`, `first` + 1, ... of a layer, each named by its number on every rank.
+
+    An expert is called with the tokens that chose it, [n, H], and not at all without any: its
+    parameters then have no gradient. `on_chosen`, if set, is told the numbers of those that are
+    called next, in the order of their calls, before the first of them is.
+    """
+
+    on_chosen: Callable[[Sequence[int]], None] | None = None
+
+    def __init__(self, experts: Iterable[nn.Module], first: int, total: int) -> None:
+        """`total` is the number of experts of all ranks."""
+        super().__init__()
+        for number, expert in enumerate(experts, first):
+            self.add_module(str(number), expert)
+        self.first = first
+        self.total = total
+
+    def __getitem__(self, number: Any) -> Any:
+        """By the number among all experts."""
+        return super().__getitem__(number) if isinstance(number, slice) else self._of(number)
+
+    def _of(self, number: int) -> nn.Module:
+        expert = self._modules.get(str(number))
+        if expert is None:
+            last = self.first + len(self) - 1
+            raise IndexError(f"expert {number}: this rank has {self.first} to {last}")
+        return expert
+
+    def compute(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """`x` [N, H] is sorted by expert, of which `counts` says how many rows each has. NH."""
+        numbers = chosen(counts, self.first)
+        if self.on_chosen is not None:
+            self.on_chosen(numbers)
+        parts = x.split(list(counts))
+        # `x` without rows: what comes out depends on `x` also where no expert is called
+        found = [self._call(number, parts[number - self.first]) for number in numbers]
+        return torch.cat([x[:0].to(found[0].dtype) if found else x[:0], *found])
+
+    def _call(self, number: int, x: Tensor) -> Tensor:
+        output = self._of(number)(x)
+        # of those that return their bias or a loss beside it; DeepSpeed drops these, too
+        y = output[0] if isinstance(output, tuple) else output
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ConfigError(
+                f"MoE: expert {number} makes {shape} of tokens of shape {tuple(x.shape)}; the "
+                "output of an expert has the shape of its input"
+            )
+        return y
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Experts of other ranks may be in what is loaded: a file of a layer holds them all."""
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        others = {str(number) for number in range(self.total)} - self._modules.keys()
+        unexpected_keys[:] = [
+            key for key in unexpected_keys
+            if not (key.startswith(prefix) and key[len(prefix):].split(".", 1)[0] in others)
+        ]  # fmt: skip

@@ -1,0 +1,179 @@
+"""A layer whose tokens are computed by the experts that they choose."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from offload.moe.experts import Experts
+from offload.moe.gate import Gate, GateOptions
+from offload.moe.routing import Dispatch
+from offload.tiers.errors import ConfigError
+from offload.zero.random_state import RandomState, default_generators
+
+MakeExpert = Callable[[], nn.Module]
+
+
+class MoE(nn.Module):
+    """A mixture of experts, with the arguments and results of DeepSpeed's layer of this name.
+
+    `expert` is a module, of which each expert is a copy with the same values, or a function that
+    makes one: each then has values of its own, drawn under a seed made from its number. It is
+    called with tokens, [n, H], and returns as many; of a tuple, its first item.
+
+    Arguments:
+        hidden_size: H, of the input and output.
+        num_experts: E.
+        ep_size: over how many ranks they are spread.
+        k: experts per token. 1: Switch; 2: GShard; any other number: the k best.
+        capacity_factor, eval_capacity_factor, min_capacity: in training and otherwise an expert
+            takes max(ceil(k x T / E x factor), min_capacity) of T tokens (on each rank); further
+            ones are dropped: this layer gives zeros for them.
+        use_residual: beside the experts a dense `expert`, and a learned, convex combination
+            (Residual MoE, Rajbhandari et al., 2022).
+        noisy_gate_policy: in training 'Jitter' multiplies the gate's input with U(0.99, 1.01),
+            'RSample' (k=1) draws the expert from the probabilities.
+        drop_tokens: False: no capacity, every token reaches its experts.
+        use_rts: k=1: which tokens a full expert takes is left to chance, in training.
+        top2_2nd_expert_sampling: k=2: draw the second expert from the probabilities, in training.
+        drop_policy: otherwise: a full expert keeps the 'probs' (largest scores; the default) or
+            'position' (first tokens).
+        scores: 'softmax' over experts, or 'sigmoid' of each. The weights of k > 1 experts are
+            normalised to a sum of 1, that of a single one is its score.
+        groups: (G, g): a token chooses among the experts of g of G groups (DeepSeek).
+        bias_update_rate: balances the load without a loss; `Gate` says how. 0: off.
+        z_loss_weight: `l_aux` has this times the z-loss beside the balancing loss.
+        shared_expert: a module that computes every token; its output is added.
+        seed: of the random numbers that routing draws; by default from torch's generator.
+
+    Random numbers are drawn in training alone, and again the same when a forward is recomputed.
+    ConfigError for arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module | MakeExpert,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        *,
+        top2_2nd_expert_sampling: bool = True,
+        drop_policy: str | None = None,
+        scores: str = "softmax",
+        groups: tuple[int, int] | None = None,
+        bias_update_rate: float = 0.0,
+        z_loss_weight: float = 0.0,
+        shared_expert: nn.Module | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        options = GateOptions(
+            num_experts=num_experts, k=k, capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor, min_capacity=min_capacity,
+            noisy_gate_policy=None if noisy_gate_policy == "None" else noisy_gate_policy,
+            drop_tokens=drop_tokens, use_rts=use_rts,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling, drop_policy=drop_policy,
+            scores=scores, groups=groups, bias_update_rate=bias_update_rate,
+            z_loss_weight=z_loss_weight,
+        )  # fmt: skip
+        if ep_size != 1:
+            raise ConfigError(f"MoE: ep_size is {ep_size}; 1 is what there is")
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.ep_size = ep_size
+        self.use_residual = use_residual
+        make = _maker(expert)
+        self.gate = Gate(hidden_size, options, seed)
+        self.experts = Experts(map(make, range(num_experts)), 0, num_experts)
+        for param in self.experts.parameters():  # as DeepSpeed marks them, for code that asks
+            param.allreduce = False  # type: ignore[attr-defined]
+            param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
+        self.shared_expert = shared_expert
+        if use_residual:
+            self.mlp = expert if isinstance(expert, nn.Module) else make(num_experts)
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, [..., H] as the input; the auxiliary loss, a scalar in fp32; and E int64, how
+        many tokens chose each expert, dropped ones included.
+
+        `used_token`, of the input's leading sizes, is 0 for tokens that go to no expert (padding).
+        A token with logits that are not finite has a NaN output, and so has the loss.
+        """
+        self._check(hidden_states, used_token)
+        x = hidden_states.reshape(-1, self.hidden_size)
+        used = None if used_token is None else used_token.reshape(-1) != 0
+        routing = self.gate(x, used)
+        dispatch = Dispatch(routing)
+        y = self.experts.compute(dispatch.gather(x), dispatch.counts)
+        output = dispatch.combine(y).to(hidden_states.dtype).view_as(hidden_states)
+        if self.use_residual:
+            share = F.softmax(self.coefficient(hidden_states), dim=-1)
+            dense = _tensor_of(self.mlp(hidden_states))
+            output = output * share[..., 0:1] + dense * share[..., 1:]
+        if self.shared_expert is not None:
+            output = output + _tensor_of(self.shared_expert(hidden_states))
+        return output, routing.l_aux, routing.exp_counts
+
+    def _check(self, x: Tensor, used: Tensor | None) -> None:
+        if not x.is_floating_point() or not x.ndim or x.shape[-1] != self.hidden_size:
+            raise ConfigError(
+                f"MoE: the input is {tuple(x.shape)} in {x.dtype}; the last size is hidden_size, "
+                f"{self.hidden_size}, and the format a floating-point one"
+            )
+        if used is not None and used.numel() * self.hidden_size != x.numel():
+            raise ConfigError(
+                f"MoE: used_token has {used.numel()} entries, and the input "
+                f"{x.numel() // self.hidden_size} tokens"
+            )
+
+    def extra_repr(self) -> str:
+        """For `print(model)`."""
+        return f"num_experts={self.num_experts}, k={self.gate.options.k}, ep_size={self.ep_size}"
+
+
+def _tensor_of(output: object) -> Tensor:
+    found = output[0] if isinstance(output, tuple) else output
+    assert isinstance(found, Tensor), "a module gives a tensor, or a tuple that begins with one"
+    return found
+
+
+def _maker(expert: nn.Module | MakeExpert) -> Callable[[int], nn.Module]:
+    """What makes the expert of a number."""
+    if isinstance(expert, nn.Module):
+        return lambda number: copy.deepcopy(expert)
+    base = int(torch.randint(2**62, (), device="cpu"))
+
+    def make(number: int) -> nn.Module:
+        with _seeded(base + number):
+            made = expert()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"MoE: expert made a {type(made).__name__}; it has to make modules")
+        return made
+
+    return make
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Torch's generators, of the CPU and the device that tensors are made on, begin at `seed`."""
+    generators = default_generators([torch.empty(0)])
+    with RandomState(generators).again():
+        for generator in generators:
+            generator.manual_seed(seed)  # type: ignore[union-attr]
+        yield

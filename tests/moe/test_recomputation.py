@@ -1,0 +1,185 @@
+"""A forward that is computed again routes as the first one did, and counts no token twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.moe import MoE
+from tests.offload.engine_cases import HOST, NVME, config, differing, states_of
+from tests.offload.engine_cases import parameters_of as weights_of
+
+WIDTH = 16
+Layer = Callable[[nn.Module, Tensor], Any]
+NOISY: list[dict[str, Any]] = [
+    {"k": 1, "capacity_factor": 0.5}, {"k": 2, "capacity_factor": 0.5},
+    {"k": 1, "noisy_gate_policy": "RSample"}, {"k": 4, "noisy_gate_policy": "Jitter"},
+    {"k": 2, "scores": "sigmoid", "bias_update_rate": 0.05},
+]  # fmt: skip
+
+
+def plain(block: nn.Module, x: Tensor) -> Any:
+    return block(x)
+
+
+WAYS: dict[str, Layer] = {
+    "plain": plain,
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "without random state": partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+}
+
+
+class Block(nn.Module):
+    """Norm, experts, sum."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.moe = MoE(WIDTH, expert, num_experts=4, min_capacity=0, **options)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output, l_aux, _ = self.moe(self.norm(x))
+        return x + output, l_aux
+
+
+def expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+
+
+class Model(nn.Module):
+    """Two blocks of experts."""
+
+    def __init__(self, options: dict[str, Any], way: Layer = plain) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(2))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, loss = self.first(x), torch.zeros(())
+        for block in self.blocks:
+            x, l_aux = self.way(block, x)
+            loss = loss + 0.01 * l_aux
+        return loss + x.square().mean()
+
+    def counted(self) -> list[Tensor]:
+        return [buffer for name, buffer in self.named_buffers() if "seed" not in name]
+
+
+def model(options: dict[str, Any], way: Layer = plain) -> Model:
+    torch.manual_seed(0)
+    return Model(options, way)
+
+
+def x_of(number: int) -> Tensor:
+    return torch.randn(30, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def train(net: Model, order: str) -> tuple[list[Any], list[Tensor]]:
+    """Gradients and counts of three steps; in each, two forwards (F) and their backwards (B for the
+    older, L for the later one) in this order."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    gradients, number = [], 0
+    for _ in range(3):
+        losses: list[Tensor] = []
+        for action in order:
+            if action == "F":
+                losses.append(net(x_of(number)))
+                number += 1
+            else:
+                losses.pop(0 if action == "B" else -1).backward()
+        gradients.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, net.counted()
+
+
+@pytest.mark.parametrize("options", NOISY, ids=str)
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "plain"])
+@pytest.mark.parametrize("order", ["FBFB", "FFBB", "FFLL"])
+def test_checkpoints_route_and_count_as_plain_training_does(
+    options: dict[str, Any], way: str, order: str
+) -> None:
+    expected, counted = train(model(options), order)
+    found, counts = train(model(options, WAYS[way]), order)
+    for mine, plainly in zip(found, expected, strict=True):
+        for a, b in zip(mine, plainly, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+    assert all(map(torch.equal, counts, counted))
+
+
+def test_a_backward_twice_through_one_forward_repeats_itself() -> None:
+    net = model(NOISY[0], WAYS["checkpoint"])
+    loss = net(x_of(0))
+    loss.backward(retain_graph=True)
+    first = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    loss.backward()
+    for param, before in zip(net.parameters(), first, strict=True):
+        assert before is None or torch.equal(param.grad, before)
+    assert sum(int(block.moe.gate.load.sum()) for block in net.blocks) == 2 * 30
+
+
+@pytest.mark.parametrize("options", NOISY, ids=str)
+def test_an_engine_trains_as_without_recomputation(options: dict[str, Any], tmp_path: Path) -> None:
+    def run(name: str, placement: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+        keys = config(tmp_path / name, placement, optimizer={"type": "adamw", "lr": 0.01})
+        with offload.initialize(model(options), keys) as engine:
+            losses = []
+            for number in range(4):
+                loss = engine.module(x_of(number))
+                loss.backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+                losses.append(loss.item())
+            buffers = {name: each.clone() for name, each in engine.module.named_buffers()}
+            return losses, {**states_of(engine), **buffers}
+
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+    expected = run("a", HOST)
+    for name, placement in (("b", HOST), ("c", NVME)):
+        found = run(name, {**placement, "activations": {"tier": "host", "checkpoint": True}})
+        assert found[0] == expected[0]
+        assert differing(found[1], expected[1]) == []
+
+
+def test_an_engines_checkpoint_has_routing_and_counts(tmp_path: Path) -> None:
+    options = {"k": 2, "scores": "sigmoid", "bias_update_rate": 0.05, "noisy_gate_policy": "Jitter"}
+
+    def steps(engine: Any, numbers: range) -> list[float]:
+        losses = []
+        for number in numbers:
+            loss = engine.module(x_of(number))
+            loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    keys = config(tmp_path, HOST, optimizer={"type": "adamw", "lr": 0.01})
+    with offload.initialize(model(options), keys) as engine:
+        steps(engine, range(3))
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = steps(engine, range(3, 6)), weights_of(engine)
+        bias = engine.module.blocks[0].moe.gate.choice_bias.clone()
+    other = model(options)
+    torch.manual_seed(5)
+    for block in other.blocks:
+        block.moe.gate.reset_parameters()
+    with offload.initialize(other, keys) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert steps(engine, range(3, 6)) == expected[0]
+        assert differing(weights_of(engine), expected[1]) == []
+        assert torch.equal(engine.module.blocks[0].moe.gate.choice_bias, bias)
+        assert bias.any()
