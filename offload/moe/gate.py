@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from offload.moe.gating import top_1, top_2, top_k, z_loss
-from offload.moe.noise import Noise, fingerprint, seed_from
+from offload.moe.noise import Noise, fingerprint
 from offload.moe.routing import Routing
 from offload.tiers.errors import ConfigError
 from offload.zero.session import in_backward
@@ -20,6 +20,7 @@ from offload.zero.session import in_backward
 _POLICIES = (None, "Jitter", "RSample")
 _SCORES = ("softmax", "sigmoid")
 _DROPS = ("probs", "position")
+_IN_FLIGHT = 1 << 12  # forwards whose backward is to come
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ class Gate(nn.Module):
 
     Logits are fp32, whatever the format of the parameters, also under autocast. Random numbers are
     drawn in training alone, from `generator`, and are the same when a forward is computed again
-    (`offload/moe/noise.py`); `seed` is a buffer, so that a checkpoint has it.
+    (`offload/moe/noise.py`). `seed` and `calls`, by which it is seeded, are buffers: a checkpoint
+    has them, and training goes on with the numbers it would have drawn.
 
     `load` (a buffer, E int64) counts the tokens that each expert was given in forwards of training,
     recomputed ones not. With `bias_update_rate` it counts since the last update of `choice_bias`
@@ -111,6 +113,7 @@ class Gate(nn.Module):
 
     generator: torch.Generator
     seed: Tensor
+    calls: Tensor  # that drew random numbers, so far
     load: Tensor
     choice_bias: Tensor
     stepped_from: Tensor  # fingerprint of the weight when the bias was updated last
@@ -121,8 +124,12 @@ class Gate(nn.Module):
         self.options = options
         self.generator = torch.Generator()
         self._first_seed = seed
+        # numbers of the calls since the weight (its fingerprint) changed, by their fingerprints
+        self._weight = 0
+        self._numbers: dict[int, int] = {}
         self.weight = nn.Parameter(torch.empty(options.num_experts, hidden_size))
         self.register_buffer("seed", torch.empty((), dtype=torch.int64))
+        self.register_buffer("calls", torch.empty((), dtype=torch.int64))
         self.register_buffer("load", torch.empty(options.num_experts, dtype=torch.int64))
         if options.bias_update_rate:
             bias = torch.empty(options.num_experts, dtype=torch.float32)
@@ -137,6 +144,7 @@ class Gate(nn.Module):
             self.seed.random_()
         else:
             self.seed.fill_(self._first_seed)
+        self.calls.zero_()
         self.load.zero_()
         if self.options.bias_update_rate:
             self.choice_bias.zero_()
@@ -156,11 +164,20 @@ class Gate(nn.Module):
         return routing
 
     def noise_for(self, x: Tensor) -> Noise:
-        """What a call with this input draws from; always the same until the weight changes."""
+        """What a call with this input (TH) draws from: the same until the weight changes. Waits for
+        the device."""
         if self.generator.device != x.device:
             self.generator = torch.Generator(x.device)
-        seed, weight = self.seed.to(x.device), fingerprint(self.weight)
-        return Noise(self.generator, seed_from(seed, fingerprint(x), weight))
+        facts = (fingerprint(x), fingerprint(self.weight), self.seed, self.calls)
+        call, weight, seed, calls = torch.stack([each.to(x.device) for each in facts]).tolist()
+        if weight != self._weight:
+            self._weight, self._numbers = weight, {}
+        if call not in self._numbers:
+            self._numbers[call] = calls
+            self.calls += 1
+            if len(self._numbers) > _IN_FLIGHT:  # a frozen weight never changes
+                del self._numbers[next(iter(self._numbers))]
+        return Noise(self.generator, seed, self._numbers[call])
 
     def _draws(self) -> bool:
         options = self.options

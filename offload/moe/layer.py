@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from offload.moe.exchange import Exchange
+from offload.moe.expert_groups import expert_groups
 from offload.moe.experts import Experts
 from offload.moe.gate import Gate, GateOptions
 from offload.moe.routing import Dispatch
@@ -29,7 +31,8 @@ class MoE(nn.Module):
     Arguments:
         hidden_size: H, of the input and output.
         num_experts: E.
-        ep_size: over how many ranks they are spread.
+        ep_size: over how many ranks they are spread (`offload/moe/expert_groups.py`). Every rank
+            builds the layer; names of experts have their numbers among all.
         k: experts per token. 1: Switch; 2: GShard; any other number: the k best.
         capacity_factor, eval_capacity_factor, min_capacity: in training and otherwise an expert
             takes max(ceil(k x T / E x factor), min_capacity) of T tokens (on each rank); further
@@ -89,15 +92,20 @@ class MoE(nn.Module):
             scores=scores, groups=groups, bias_update_rate=bias_update_rate,
             z_loss_weight=z_loss_weight,
         )  # fmt: skip
-        if ep_size != 1:
-            raise ConfigError(f"MoE: ep_size is {ep_size}; 1 is what there is")
+        if ep_size < 1 or num_experts % ep_size:
+            raise ConfigError(
+                f"MoE: ep_size is {ep_size}, and {num_experts} experts do not divide among "
+                f"{ep_size} ranks"
+            )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.ep_size = ep_size
         self.use_residual = use_residual
         make = _maker(expert)
         self.gate = Gate(hidden_size, options, seed)
-        self.experts = Experts(map(make, range(num_experts)), 0, num_experts)
+        here = num_experts // ep_size
+        first = here * expert_groups(ep_size).expert.rank() if ep_size > 1 else 0
+        self.experts = Experts(map(make, range(first, first + here)), first, num_experts)
         for param in self.experts.parameters():  # as DeepSpeed marks them, for code that asks
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
@@ -120,7 +128,7 @@ class MoE(nn.Module):
         used = None if used_token is None else used_token.reshape(-1) != 0
         routing = self.gate(x, used)
         dispatch = Dispatch(routing)
-        y = self.experts.compute(dispatch.gather(x), dispatch.counts)
+        y = self._compute(dispatch.gather(x), dispatch.counts)
         output = dispatch.combine(y).to(hidden_states.dtype).view_as(hidden_states)
         if self.use_residual:
             share = F.softmax(self.coefficient(hidden_states), dim=-1)
@@ -129,6 +137,13 @@ class MoE(nn.Module):
         if self.shared_expert is not None:
             output = output + _tensor_of(self.shared_expert(hidden_states))
         return output, routing.l_aux, routing.exp_counts
+
+    def _compute(self, x: Tensor, counts: list[int]) -> Tensor:
+        """NH, sorted by expert, to the same of what experts make of it, here or elsewhere."""
+        if self.ep_size == 1:
+            return self.experts.compute(x, counts)
+        exchange = Exchange(counts, expert_groups(self.ep_size).expert, x.device)
+        return exchange.back(self.experts.compute(exchange.there(x), exchange.counts))
 
     def _check(self, x: Tensor, used: Tensor | None) -> None:
         if not x.is_floating_point() or not x.ndim or x.shape[-1] != self.hidden_size:

@@ -1,12 +1,14 @@
-"""Random numbers of a gate that come out the same when its forward is computed again.
+"""Random numbers of a gate, and how a call that is made again is known.
 
-Every call seeds its generator from the gate's seed, the bits of its input and those of its weight.
-Recomputation has all of these again, whoever does it and in whatever order (a checkpoint of the
-model's or of torch's, pieces of a batch, pipelines), and nothing has to be remembered meanwhile. An
-optimizer step changes the weight, and with it all that is drawn from then on.
+Calls are numbered; a number and the gate's seed say what is drawn. A call with the same bits in its
+input and in the gate's weight has the same number: so recomputation repeats what was drawn, whoever
+does it and in whatever order (a checkpoint of the model's or of torch's, pieces of a batch,
+pipelines). Backward needs the weight as it was, so what was noted before a step is forgotten.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 from torch import Tensor
@@ -19,31 +21,19 @@ def fingerprint(values: Tensor) -> Tensor:
     """An int64 scalar made of the bits of a 2D tensor. It does not depend on the order of rows."""
     bits = values.detach().contiguous().view(_INTEGERS[values.element_size()])
     columns = bits.sum(dim=0, dtype=torch.int64)
-    return _mixed(columns * (_ODD * torch.arange(1, 2 * len(columns), 2, device=bits.device))).sum()
-
-
-def seed_from(*parts: Tensor) -> int:
-    """One number from int64 scalars. Waits for the device."""
-    seed = torch.zeros_like(parts[0])
-    for part in parts:
-        seed = _mixed(seed * _ODD + part)
-    return int(seed.item())
-
-
-def _mixed(bits: Tensor) -> Tensor:
-    """Every bit depends on every one (Stafford's mix, as in SplitMix64)."""
-    bits = (bits ^ (bits >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    bits = (bits ^ (bits >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return bits ^ (bits >> 31 & 0x1FFFFFFFF)
+    factors = _ODD * torch.arange(1, 2 * len(columns), 2, device=bits.device)
+    mixed = columns * factors
+    return (mixed ^ (mixed >> 29)).sum()
 
 
 class Noise:
     """What one call of a gate draws. Values are fp32, on the generator's device."""
 
-    def __init__(self, generator: torch.Generator, seed: int) -> None:
-        """Seeds `generator`."""
+    def __init__(self, generator: torch.Generator, seed: int, number: int) -> None:
+        """Seeds `generator` for call `number`."""
         self._generator = generator
-        generator.manual_seed(seed)
+        digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:8], "little"))
 
     def uniform(self, *shape: int) -> Tensor:
         """Of [0, 1)."""

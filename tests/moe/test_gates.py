@@ -207,17 +207,34 @@ def decided(routing: Routing) -> Tensor:
 
 
 @pytest.mark.parametrize("options", NOISY, ids=str)
-def test_random_numbers_follow_from_seed_input_and_weight(options: dict[str, Any]) -> None:
+def test_random_numbers_follow_from_seed_and_number_of_the_call(options: dict[str, Any]) -> None:
     tight = {"capacity_factor": 0.5, "min_capacity": 0, **options}
-    one, other = gate(seed=3, **tight), gate(seed=4, **tight)
+    one, other, again = gate(seed=3, **tight), gate(seed=4, **tight), gate(seed=3, **tight)
     other.weight.data.copy_(one.weight)
-    x = x_of()
+    again.weight.data.copy_(one.weight)
+    x, y = x_of(), x_of(1)
     first = decided(one(x))
     torch.rand(5)  # torch's own generator has no part in it
-    assert torch.equal(decided(one(x)), first)
+    second = decided(one(y))
+    assert torch.equal(decided(one(x)), first)  # known by its input
     assert not torch.equal(decided(other(x)), first)
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(decided(other(x)), first)
+    assert torch.equal(decided(again(x)), first)
+    other.load_state_dict(again.state_dict())  # what comes next follows from a checkpoint
+    assert torch.equal(decided(other(y)), second)
+
+
+def test_rounding_in_a_layer_before_draws_no_other_numbers() -> None:
+    one, other = gate(seed=3), gate(seed=3)
+    first, second = one.noise_for(x_of()), other.noise_for(x_of() * (1 + 1e-6))
+    assert torch.equal(first.uniform(9), second.uniform(9))
+
+
+def test_a_frozen_gate_does_not_remember_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.moe.gate._IN_FLIGHT", 3)
+    one = gate(seed=3)
+    draws = [one.noise_for(x_of(number)).uniform(4).tolist() for number in range(9)]
+    assert [one.noise_for(x_of(number)).uniform(4).tolist() for number in (6, 7, 8)] == draws[6:]
+    assert len(one._numbers) == 3
 
 
 @pytest.mark.parametrize("options", NOISY, ids=str)

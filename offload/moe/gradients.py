@@ -1,0 +1,66 @@
+"""Gradients of several ranks, in a loop without an engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from offload.moe.expert_groups import Group, expert_groups
+from offload.moe.gate import Gate
+from offload.moe.layer import MoE
+from offload.tiers.errors import StateError
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Make every gradient that of the mean loss over all ranks. Call it once per step on every rank,
+    after the last backward.
+
+    Experts that are spread over ranks are summed over those that have the same ones, and divided by
+    the number of all ranks: their gradients have come from the losses of all. A gradient that no
+    rank has stays None. Balancing gates learn what tokens of all ranks chose.
+    """
+    if not dist.is_initialized():
+        raise StateError("average_gradients: there is no process group to average over")
+    world = dist.group.WORLD
+    assert world is not None, "initialised"
+    spread = {
+        param: expert_groups(module.ep_size).data
+        for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1
+        for param in module.experts.parameters()
+    }  # fmt: skip
+    by_group: dict[Group, list[nn.Parameter]] = defaultdict(list)
+    for param in model.parameters():
+        if param.requires_grad:
+            by_group[spread.get(param, world)].append(param)
+    for group, params in by_group.items():
+        _sum(_gradients(params, group), group, divisor=world.size())
+    for gate in (m for m in model.modules() if isinstance(m, Gate)):
+        if gate.options.bias_update_rate:
+            dist.all_reduce(gate.load)
+
+
+def _gradients(params: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
+    """Those that some rank has; zeros where it is another one."""
+    there = torch.tensor([p.grad is not None for p in params], dtype=torch.int32)
+    there = there.to(params[0].device)
+    dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
+    for param, somewhere in zip(params, there.tolist(), strict=True):
+        if somewhere and param.grad is None:
+            param.grad = torch.zeros_like(param)
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _sum(gradients: Sequence[Tensor], group: Group, divisor: int) -> None:
+    by_format: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_format[gradient.dtype, gradient.device].append(gradient)
+    for same in by_format.values():
+        flat = torch.cat([gradient.flatten() for gradient in same])
+        dist.all_reduce(flat, group=group)
+        flat /= divisor
+        for gradient, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+            gradient.copy_(part.view_as(gradient))
