@@ -16,8 +16,8 @@ from offload.tiers.errors import StateError
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Make every gradient that of the mean loss over all ranks. Call it once per step on every rank,
-    after the last backward.
+    """Make every gradient that of the mean loss over all ranks. Call it once per step, on every
+    rank, after the last backward.
 
     Experts that are spread over ranks are summed over those that have the same ones, and divided by
     the number of all ranks: their gradients have come from the losses of all. A gradient that no
