@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.parallel import DistributedDataParallel
 
 from offload.moe.exchange import Exchange
 from offload.moe.expert_groups import expert_groups
 from offload.moe.experts import Experts
 from offload.moe.gate import Gate, GateOptions
 from offload.moe.routing import Dispatch
-from offload.tiers.errors import ConfigError
+from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.random_state import RandomState, default_generators
 
 MakeExpert = Callable[[], nn.Module]
@@ -142,8 +143,21 @@ class MoE(nn.Module):
         """NH, sorted by expert, to the same of what experts make of it, here or elsewhere."""
         if self.ep_size == 1:
             return self.experts.compute(x, counts)
+        self._refuse_ddp()
         exchange = Exchange(counts, expert_groups(self.ep_size).expert, x.device)
         return exchange.back(self.experts.compute(exchange.there(x), exchange.counts))
+
+    def _refuse_ddp(self) -> None:
+        """DDP has given every rank the experts of the first one, and would average other experts'
+        gradients; unless it was told to ignore them."""
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        params = set() if ddp is None else set(ddp._module_parameters)
+        if not params.isdisjoint(self.experts.parameters()):
+            raise UnsupportedError(
+                f"MoE: ep_size is {self.ep_size}, and DistributedDataParallel makes the experts of "
+                "all ranks equal; train without it and call offload.moe.average_gradients(model) "
+                "before each step, or set ep_size=1"
+            )
 
     def _check(self, x: Tensor, used: Tensor | None) -> None:
         if not x.is_floating_point() or not x.ndim or x.shape[-1] != self.hidden_size:

@@ -8,12 +8,11 @@ pipelines). Backward needs the weight as it was, so what was noted before a step
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_64_BITS = 2**64 - 1
 _ODD = -0x61C8864680B583EB  # 2^64 / golden ratio, as an int64: Fibonacci hashing
 
 
@@ -26,14 +25,21 @@ def fingerprint(values: Tensor) -> Tensor:
     return (mixed ^ (mixed >> 29)).sum()
 
 
+def _mixed(number: int) -> int:
+    """64 bits, each of which depends on all of the number's (SplitMix64, Steele et al., 2014)."""
+    bits = number & _64_BITS
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _64_BITS
+    return bits ^ bits >> 31
+
+
 class Noise:
     """What one call of a gate draws. Values are fp32, on the generator's device."""
 
     def __init__(self, generator: torch.Generator, seed: int, number: int) -> None:
         """Seeds `generator` for call `number`."""
         self._generator = generator
-        digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
-        generator.manual_seed(int.from_bytes(digest[:8], "little"))
+        generator.manual_seed(_mixed(seed + number * _ODD))
 
     def uniform(self, *shape: int) -> Tensor:
         """Of [0, 1)."""

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from offload.errors import UnsupportedError
 from offload.moe import MoE, average_gradients
 
 WIDTH, EXPERTS = 8, 8
@@ -111,6 +113,10 @@ def errors() -> list[str]:
         except Exception as error:  # noqa: BLE001 - its type is asserted
             said.append(f"{type(error).__name__}: {error}")
     model = net(ep_size=2)
+    try:
+        DistributedDataParallel(model)(x_of(0, 0))
+    except UnsupportedError as error:
+        said.append(str(error))
     try:
         model.load_state_dict({**model.state_dict(), "layers.0.experts.8.0.weight": torch.ones(1)})
     except RuntimeError as error:

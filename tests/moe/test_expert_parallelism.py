@@ -121,7 +121,8 @@ def test_sizes_that_do_not_fit_are_named(tmp_path: Path) -> None:
         assert "ConfigError: MoE: ep_size is 4, and 2 ranks do not divide" in said[1]
         assert "ConfigError: MoE: ep_size is 0" in said[2]
         assert "ConfigError: MoE: ep_size is 16, and 8 experts" in said[3]
-        assert "layers.0.experts.8.0.weight" in said[4]
+        assert "DistributedDataParallel makes the experts of all ranks equal" in said[4]
+        assert "layers.0.experts.8.0.weight" in said[5]
     with pytest.raises(ConfigError, match="no process group"):
         MoE(WIDTH, expert, num_experts=EXPERTS, ep_size=2)
     with pytest.raises(StateError, match="no process group"):
