@@ -42,14 +42,15 @@ class Experts(nn.ModuleList):
         return expert
 
     def compute(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """`x` [N, H] is sorted by expert, of which `counts` says how many rows each has. NH."""
+        """`x` [N, H] is sorted by expert, of which `counts` says how many rows each has. NH in the
+        format of `x`, also under autocast: other ranks, which may have no rows, receive it."""
         numbers = chosen(counts, self.first)
         if self.on_chosen is not None:
             self.on_chosen(numbers)
         parts = x.split(list(counts))
-        # `x` without rows: what comes out depends on `x` also where no expert is called
         found = [self._call(number, parts[number - self.first]) for number in numbers]
-        return torch.cat([x[:0].to(found[0].dtype) if found else x[:0], *found])
+        # `x` without rows: what comes out depends on `x` also where no expert is called
+        return torch.cat([x[:0], *found])
 
     def _call(self, number: int, x: Tensor) -> Tensor:
         output = self._of(number)(x)
@@ -61,7 +62,7 @@ class Experts(nn.ModuleList):
                 f"MoE: expert {number} makes {shape} of tokens of shape {tuple(x.shape)}; the "
                 "output of an expert has the shape of its input"
             )
-        return y
+        return y.to(x.dtype)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,

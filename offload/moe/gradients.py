@@ -1,15 +1,15 @@
-"""Gradients of several ranks, in a loop without an engine."""
+"""Gradients of several ranks, in a loop without an engine: averaged, then clipped."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offload.moe.expert_groups import Group, expert_groups
+from offload.moe.expert_groups import ExpertGroups, Group, expert_groups
 from offload.moe.gate import Gate
 from offload.moe.layer import MoE
 from offload.tiers.errors import StateError
@@ -27,11 +27,7 @@ def average_gradients(model: nn.Module) -> None:
         raise StateError("average_gradients: there is no process group to average over")
     world = dist.group.WORLD
     assert world is not None, "initialised"
-    spread = {
-        param: expert_groups(module.ep_size).data
-        for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1
-        for param in module.experts.parameters()
-    }  # fmt: skip
+    spread = {param: groups.data for param, groups in _spread(model)}
     by_group: dict[Group, list[nn.Parameter]] = defaultdict(list)
     for param in model.parameters():
         if param.requires_grad:
@@ -41,6 +37,40 @@ def average_gradients(model: nn.Module) -> None:
     for gate in (m for m in model.modules() if isinstance(m, Gate)):
         if gate.options.bias_update_rate:
             dist.all_reduce(gate.load)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm over the whole model, the experts of all ranks
+    included, is at most `max_norm`. Returns the norm before, the same on every rank.
+    (`torch.nn.utils.clip_grad_norm_` would find another norm on each rank.)
+    """
+    spread = dict(_spread(model))
+    own = [p for p in model.parameters() if p not in spread]
+    square = _square(own)
+    by_group: dict[Group, list[nn.Parameter]] = defaultdict(list)
+    for param, groups in spread.items():
+        by_group[groups.expert].append(param)
+    for group, params in by_group.items():
+        experts = _square(params)
+        dist.all_reduce(experts, group=group)
+        square = square + experts.to(square.device)
+    norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_([*own, *spread], max_norm, norm)
+    return norm
+
+
+def _square(params: Sequence[nn.Parameter]) -> Tensor:
+    gradients = [p.grad for p in params if p.grad is not None]
+    squares = [gradient.float().square().sum() for gradient in gradients]
+    return torch.stack(squares).sum() if squares else torch.zeros((), device=params[0].device)
+
+
+def _spread(model: nn.Module) -> Iterator[tuple[nn.Parameter, ExpertGroups]]:
+    """Parameters of experts that are spread over ranks, and over which."""
+    for module in model.modules():
+        if isinstance(module, MoE) and module.ep_size > 1:
+            groups = expert_groups(module.ep_size)
+            yield from ((param, groups) for param in module.experts.parameters())
 
 
 def _gradients(params: Sequence[nn.Parameter], group: Group) -> list[Tensor]:

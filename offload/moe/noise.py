@@ -11,7 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by the bytes of an element
 _64_BITS = 2**64 - 1
 _ODD = -0x61C8864680B583EB  # 2^64 / golden ratio, as an int64: Fibonacci hashing
 

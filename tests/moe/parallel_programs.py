@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from offload.errors import UnsupportedError
-from offload.moe import MoE, average_gradients
+from offload.moe import MoE, average_gradients, clip_gradients
 
 WIDTH, EXPERTS = 8, 8
+NORM = 0.5  # to which gradients are clipped
 
 
 def expert() -> nn.Module:
@@ -23,19 +24,22 @@ def expert() -> nn.Module:
 class Net(nn.Module):
     """Two layers of experts; `recompute` "" or how; `frozen`: what is below them."""
 
-    def __init__(self, recompute: str = "", frozen: bool = False, **options: Any) -> None:
+    def __init__(
+        self, recompute: str = "", frozen: bool = False, autocast: bool = False, **options: Any
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen)
         self.layers = nn.ModuleList(
             MoE(WIDTH, expert, num_experts=EXPERTS, **options) for _ in range(2)
         )
-        self.recompute = recompute
+        self.recompute, self.autocast = recompute, autocast
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, loss = self.first(x), torch.zeros(())
         for layer in self.layers:
             again = {"use_reentrant": self.recompute == "reentrant"}
-            y, l_aux, _ = checkpoint(layer, x, **again) if self.recompute else layer(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+                y, l_aux, _ = checkpoint(layer, x, **again) if self.recompute else layer(x)
             x, loss = x + y, loss + l_aux
         return x, loss
 
@@ -57,19 +61,20 @@ def train(model: Net, tokens: list[int], aux: float, steps: int = 2) -> Steps:
     """This rank's outputs, the gradients after averaging, and the state at the end."""
     rank = dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs, gradients = [], []
+    outputs, gradients, norms = [], [], []
     for step in range(steps):
         y, l_aux = model(x_of(rank, step, tokens[rank]))
         share = dist.get_world_size() / sum(tokens)  # ranks have different numbers of tokens
         (y.square().sum() * share + aux * l_aux).backward()
         average_gradients(model)
+        norms.append(clip_gradients(model, NORM))
         outputs.append(y.detach())
         gradients.append({
             name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
         })  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
-    return outputs, gradients, model.state_dict()
+    return outputs, gradients, {**model.state_dict(), "norms": torch.stack(norms)}
 
 
 def run_cases(cases: list[tuple[dict[str, Any], list[int], float]]) -> list[Steps]:
@@ -82,18 +87,19 @@ def alone(options: dict[str, Any], tokens: list[int], steps: int = 2) -> Steps:
     """The same in one process, with all ranks' tokens; without `l_aux`."""
     model = net(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs, gradients = [], []
+    outputs, gradients, norms = [], [], []
     for step in range(steps):
         x = torch.cat([x_of(rank, step, count) for rank, count in enumerate(tokens)])
         y, _ = model(x)
         (y.square().sum() / sum(tokens)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), NORM))
         outputs.append(y.detach())
         gradients.append({
             name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
         })  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
-    return outputs, gradients, model.state_dict()
+    return outputs, gradients, {**model.state_dict(), "norms": torch.stack(norms)}
 
 
 def load_and_save(state: dict[str, Tensor]) -> tuple[list[str], dict[str, Tensor], Tensor]:

@@ -13,6 +13,7 @@ from offload.errors import ConfigError, StateError
 from offload.moe import MoE, average_gradients
 from tests.moe.parallel_programs import (
     EXPERTS,
+    NORM,
     WIDTH,
     Steps,
     alone,
@@ -30,7 +31,7 @@ CASES: list[tuple[dict[str, Any], list[int]]] = [
     ({"k": 1, "capacity_factor": 0.7, "min_capacity": 0}, [20, 20]),
     ({"k": 2, "capacity_factor": 0.7, "noisy_gate_policy": "Jitter"}, [20, 20]),
     ({"k": 2, "scores": "sigmoid", "bias_update_rate": 0.05, "groups": (2, 1)}, [20, 20]),
-    ({**EXACT, "k": 1, "frozen": True}, [1, 0]),  # a rank without tokens
+    ({**EXACT, "k": 1, "frozen": True, "autocast": True}, [1, 0]),  # a rank without tokens
     ({"k": 2, "recompute": "yes"}, [20, 20]),
     ({"k": 1, "recompute": "yes", "frozen": True}, [1, 3]),
     ({"k": 3, "drop_tokens": False, "use_residual": True}, [20, 7]),
@@ -92,6 +93,8 @@ def test_ranks_learn_what_one_process_does(tmp_path: Path) -> None:
     found = [rank[0] for rank in ranks]
     expected = alone(EXACT, tokens)
     assert_same(merged(found, "gradients"), expected[1])
+    torch.testing.assert_close(found[0][2]["norms"], expected[2]["norms"], rtol=1e-6, atol=1e-6)
+    assert expected[2]["norms"].min() > NORM
     for step, output in enumerate(expected[0]):
         joined = torch.cat([each[0][step] for each in found])
         torch.testing.assert_close(joined, output, rtol=1e-6, atol=1e-6)
