@@ -57,7 +57,11 @@ def x_of(rank: int, step: int, tokens: int = 20) -> Tensor:
 Steps = tuple[list[Tensor], list[dict[str, Tensor | None]], dict[str, Tensor]]
 
 
-def train(model: Net, tokens: list[int], aux: float, steps: int = 2) -> Steps:
+def gradients_of(model: Net) -> dict[str, Tensor | None]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def train(model: Net, tokens: list[int], aux: float, steps: int) -> Steps:
     """This rank's outputs, the gradients after averaging, and the state at the end."""
     rank = dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -69,9 +73,7 @@ def train(model: Net, tokens: list[int], aux: float, steps: int = 2) -> Steps:
         average_gradients(model)
         norms.append(clip_gradients(model, NORM))
         outputs.append(y.detach())
-        gradients.append({
-            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-        })  # fmt: skip
+        gradients.append(gradients_of(model))
         optimizer.step()
         optimizer.zero_grad()
     return outputs, gradients, {**model.state_dict(), "norms": torch.stack(norms)}
@@ -80,26 +82,22 @@ def train(model: Net, tokens: list[int], aux: float, steps: int = 2) -> Steps:
 def run_cases(cases: list[tuple[dict[str, Any], list[int], float]]) -> list[Steps]:
     """Cases one after the other: options of the model, tokens per rank, weight of `l_aux`."""
     torch.set_num_threads(1)
-    return [train(net(**options), tokens, aux) for options, tokens, aux in cases]
+    return [
+        train(net(**options), tokens, aux, steps=2 if "bias_update_rate" in options else 1)
+        for options, tokens, aux in cases
+    ]
 
 
-def alone(options: dict[str, Any], tokens: list[int], steps: int = 2) -> Steps:
+def alone(options: dict[str, Any], tokens: list[int]) -> Steps:
     """The same in one process, with all ranks' tokens; without `l_aux`."""
     model = net(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs, gradients, norms = [], [], []
-    for step in range(steps):
-        x = torch.cat([x_of(rank, step, count) for rank, count in enumerate(tokens)])
-        y, _ = model(x)
-        (y.square().sum() / sum(tokens)).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), NORM))
-        outputs.append(y.detach())
-        gradients.append({
-            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-        })  # fmt: skip
-        optimizer.step()
-        optimizer.zero_grad()
-    return outputs, gradients, {**model.state_dict(), "norms": torch.stack(norms)}
+    y, _ = model(torch.cat([x_of(rank, 0, count) for rank, count in enumerate(tokens)]))
+    (y.square().sum() / sum(tokens)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), NORM)
+    gradients = gradients_of(model)
+    optimizer.step()
+    return [y.detach()], [gradients], {**model.state_dict(), "norms": norm[None]}
 
 
 def load_and_save(state: dict[str, Tensor]) -> tuple[list[str], dict[str, Tensor], Tensor]:

@@ -82,6 +82,9 @@ def test_two_ranks_learn_what_they_do_with_all_experts_each(tmp_path: Path, long
             for mine, other in zip(two[rank][0], one[rank][0], strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
         assert_same(merged(two, "gradients"), merged(one, "gradients"))
+        if cases[number][1] == [1, 0]:  # an expert for each layer
+            given = [n for n, g in merged(two, "gradients")[0].items() if g is not None]
+            assert len({n[: len("layers.0.experts.0")] for n in given if "experts" in n}) == 2
         assert_same(merged(two, "state"), merged(one, "state"))
         names = [name for name in two[1][2] if "layers.0.experts" in name]
         assert {int(name.split(".")[3]) for name in names} == {4, 5, 6, 7}

@@ -169,10 +169,19 @@ def test_a_nan_reaches_the_output_of_its_token_alone(options: dict[str, Any]) ->
     x = x_of(20)
     x[3, 0] = float("nan")
     output, l_aux, counts = moe(x)
-    assert output[3].isnan().all()  # also where it was dropped
+    assert output[3].isnan().all()
     assert not output[[*range(3), *range(4, 20)]].isnan().any()
     assert l_aux.isnan()
     assert counts.sum() == 20 * options["k"]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_nan_is_not_hidden_by_dropping_its_token(k: int) -> None:
+    moe = layer(k=k, eval_capacity_factor=0.01, min_capacity=0).eval()  # one place per expert
+    x = x_of(20)
+    x[3:6] = float("nan")
+    assert moe(x)[0][3:6].isnan().all()
+    assert not moe(x)[0][6:].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -184,6 +193,19 @@ def test_the_output_has_the_format_of_the_input(dtype: torch.dtype) -> None:
     (output.sum() + l_aux).backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(k=2)(x_of(9))[0].dtype == torch.float32
+
+
+class Wide(nn.Module):
+    """Makes fp64 of anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+def test_experts_hand_back_the_format_that_they_were_given() -> None:
+    moe = MoE(WIDTH, Wide, num_experts=2)
+    assert moe.experts.compute(x_of(3), [2, 1]).dtype == torch.float32
+    assert moe.experts.compute(x_of(0), [0, 0]).dtype == torch.float32
 
 
 def test_a_module_is_copied_and_a_function_called_per_expert() -> None:
