@@ -155,7 +155,7 @@ class Gate(nn.Module):
         noise = self.noise_for(x) if self._draws() and len(x) else None
         with torch.autocast(x.device.type, enabled=False):
             inputs = x.float()
-            if noise is not None and self.options.noisy_gate_policy == "Jitter":
+            if noise and self.options.noisy_gate_policy == "Jitter":
                 inputs = inputs * noise.jitter(*x.shape)
             logits = F.linear(inputs, self.weight.float())
             routing = self._route(logits, noise, used)
@@ -198,14 +198,13 @@ class Gate(nn.Module):
                 groups=options.groups, **common,
             )  # fmt: skip
         elif options.k == 2:
-            sampled = noise is not None and options.top2_2nd_expert_sampling
-            gumbel = noise.gumbel(*logits.shape) if noise is not None and sampled else None
+            sampled = options.top2_2nd_expert_sampling
+            gumbel = noise.gumbel(*logits.shape) if noise and sampled else None
             routing = top_2(logits, *limits, gumbel=gumbel, **common)
         else:
-            sampled = noise is not None and options.noisy_gate_policy == "RSample"
-            gumbel = noise.gumbel(*logits.shape) if noise is not None and sampled else None
-            chance = noise is not None and options.use_rts
-            uniform = noise.uniform(len(logits)) if noise is not None and chance else None
+            sampled = options.noisy_gate_policy == "RSample"
+            gumbel = noise.gumbel(*logits.shape) if noise and sampled else None
+            uniform = noise.uniform(len(logits)) if noise and options.use_rts else None
             routing = top_1(logits, *limits, uniform=uniform, gumbel=gumbel, **common)
         if not options.z_loss_weight:
             return routing
@@ -220,9 +219,9 @@ class Gate(nn.Module):
         if self.training:
             weight = fingerprint(self.weight)
             stepped = weight != self.stepped_from
-            load = self.load.float()
-            step = self.options.bias_update_rate * torch.sign(load.mean() - load)
-            self.choice_bias += step * stepped
+            # in whole numbers: of the mean's E-fold
+            missing = self.load.sum() - self.load * len(self.load)
+            self.choice_bias += self.options.bias_update_rate * torch.sign(missing) * stepped
             self.load *= ~stepped
             self.stepped_from.copy_(weight)
         return self.choice_bias
