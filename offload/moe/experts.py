@@ -31,8 +31,13 @@ class Experts(nn.ModuleList):
         self.total = total
 
     def __getitem__(self, number: Any) -> Any:
+        """By the number among all experts; a slice is of this rank's."""
+        return nn.ModuleList([*self][number]) if isinstance(number, slice) else self._of(number)
+
+    def __setitem__(self, number: int, expert: nn.Module) -> None:
         """By the number among all experts."""
-        return super().__getitem__(number) if isinstance(number, slice) else self._of(number)
+        self._of(number)
+        self.add_module(str(number), expert)
 
     def _of(self, number: int) -> nn.Module:
         expert = self._modules.get(str(number))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import offload.deepspeed as deepspeed
 from offload.errors import ConfigError, UnsupportedError
-from offload.moe import MoE
+from offload.moe import Experts, MoE
+from offload.moe.layer import _maker
 
 WIDTH = 16
 
@@ -226,15 +227,9 @@ def test_making_experts_leaves_torchs_generator() -> None:
     drawn = []
     for number in (1, 7):
         torch.manual_seed(0)
-        _maker_of_experts(number)
+        assert len([*map(_maker(Expert), range(number))]) == number
         drawn.append(torch.rand(4))
     assert torch.equal(*drawn)
-
-
-def _maker_of_experts(number: int) -> list[nn.Module]:
-    from offload.moe.layer import _maker
-
-    return [*map(_maker(Expert), range(number))]
 
 
 def test_experts_are_marked_as_deepspeed_marks_them() -> None:
@@ -243,6 +238,21 @@ def test_experts_are_marked_as_deepspeed_marks_them() -> None:
     assert {p.group_name for p in moe.experts.parameters()} == {"ep_size_1"}
     assert not any(hasattr(p, "allreduce") for p in moe.mlp.parameters())
     assert isinstance(moe.experts, nn.ModuleList)
+
+
+def test_experts_are_found_by_their_number_among_all() -> None:
+    here = [Expert() for _ in range(3)]
+    experts = Experts(here, first=3, total=6)  # as on the second of two ranks
+    assert next(iter(experts.state_dict())).startswith("3.")
+    assert experts[4] is here[1]
+    assert [*experts[1:]] == here[1:]
+    experts[5] = here[0]
+    assert experts[5] is here[0]
+    for number in (0, 6, -1):
+        with pytest.raises(IndexError, match="this rank has 3 to 5"):
+            experts[number]
+    with pytest.raises(IndexError):
+        experts[6] = here[0]
 
 
 def test_experts_of_unequal_inner_sizes_compute() -> None:
@@ -298,6 +308,40 @@ def test_a_second_derivative_goes_through() -> None:
     first.square().sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+def test_deepspeeds_groups_of_experts_train() -> None:
+    from offload.deepspeed.moe import utils
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.moe = nn.Linear(WIDTH, WIDTH), layer(k=2, num_experts=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output, l_aux, _ = self.moe(self.dense(x))
+            return output.square().mean() + l_aux
+
+    net = Net()
+    assert utils.has_moe_layers(net) == (True, 2)
+    assert utils.has_moe_layers(nn.Linear(1, 1)) == (False, 0)
+    groups = utils.split_params_into_different_moe_groups_for_optimizer(
+        {"params": net.parameters(), "name": "all", "lr": 0.1}
+    )
+    assert [(group["name"], len(group["params"]), group["lr"]) for group in groups] == [
+        ("all", 3, 0.1), ("ep_size_1", 8, 0.1)
+    ]  # fmt: skip
+    assert groups[1]["moe"]
+    assert {*map(utils.is_moe_param, groups[1]["params"])} == {True}
+    before = net.moe.experts[0].up.weight.detach().clone()
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=torch.optim.AdamW(groups), config={"train_batch_size": 20}
+    )
+    engine.backward(engine(x_of(20)))
+    engine.step()
+    with engine.offload.gathered():
+        assert not torch.equal(net.moe.experts[0].up.weight, before)
+    engine.destroy()
 
 
 def test_deepspeeds_name_is_there() -> None:

@@ -1,1 +1,1 @@
-"""`deepspeed.moe`: the layer of experts, in `layer`."""
+"""`deepspeed.moe`: the layer of experts (`layer`), and questions about its parameters (`utils`)."""
