@@ -45,12 +45,13 @@ _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U
 
 def check_at_rest(engine: Engine, doing: str) -> None:
     """StateError while parameters are in use and might be changed."""
-    for group in engine.runtime.groups:
-        if group.is_entered:
-            raise StateError(
-                f"{doing} while {group.name or 'the model'} is in use; leave engine.gathered (or "
-                "the forward) first"
-            )
+    runtime = engine.runtime
+    used = [group.name or "the model" for group in runtime.groups if group.is_entered]
+    used += [packed.name for packed in runtime.store.packed if packed.is_shown]
+    for name in used:
+        raise StateError(
+            f"{doing} while {name} is in use; leave engine.gathered (or the forward) first"
+        )
 
 
 def check_stepped(engine: Engine) -> None:
