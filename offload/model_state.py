@@ -81,7 +81,7 @@ class StateDictHooks:
         self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
     ) -> None:
         for name, module in model.named_modules():
-            if not module._modules:
+            if "0" not in module._modules:
                 own = [
                     f"{prefix}{name}.{each}" for each, p in self._own(module).items() if p.dim() > 2
                 ]
