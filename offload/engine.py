@@ -212,7 +212,7 @@ class Engine:
         dtype = DTYPES[config.precision]
         self._make_plan(config, discovery)
         trained = _listed(parameters)
-        first = FirstValues(model, config.seed, dtype, weights, lazy)
+        first = FirstValues(model, config.seed, dtype, weights, lazy, discovery.packed)
         make_real(_named(model, discovery), dtype, self.device)
         self._open_tiers(config, dtype)
         self._runtime = self._make_runtime(discovery, dtype)

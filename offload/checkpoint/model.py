@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,11 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
-from offload.kernels.rules import StateFormat
+from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import IntegrityError, StateError, UnsupportedError
+from offload.zero.group import ParamGroup
+from offload.zero.layout import ParamSpec
 from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -43,12 +45,13 @@ _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U
 
 def check_at_rest(engine: Engine, doing: str) -> None:
     """StateError while parameters are in use and might be changed."""
-    for group in engine.runtime.groups:
-        if group.is_entered:
-            raise StateError(
-                f"{doing} while {group.name or 'the model'} is in use; leave engine.gathered (or "
-                "the forward) first"
-            )
+    runtime = engine.runtime
+    used = [group.name or "the model" for group in runtime.groups if group.is_entered]
+    used += [packed.name for packed in runtime.store.packed if packed.is_shown]
+    for name in used:
+        raise StateError(
+            f"{doing} while {name} is in use; leave engine.gathered (or the forward) first"
+        )
 
 
 def check_stepped(engine: Engine) -> None:
@@ -61,21 +64,90 @@ def check_stepped(engine: Engine) -> None:
         )
 
 
+def check_caught_up(engine: Engine) -> None:
+    """IntegrityError unless all rows of each packed parameter were updated equally often: a
+    checkpoint has one number for them."""
+    states = engine.runtime.optimizer_states
+    for packed in engine.runtime.store.packed:
+        if packed.spec.trainable:
+            steps = sorted({int(states[group.index].steps[at]) for group, at in packed.places})
+            if len(steps) > 1:
+                raise IntegrityError(
+                    f"{packed.name}: its experts were updated {steps[0]} to {steps[-1]} times, and "
+                    "should be even by now; no checkpoint was written (a fault of offload's)"
+                )
+
+
 # --------------------------------------------------------------------------- tensors
+@dataclass(frozen=True)
+class SavedGroup:
+    """What has a file for its parameters and one for its records: a group, or all experts of a
+    module. Packed parameters are whole in it, as if no expert were a group of its own."""
+
+    name: str
+    groups: list[ParamGroup]
+
+    @property
+    def packed(self) -> bool:
+        table = self.groups[0].table
+        return table is not None and bool(table.packed)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(group.layout.numel_trainable for group in self.groups)
+
+
+def saved_groups(engine: Engine) -> list[SavedGroup]:
+    """In the order of groups: the experts of a module are side by side."""
+    found: list[SavedGroup] = []
+    for group in engine.runtime.groups:
+        if group.table is None:
+            found.append(SavedGroup(group.name, [group]))
+        elif group is group.table.groups[0]:
+            found.append(SavedGroup(group.table.name, group.table.groups))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter as the model has it, and which of its elements is the first of a row of it."""
+
+    spec: ParamSpec
+    first: int = 0
+
+    def elements(self, there: slice) -> slice:
+        """Of the parameter, by those of the row."""
+        return slice(self.first + there.start, self.first + there.stop)
+
+
+def wholes(engine: Engine) -> dict[str, Whole]:
+    """By the names that groups have for them."""
+    store = engine.runtime.store
+    return {
+        spec.name: Whole(*store.whole_of(param))
+        for group in store.groups
+        for spec, param in zip(group.layout.params, group.params, strict=True)
+    }
+
+
 def parameter_records(engine: Engine) -> list[ParameterRecord]:
     """Every managed parameter, in the order of groups and layouts."""
     runtime = engine.runtime
     dtype = DTYPE_NAMES[runtime.options.dtype]
-    return [
-        ParameterRecord(
-            names=list(spec.names), dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
-            # trainable parameters come first in a layout, so both indices agree
-            steps=int(runtime.optimizer_states[group.index].steps[index]) if spec.trainable else 0,
-            group=group.index,
-        )
-        for group in runtime.groups
-        for index, spec in enumerate(group.layout.params)
-    ]  # fmt: skip
+    found = []
+    for number, saved in enumerate(saved_groups(engine)):
+        for group in saved.groups[:1] if saved.packed else saved.groups:
+            for index, param in enumerate(group.params):
+                spec, _ = runtime.store.whole_of(param)
+                # trainable parameters come first in a layout, so both indices agree
+                steps = runtime.optimizer_states[group.index].steps[index] if spec.trainable else 0
+                found.append(
+                    ParameterRecord(
+                        names=list(spec.names), dtype=dtype, shape=list(spec.shape),
+                        trainable=spec.trainable, steps=int(steps), group=number,
+                    )
+                )  # fmt: skip
+    return found
 
 
 def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
@@ -139,10 +211,14 @@ def model_record(model: nn.Module) -> ModelRecord | None:
 
 def saved_format(engine: Engine) -> RecordFormat:
     """How a checkpoint keeps optimizer records: as they are. Where the configuration has a format
-    per tier: with states in fp32, since what is where may be another time otherwise."""
+    per tier: with states in fp32, since what is where may be another time otherwise; so, too, where
+    rows of a packed parameter would share a block of 8-bit states."""
     formats = (kept for state in engine.runtime.optimizer_states for kept in state.formats)
     kept = next(formats, _EMPTY)  # they differ in how states are kept only
-    if engine.config.optimizer.states.uniform:
+    uneven = kept.state_format is StateFormat.INT8 and any(
+        packed.rows[0].numel() % BLOCK for packed in engine.runtime.store.packed
+    )
+    if engine.config.optimizer.states.uniform and not uneven:
         return kept
     return replace(kept, state_format=StateFormat.FP32)
 

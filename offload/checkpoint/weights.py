@@ -24,7 +24,7 @@ Take = Callable[[ParamSpec, range, torch.Tensor], None]
 def stream_weights(engine: Engine, take: Take) -> None:
     """`take(spec, elements, raw)` for every part of every parameter, from its first element to its
     last: which of its elements, and their bytes (1D uint8, valid during the call), in the format
-    that the model computes in.
+    that the model computes in. Parts of one parameter may come between those of another.
 
     Waits for pending updates first and changes nothing in the engine; one piece is in memory at a
     time. Of several ranks all have to call it, `take` is called on the first one, and what it
@@ -68,11 +68,14 @@ def _parts(engine: Engine) -> Iterator[Part]:
     itemsize = runtime.own.nbytes
     access = PieceAccess([whole_state(group) for group in runtime.groups])
     reader = ShardReader(access, runtime.ranks, itemsize)
+    wholes = model.wholes(engine)
     for state in runtime.optimizer_states:
         for elements, raw in reader.weights(state):
             for spec, here, there in overlaps(state.group.layout.params, elements):
                 part = raw[here.start * itemsize : here.stop * itemsize]
-                yield spec, range(there.start, there.stop), part
+                whole = wholes[spec.name]
+                found = whole.elements(there)
+                yield whole.spec, range(found.start, found.stop), part
                 del part
             del raw
         for _ in reader.meet():
