@@ -138,4 +138,3 @@ def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stay
             engine.runtime.updates.settle()
             said = counter.step([set(chosen.flatten().tolist()) for chosen in routing])
             assert Moved.until_now(engine) - before == said, number
-
