@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from offload.lazy_tensors import LazyWeights
 from offload.materialise import make_real
 from offload.model_state import StateDictHooks
 from offload.model_structure import ModelStructure
+from offload.moe import Experts
 from offload.optimizer import OffloadOptimizer
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.preflight import preflight
@@ -61,6 +62,7 @@ from offload.zero.runtime import Runtime, RuntimeOptions
 from offload.zero.sharding import ALONE
 from offload.zero.shared_views import refuse_shared_views
 from offload.zero.stepper import StepRules
+from offload.zero.store import WeightStore
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.values import ParameterValues
 
@@ -217,7 +219,7 @@ class Engine:
         dtype = DTYPES[config.precision]
         self._make_plan(config, discovery)
         trained = _listed(parameters)
-        first = FirstValues(model, config.seed, dtype, weights, lazy)
+        first = FirstValues(model, config.seed, dtype, weights, lazy, discovery.packed)
         make_real(_named(model, discovery), dtype, self.device)
         self._open_tiers(config, dtype)
         self._runtime = self._make_runtime(discovery, dtype)
@@ -260,13 +262,20 @@ class Engine:
         self._state_dict_hooks = hooks
 
     def _attach_experts(self, runtime: Runtime) -> None:
-        """Packed experts compute with the rows that groups have."""
-        for table in runtime.store.tables:
+        """Packed experts compute with the rows that groups have; layers of ours say which of their
+        experts come next."""
+        store = runtime.store
+        for table in store.tables:
             if table.module is not None:
                 from offload import packed_experts  # transformers is there: it is its module
 
-                packed_experts.attach(table.module, ExpertAccess(runtime.store, table))
-                runtime.store.on_close.append(partial(packed_experts.detach, table.module))
+                packed_experts.attach(table.module, ExpertAccess(store, table))
+                store.on_close.append(partial(packed_experts.detach, table.module))
+                continue
+            experts = self.module.get_submodule(table.name)
+            if isinstance(experts, Experts) and len(experts) == len(table.groups):
+                experts.on_chosen = partial(_announce, store, table.groups, experts.first)
+                store.on_close.append(partial(setattr, experts, "on_chosen", None))
 
     def _keep_activations(
         self, config: OffloadConfig, discovery: Discovery, runtime: Runtime
@@ -664,6 +673,13 @@ def _named(model: nn.Module, discovery: Discovery) -> Iterator[tuple[str, nn.Par
     for packed in discovery.packed:
         for number, row in enumerate(packed.rows):
             yield f"{packed.name}[{number}]", row
+
+
+def _announce(
+    store: WeightStore, groups: Sequence[ParamGroup], first: int, chosen: Sequence[int]
+) -> None:
+    """Begin to bring experts, by their numbers; `first` is that of the first group's."""
+    store.announce([groups[number - first] for number in chosen])
 
 
 def _plain(loss: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,15 @@ weights=    safetensors files, by equal names
 lazy        the tensors themselves, which are in files still (`offload.open_pretrained`)
 meta        what the model's constructor would call
 given       all others: the tensors have values
+
+Of a packed parameter a row is read at a time. What its module initialises is made whole, as in a
+model whose experts are in one group, and dropped with the last row.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +23,7 @@ from offload.materialise import MetaInitialiser, SafetensorsWeights
 from offload.tiers.errors import CheckpointError
 from offload.zero.layout import ParamSpec
 from offload.zero.local_tensors import local_of
+from offload.zero.packed import PackedParam
 from offload.zero.tensor_parallel import TensorParallel
 
 _log = logging.getLogger("offload")
@@ -30,12 +34,16 @@ class FirstValues:
 
     def __init__(
         self, model: nn.Module, seed: int, dtype: torch.dtype, weights: str | Path | None,
-        lazy: LazyWeights,
+        lazy: LazyWeights, packed: Sequence[PackedParam] = (),
     ) -> None:  # fmt: skip
         """UnsupportedError for a tensor on the meta device that nothing will set."""
         self._model = model
         self._dtype = dtype
         self._lazy = lazy
+        self._packed = {
+            id(row): (each, number) for each in packed for number, row in enumerate(each.rows)
+        }
+        self._made: dict[PackedParam, torch.Tensor] = {}  # initialised, for the rows still to come
         self._files = None if weights is None else SafetensorsWeights(weights, dtype)
         anything = [*model.parameters(), *model.buffers()]
         self._initialiser = None
@@ -54,22 +62,45 @@ class FirstValues:
         self, params: Mapping[ParamSpec, nn.Parameter], tensor_parallel: TensorParallel | None
     ) -> Callable[[ParamSpec], torch.Tensor]:
         """Those of a group's parameters, each read or made when it is asked for."""
-        fresh: Mapping[str, torch.Tensor] = {}
+        rows = {spec: self._packed[id(p)] for spec, p in params.items() if id(p) in self._packed}
+        fresh: dict[str, torch.Tensor] = {}
         if self._initialiser is not None and self._files is None:
-            fresh = self._initialiser.values({spec.name: param for spec, param in params.items()})
+            plain = {spec.name: param for spec, param in params.items() if spec not in rows}
+            fresh = self._initialiser.values(plain) | self._fresh_rows(rows)
 
         def value(spec: ParamSpec) -> torch.Tensor:
+            param, number = params[spec], None
+            if spec in rows:
+                packed, number = rows[spec]
+                param = packed.param
             if self._files is not None:
-                return self._files.get(spec)
-            if params[spec] in self._lazy:
-                return self._lazy.get(params[spec], spec.name, self._dtype)
+                return self._files.get(spec) if number is None else self._files.row(packed, number)
+            if param in self._lazy:
+                return self._lazy.get(param, spec.name, self._dtype, number)
             if spec.name in fresh:
                 return fresh[spec.name]
-            param = params[spec]
-            given = local_of(param).detach()
+            given = local_of(params[spec]).detach()
             return given if tensor_parallel is None else tensor_parallel.agree_on(param, given)
 
         return value
+
+    def _fresh_rows(
+        self, rows: Mapping[ParamSpec, tuple[PackedParam, int]]
+    ) -> dict[str, torch.Tensor]:
+        """One expert's rows of what its module initialises."""
+        assert self._initialiser is not None, "asked for by who has one"
+        wanted = {packed.name: packed for packed, _ in rows.values()}
+        if not all(packed in self._made for packed in wanted.values()):
+            made = self._initialiser.values({n: packed.param for n, packed in wanted.items()})
+            self._made = {wanted[name]: value for name, value in made.items()}
+        found = {
+            spec.name: self._made[packed][number]
+            for spec, (packed, number) in rows.items() if packed in self._made
+        }  # fmt: skip
+        for packed, number in rows.values():
+            if number == len(packed.rows) - 1:
+                self._made.pop(packed, None)
+        return found
 
     def fill_the_rest(self, others: Iterable[nn.Parameter], device: torch.device) -> None:
         """Buffers, and `others`: the parameters that stay in the model. All are on `device` then,

@@ -6,8 +6,9 @@
     all else    (a norm, a copy into an ordinary tensor) reads the values then and there
 
 So a library may build a model out of them in its own way, and the model's states are read group by
-group when `offload.initialize` asks for them. What is written to in place is in RAM from then on.
-The idea is that of torchdistx's deferred initialisation.
+group when `offload.initialize` asks for them; `lazy[3]` of stacked experts reads the fourth alone.
+What is written to in place is in RAM from then on. The idea is that of torchdistx's deferred
+initialisation.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from offload.materialise import check_range, check_shape
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.discovery import managed
 
+aten = torch.ops.aten
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
@@ -58,6 +60,9 @@ class Source(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def read(self, *, rounded: bool) -> torch.Tensor:
         """The values, in memory of their own or shared with nothing that is written to.
@@ -102,6 +107,10 @@ class _Stored:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.tensor.info.dtype]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.info.shape
+
     def read(self, *, rounded: bool) -> torch.Tensor:
         return self._bytes(0, self.tensor.info.nbytes).reshape(self.tensor.info.shape)
 
@@ -128,6 +137,10 @@ class _Held:
     def dtype(self) -> torch.dtype:
         return self.value.dtype
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
     def read(self, *, rounded: bool) -> torch.Tensor:
         return self.value
 
@@ -141,9 +154,10 @@ class _Moved:
     kwargs: Mapping[str, Any]
     number: int | None
     dtype: torch.dtype
+    shape: tuple[int, ...]
 
     def read(self, *, rounded: bool) -> torch.Tensor:
-        if self.func is torch.ops.aten._to_copy.default:
+        if self.func is aten._to_copy.default:
             source = self.args[0]
             if not rounded and _loses_bits(source.dtype, self.dtype):
                 found: torch.Tensor = source.read(rounded=False)
@@ -159,6 +173,67 @@ class _Moved:
         result = self.func(*args, **kwargs)
         found: torch.Tensor = result if self.number is None else result[self.number]
         return found
+
+
+def _row(source: Source, number: int) -> Source:
+    """What is at `number` of the first dimension: of no more than it is made of, where what was
+    done to the whole can be done to it."""
+    number %= source.shape[0]
+    if isinstance(source, _Stored):
+        stored = source.tensor
+        info = replace(stored.info, shape=stored.info.shape[1:])
+        at = stored.offset_bytes + number * info.nbytes
+        return replace(source, tensor=replace(stored, info=info, offset_bytes=at))
+    if isinstance(source, _Held):
+        return _Held(source.value[number])
+    assert isinstance(source, _Moved), "there are three kinds"
+    found = _row_of_moved(source, number)
+    if found is None:
+        shape = source.shape[1:]
+        return _Moved(aten.select.int, (source, 0, number), {}, None, source.dtype, shape)
+    return found
+
+
+def _row_of_moved(moved: _Moved, number: int) -> Source | None:
+    """None where all of the result is needed for a row of it."""
+    name, ndim = moved.func._schema.name.rpartition("::")[2], len(moved.shape)
+    of, *rest = moved.args
+
+    def made(func: Any, *args: Any) -> _Moved:
+        return replace(moved, func=func, args=args, shape=moved.shape[1:])
+
+    if name in ("alias", "clone", "detach", "_to_copy"):
+        kinds = (None, torch.preserve_format, torch.contiguous_format)
+        is_plain = moved.kwargs.get("memory_format") in kinds
+        return made(moved.func, _row(of, number), *rest) if is_plain else None
+    if name in ("cat", "stack"):
+        dim = (rest[0] if rest else moved.kwargs.get("dim", 0)) % ndim
+        if dim:
+            rows = [_row(each, number) for each in of]
+            return replace(made(moved.func, rows, dim - 1), kwargs={})
+        for each in of:
+            count = 1 if name == "stack" else each.shape[0]
+            if number < count:
+                return _cast(each if name == "stack" else _row(each, number), moved.dtype)
+            number -= count
+    if name == "transpose":
+        dims = [dim % ndim for dim in rest]
+        return made(moved.func, _row(of, number), *(dim - 1 for dim in dims)) if all(dims) else None
+    if name in ("view", "reshape", "_unsafe_view") and of.shape[:1] == moved.shape[:1]:
+        return made(aten.reshape.default, _row(of, number), list(moved.shape[1:]))
+    if name in ("slice", "split", "split_with_sizes"):
+        at = 0 if name == "slice" else 1  # of the dimension
+        dim = (rest[at] if len(rest) > at else 0) % ndim
+        if dim:
+            return made(moved.func, _row(of, number), *rest[:at], dim - 1, *rest[at + 1 :])
+    return None
+
+
+def _cast(source: Source, dtype: torch.dtype) -> Source:
+    """What `cat` and `stack` do to tensors of narrower formats."""
+    if source.dtype == dtype:
+        return source
+    return _Moved(aten._to_copy.default, (source,), {"dtype": dtype}, None, dtype, source.shape)
 
 
 def _is_source(value: object) -> bool:
@@ -211,11 +286,19 @@ class LazyTensor(torch.Tensor):
         source = self.memory.source
         for view in self.views:
             source = replace(view, args=(source, *view.args))
+            if view.func is aten.select.int and view.args[0] == 0:
+                source = _row(source.args[0], view.args[1])
         return source
 
     def value(self) -> torch.Tensor:
         """The values, read now, as an ordinary tensor."""
         return self.source.read(rounded=True)
+
+    def row(self, number: int) -> LazyTensor:
+        """Of the first dimension, of which alone the values are read."""
+        found = self[number]
+        assert isinstance(found, LazyTensor), "it was only moved"
+        return found
 
     def pieces(self, numel: int) -> Iterator[torch.Tensor]:
         """The values in order, 1D, `numel` at a time; read so, where nothing was done to them."""
@@ -283,10 +366,11 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     def made(shape: torch.Tensor, number: int | None) -> LazyTensor:
         if is_view:
-            view = _Moved(func, args[1:], kwargs, number, shape.dtype)
+            view = _Moved(func, args[1:], kwargs, number, shape.dtype, tuple(shape.shape))
             return LazyTensor(args[0].memory, shape, (*args[0].views, view))
         inputs, others = pytree.tree_map(_source_of, (args, kwargs))
-        return LazyTensor(_Memory(_Moved(func, inputs, others, number, shape.dtype)), shape)
+        source = _Moved(func, inputs, others, number, shape.dtype, tuple(shape.shape))
+        return LazyTensor(_Memory(source), shape)
 
     if isinstance(shapes, torch.Tensor):
         return made(shapes, None)
@@ -386,12 +470,15 @@ class LazyWeights:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def get(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Values for a parameter, as precise as the files have them. CheckpointError for a value
-        that `dtype` cannot hold."""
+    def get(
+        self, param: torch.Tensor, name: str, dtype: torch.dtype, number: int | None = None
+    ) -> torch.Tensor:
+        """Values for a parameter, or for a row of it, as precise as the files have them.
+        CheckpointError for a value that `dtype` cannot hold."""
         _, lazy = self._taken[id(param)]
-        tensor = lazy.source.read(rounded=False)
-        check_shape(name, tensor, tuple(param.shape))
+        check_shape(name, tuple(lazy.shape), tuple(param.shape))
+        asked = lazy if number is None else lazy.row(number)
+        tensor = asked.source.read(rounded=False)
         check_range(name, tensor, dtype)
         return tensor
 

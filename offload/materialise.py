@@ -21,6 +21,7 @@ from offload.initialisers import Call, Entry, Initialisers
 from offload.planning.activations.compiler_free import without_dynamo
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.zero.layout import ParamSpec
+from offload.zero.packed import PackedParam
 
 _PIECE_NUMEL = 1 << 22
 
@@ -251,6 +252,16 @@ class SafetensorsWeights:
                 where[name] = file
                 self._files[name] = handle
 
+    def row(self, packed: PackedParam, number: int) -> torch.Tensor:
+        """One row of a packed parameter, as `get` would give it, and nothing else is read."""
+        spec = packed.spec
+        for name in spec.names:
+            if name in self._files:
+                stored = self._files[name].get_slice(name)
+                check_shape(name, tuple(stored.get_shape()), spec.shape)
+                return self._checked(f"{name}[{number}]", stored[number])
+        raise _missing(spec)
+
     def find(self, names: tuple[str, ...]) -> torch.Tensor | None:
         for name in names:
             if name in self._files:
@@ -262,14 +273,17 @@ class SafetensorsWeights:
         """CheckpointError if the tensor is missing, has another shape or other numbers."""
         tensor = self.find(spec.names)
         if tensor is None:
-            raise CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
-        check_shape(spec.name, tensor, spec.shape)
+            raise _missing(spec)
+        check_shape(spec.name, tuple(tensor.shape), spec.shape)
+        return self._checked(spec.name, tensor)
+
+    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             raise CheckpointError(
-                f"weights: {spec.name} is {tensor.dtype} in the files, and a floating point "
+                f"weights: {name} is {tensor.dtype} in the files, and a floating point "
                 "parameter in the model; convert it (dequantise it) first"
             )
-        check_range(spec.name, tensor, self._dtype)
+        check_range(name, tensor, self._dtype)
         return tensor
 
     def get_as(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
@@ -277,7 +291,7 @@ class SafetensorsWeights:
         tensor = self.find((name,))
         if tensor is None:
             return None
-        check_shape(name, tensor, tuple(like.shape))
+        check_shape(name, tuple(tensor.shape), tuple(like.shape))
         if tensor.dtype == like.dtype:
             return tensor
         if tensor.is_floating_point() and like.is_floating_point():
@@ -286,11 +300,13 @@ class SafetensorsWeights:
         return _exactly(name, tensor, like.dtype)
 
 
-def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise CheckpointError(
-            f"weights: {name} has shape {tuple(tensor.shape)}, in the model {shape}"
-        )
+def _missing(spec: ParamSpec) -> CheckpointError:
+    return CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
+
+
+def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if found != shape:
+        raise CheckpointError(f"weights: {name} has shape {found}, in the model {shape}")
 
 
 def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -34,9 +34,7 @@ class StateDictHooks:
         self._names = Counter(map(id, owned))
         self._handles: list[RemovableHandle] = [
             model.register_state_dict_pre_hook(lambda *args: values.adopt_changes()),
-            model.register_load_state_dict_pre_hook(
-                lambda *args: values.adopt_changes(loading=True)
-            ),
+            model.register_load_state_dict_pre_hook(lambda *args: self._begin_load(*args)),
         ]
         for module in model.modules():
             if self._own(module):
@@ -79,6 +77,17 @@ class StateDictHooks:
         self._versions[id(param)] = version
         return copied
 
+    def _begin_load(
+        self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        for name, module in model.named_modules():
+            if "0" not in module._modules:
+                own = [
+                    f"{prefix}{name}.{each}" for each, p in self._own(module).items() if p.dim() > 2
+                ]
+                _refuse_single_experts(own, f"{prefix}{name}.0.", state_dict)
+        self._values.adopt_changes(loading=True)
+
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         self._after_load(module, None)  # left open if an earlier load raised half-way
         context = self._values.gathered(list(self._own(module).values()))
@@ -93,3 +102,17 @@ class StateDictHooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _refuse_single_experts(tables: list[str], first: str, state_dict: dict[str, Any]) -> None:
+    """A load that is not strict would leave these `tables` as they are. (transformers' own Trainer
+    resumes so from the files that it has written.)"""
+    if not tables or any(name in state_dict for name in tables):
+        return
+    found = next((key for key in state_dict if key.startswith(first)), None)
+    if found is not None:
+        raise UnsupportedError(
+            f"{tables[0]} has all experts in one tensor, and the state dict has them one by one "
+            f"({found}, ...), as files of the hub do; resume with OffloadTrainer, which merges "
+            "them, or open the folder with offload.open_pretrained"
+        )

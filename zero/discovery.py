@@ -154,16 +154,21 @@ class _Trees:
         self.params: dict[int, nn.Parameter] = {}
         self._trees: dict[int, ModuleTree] = {}  # id(module) -> its tree
         self._params: dict[int, TreeParam] = {}
+        # modules by id whose parameters another one changes as a whole while they compute (PEFT's
+        # `target_parameters`)
+        self._whole: set[int] = set()
 
     def of(self, module: nn.Module) -> ModuleTree:
         """One tree per module, however many places it is in."""
         if id(module) not in self._trees:
             own = module.named_parameters(recurse=False, remove_duplicate=False)
+            if isinstance(getattr(module, "parameter_name", None), str):
+                self._whole.update(map(id, module._modules.values()))
             tree = ModuleTree(
                 type(module).__name__,
                 {name: self._param(param) for name, param in own},
                 {n: self.of(child) for n, child in module._modules.items() if child is not None},
-                _kind_of(module),
+                ModuleKind.PLAIN if id(module) in self._whole else _kind_of(module),
                 ep_size_of(module),
                 type(module),
             )

@@ -278,7 +278,7 @@ class GradientHandles:
                 self._params[key].grad = None
             self._sources.pop(key).used_up = why
             self._handles.pop(key)
-        self.packed.forget()
+        self.packed.forget(why)
 
     def _forget(self, keys: Sequence[Place]) -> None:
         """Drop these parameters' accumulated gradients, which users cleared."""
@@ -301,17 +301,21 @@ class GradientHandles:
             if key not in self._sources or not self._is_kept(key):
                 continue
             source = self._sources[key]
-            if isinstance(source.state.gradients, ReducedGradients):
-                # all ranks would have to take part, and perhaps only this rank kept the handle
-                source.used_up = (
-                    "it was cleared, and its parts are on several ranks; .clone() it before"
-                )
-            elif not source.zeroed and not self._has(source.state, source.index):
-                # parts from other micro-batches are still missing
-                source.used_up = "the backward pass that it came in was cut short"
-            else:
+            source.used_up = self.why_lost(source)
+            if source.used_up is None:
                 source.kept = self.value_of(source)
             del self._handles[key]
+
+    def why_lost(self, source: GradientSource) -> str | None:
+        """Why a gradient that is cleared has no value any more for those who kept its handle; None
+        if it has one."""
+        if isinstance(source.state.gradients, ReducedGradients):
+            # all ranks would have to take part, and perhaps only this rank kept the handle
+            return "it was cleared, and its parts are on several ranks; .clone() it before"
+        if not source.zeroed and not self._has(source.state, source.index):
+            # parts from other micro-batches are still missing
+            return "the backward pass that it came in was cut short"
+        return None
 
     def _is_kept(self, key: Place) -> bool:
         """Whether there are references to a handle, or to its source, beside ours."""

@@ -30,9 +30,8 @@ class PackedParam:
 
     @classmethod
     def of(cls, param: nn.Parameter, names: tuple[str, ...]) -> PackedParam:
-        """The rows begin as views of the parameter's values."""
-        whole = param.detach()
-        rows = [nn.Parameter(row, requires_grad=param.requires_grad) for row in whole]
+        """The rows begin as views of the parameter's values, each with a version of its own."""
+        rows = [nn.Parameter(row.data, param.requires_grad) for row in param.detach()]
         return cls(param, names, rows, type(param))
 
     @property

@@ -11,12 +11,14 @@ step moves them, too (weight decay, moments), once they are needed (zero/missed_
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.tiers.errors import StateError
 from offload.zero.local_tensors import local_of
 from offload.zero.packed import PackedParam
 from offload.zero.paged import Operation, PagedTensor
@@ -34,6 +36,7 @@ class PackedGradientSource:
         self._table = table
         self.packed = packed
         self.kept: torch.Tensor | None = None  # its value, after it was cleared
+        self.used_up: str | None = None  # why its value is gone
 
     @property
     def name(self) -> str:
@@ -41,10 +44,12 @@ class PackedGradientSource:
 
     @contextmanager
     def reading(self) -> Iterator[torch.Tensor]:
+        self._check()
         yield self._table.value_of(self) if self.kept is None else self.kept
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
+        self._check()
         if self.kept is not None:
             yield self.kept
             return
@@ -53,9 +58,14 @@ class PackedGradientSource:
         self._table.write(self.packed, value)
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._check()
         if self.kept is not None:
             return NotImplemented
         return self._table.answer(self, operation, args, kwargs)
+
+    def _check(self) -> None:
+        if self.used_up is not None:
+            raise StateError(f"{self.name} has no value any more: {self.used_up}")
 
 
 class PackedGradients:
@@ -106,20 +116,29 @@ class PackedGradients:
                         row.grad = own
 
     def _part(self, packed: PackedParam) -> None:
-        """`.grad` was set to something else: a user may have kept the handle."""
+        """`.grad` was set to something else. A user who has kept the handle, or views of it, gets a
+        copy of its value."""
         handle = self._shown.pop(packed)
         source = handle.source
-        assert isinstance(source, PackedGradientSource), "made here"
-        source.kept = self.value_of(source)
+        # a local variable, an argument; the handle has the source, too
+        if sys.getrefcount(handle) > 2 or sys.getrefcount(source) > 3:
+            assert isinstance(source, PackedGradientSource), "made here"
+            rows = self._sources_of(packed)
+            source.used_up = next(filter(None, map(self._rows.why_lost, rows)), None)
+            if source.used_up is None:
+                source.kept = self.value_of(source)
         _clear_rows(packed)
 
-    def forget(self) -> None:
+    def forget(self, why: str) -> None:
         """All gradients are used up."""
         with torch._C.DisableTorchFunctionSubclass():
-            for packed, handle in self._shown.items():
+            for packed, handle in list(self._shown.items()):
                 if packed.param.grad is handle and all(row.grad is None for row in packed.rows):
                     packed.param.grad = None
-            self._shown = {p: h for p, h in self._shown.items() if p.param.grad is h}
+                if packed.param.grad is not handle:
+                    assert isinstance(handle.source, PackedGradientSource), "made here"
+                    handle.source.used_up = why
+                    del self._shown[packed]
 
     # ---------------------------------------------------------------- values
     def value(self, packed: PackedParam) -> torch.Tensor | None:
@@ -156,8 +175,7 @@ class PackedGradients:
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Of an operation on the whole gradient, from the rows' answers."""
-        there = [self._rows.source_of(row) for row in source.packed.rows]
-        rows = [each for each in there if each is not None]
+        rows = self._sources_of(source.packed)
         if operation is aten.add_.Tensor or not rows:
             return self._of_zeros(source, operation, args)
         if operation in _NORMS:
@@ -165,6 +183,11 @@ class PackedGradients:
         answers = [row.answer(operation, args, kwargs) for row in rows]
         # rules of rows answer all alike, for they look at the arguments alone
         return NotImplemented if answers[0] is NotImplemented else source
+
+    def _sources_of(self, packed: PackedParam) -> list[GradientSource]:
+        """Of those rows that have a gradient."""
+        found = [self._rows.source_of(row) for row in packed.rows]
+        return [source for source in found if source is not None]
 
     def _of_zeros(
         self, source: PackedGradientSource, operation: Operation, args: Sequence[Any]

@@ -22,12 +22,15 @@ class PackedValues:
     values take. For the thread of the model."""
 
     def __init__(
-        self, store: WeightStore, full: Callable[[nn.Parameter], torch.Tensor], gathered: Gathered
-    ) -> None:
-        """`full` gives a copy of one row, `gathered` opens rows for writing."""
+        self, store: WeightStore, full: Callable[[nn.Parameter], torch.Tensor], gathered: Gathered,
+        wrote: Callable[[nn.Parameter], None],
+    ) -> None:  # fmt: skip
+        """`full` gives a copy of one row, `gathered` opens rows for writing. `wrote` takes a row's
+        values for written ones."""
         self._store = store
         self._full = full
         self._gathered = gathered
+        self._wrote = wrote
         self._shown: dict[PackedParam, list[int]] = {}  # and the digests of their rows
 
     def whole(self, packed: PackedParam) -> torch.Tensor:
@@ -86,8 +89,12 @@ class PackedValues:
             now = [digest(row) for row in values]
             pairs = zip(now, self._shown[packed], strict=True)
             changed = [int(digested != known) for digested, known in pairs]
-            rows = self._store.ranks.exchange(changed, "which experts were written")
-            for index in rows.max(axis=0).nonzero()[0].tolist():
-                with torch.no_grad(), self._gathered([packed.rows[index]]):
-                    packed.rows[index].copy_(values[index])
+            said = self._store.ranks.exchange(changed, "which experts were written")
+            written = said.max(axis=0).tolist()
+            for row, value, is_written in zip(packed.rows, values, written, strict=True):
+                if is_written:
+                    with torch.no_grad(), self._gathered([row]):
+                        row.copy_(value)
+                elif any(written):
+                    self._wrote(row)  # the master of a parameter that was written is its values
             self._shown[packed] = now

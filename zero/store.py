@@ -261,6 +261,22 @@ class WeightStore:
         """A parameter whose rows are in groups of their own; None for any other."""
         return self._packed.get(id(param))
 
+    def rows_of(self, param: nn.Parameter) -> list[nn.Parameter]:
+        """A packed parameter's, in their order; any other is its only one. To write it without
+        having all of it in memory."""
+        packed = self.packed_of(param)
+        return [param] if packed is None else packed.rows
+
+    def whole_of(self, param: nn.Parameter) -> tuple[ParamSpec, int]:
+        """A parameter of a group as the model has it, and which of its elements is the first: of a
+        row, its packed parameter's."""
+        group, index = self._where[id(param)]
+        packed = self._packed.get(self.whole.get(id(param), 0))
+        if packed is None:
+            return group.layout.params[index], 0
+        assert group.table is not None, "rows are of experts"
+        return packed.spec, group.table.groups.index(group) * param.numel()
+
     def places_of(self, param: torch.Tensor) -> list[tuple[ParamGroup, int]]:
         """A parameter's group and its index there; of a packed one, its rows'. Empty if it is not
         managed."""

@@ -27,7 +27,7 @@ class WeightValues:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._given = GivenCopies()
-        self._packed = PackedValues(store, self.full, self.gathered)
+        self._packed = PackedValues(store, self.full, self.gathered, self._wrote)
 
     # ---------------------------------------------------------------- gathered
     @contextmanager
@@ -129,6 +129,13 @@ class WeightValues:
         for index in indices:
             self._follow(group, index)
         group.version += 1
+
+    def _wrote(self, param: nn.Parameter) -> None:
+        """As if a parameter of a group had been written, with the values that it has."""
+        group, index = self._find(param)
+        if group.has_masters:
+            with self._entered([group]):
+                self.accept(group, [index])
 
     def _follow(self, group: ParamGroup, index: int) -> None:
         """A parameter was written: nothing is made from weights alone."""

@@ -102,6 +102,7 @@ class _Loader:
         self._reader = reader
         self._manifest = reader.manifest
         self._records = records  # by the engine's first name
+        self._wholes = model.wholes(engine)
         self._saved_format = model.saved_format(engine)
         self._weights = {name: reader.parameter(r) for name, r in self._records.items()}
         self._states = {
@@ -150,14 +151,16 @@ class _Loader:
                 del raw
 
     def _read_weights(
-        self, group: ParamGroup, elements: range, raw: torch.Tensor, first: int
+        self, group: ParamGroup, elements: range, raw: torch.Tensor, start: int
     ) -> None:
-        """The group's `elements` into `raw`, from its element `first` on."""
+        """The group's `elements` into `raw`, from its element `start` on."""
         itemsize = group.dtype.itemsize
         for spec, here, there in overlaps(group.layout.params, elements):
-            start, stop = here.start + first, here.stop + first
-            view = raw[start * itemsize : stop * itemsize].numpy().data
-            self._reader.read_into(self._weights[spec.name], there.start * itemsize, view)
+            mine = slice((here.start + start) * itemsize, (here.stop + start) * itemsize)
+            view = raw[mine].numpy().data
+            whole = self._wholes[spec.name]
+            first = whole.elements(there).start
+            self._reader.read_into(self._weights[whole.spec.name], first * itemsize, view)
             del view
 
     def _read_optimizer(self, state: OptimizerState) -> None:
@@ -185,18 +188,18 @@ class _Loader:
         saved: RecordFormat,
     ) -> None:  # fmt: skip
         for spec, here, there in overlaps(specs, elements):
-            theirs, mine = saved.field_spans(there), saved.field_spans(here)
+            whole = self._wholes[spec.name]
+            theirs, mine = saved.field_spans(whole.elements(there)), saved.field_spans(here)
             for field, array in arrays.items():
                 view = array[mine[field]].view(np.uint8).data
                 start = theirs[field].start * array.itemsize
-                self._reader.read_into(self._states[spec.name, field], start, view)
+                self._reader.read_into(self._states[whole.spec.name, field], start, view)
 
     def _read_steps(self, group: ParamGroup) -> None:
         for index, spec in enumerate(group.layout.params):
             if spec.trainable:
-                self._runtime.optimizer_states[group.index].steps[index] = self._records[
-                    spec.name
-                ].steps
+                record = self._records[self._wholes[spec.name].spec.name]
+                self._runtime.optimizer_states[group.index].steps[index] = record.steps
 
     def _read_others(self) -> None:
         for name, tensor in model.other_tensors(self._engine).items():

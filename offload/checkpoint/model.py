@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,12 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
-from offload.checkpoint.shards import saved_groups
 from offload.kernels.floats import Array
-from offload.kernels.rules import StateFormat
+from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import IntegrityError, StateError, UnsupportedError
+from offload.zero.group import ParamGroup
+from offload.zero.layout import ParamSpec
 from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -46,12 +47,13 @@ _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U
 
 def check_at_rest(engine: Engine, doing: str) -> None:
     """StateError while parameters are in use and might be changed."""
-    for group in engine.runtime.groups:
-        if group.is_entered:
-            raise StateError(
-                f"{doing} while {group.name or 'the model'} is in use; leave engine.gathered (or "
-                "the forward) first"
-            )
+    runtime = engine.runtime
+    used = [group.name or "the model" for group in runtime.groups if group.is_entered]
+    used += [packed.name for packed in runtime.store.packed if packed.is_shown]
+    for name in used:
+        raise StateError(
+            f"{doing} while {name} is in use; leave engine.gathered (or the forward) first"
+        )
 
 
 def check_stepped(engine: Engine) -> None:
@@ -64,40 +66,113 @@ def check_stepped(engine: Engine) -> None:
         )
 
 
+def check_caught_up(engine: Engine) -> None:
+    """IntegrityError unless all rows of each packed parameter were updated equally often: a
+    checkpoint has one number for them."""
+    states = engine.runtime.optimizer_states
+    for packed in engine.runtime.store.packed:
+        if packed.spec.trainable:
+            steps = sorted({int(states[group.index].steps[at]) for group, at in packed.places})
+            if len(steps) > 1:
+                raise IntegrityError(
+                    f"{packed.name}: its experts were updated {steps[0]} to {steps[-1]} times, and "
+                    "should be even by now; no checkpoint was written (a fault of offload's)"
+                )
+
+
 # --------------------------------------------------------------------------- tensors
-def parameter_records(engine: Engine, steps: Sequence[Array] = ()) -> list[ParameterRecord]:
-    """Every managed parameter of all ranks, in the order of saved groups and layouts. `steps`: of
-    each of those groups (`steps_everywhere`); by default this rank's."""
-    dtype = DTYPE_NAMES[engine.runtime.options.dtype]
-    saved = saved_groups(engine)
-    steps = steps or [each.state.steps for each in saved]
-    return [
-        ParameterRecord(
-            names=[engine.spread.name_on(each.owner, name) for name in spec.names],
-            dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
-            # trainable parameters come first in a layout, so both indices agree
-            steps=int(steps[number][index]) if spec.trainable else 0,
-            group=number,
-        )
-        for number, each in enumerate(saved)
-        for index, spec in enumerate(each.group.layout.params)
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class SavedGroup:
+    """What has a file for its parameters and one for its records: a group, or all experts of a
+    module, those on other ranks among them. Packed parameters are whole in it, as if no expert were
+    a group of its own."""
+
+    name: str
+    groups: list[ParamGroup]
+
+    @property
+    def packed(self) -> bool:
+        table = self.groups[0].table
+        return table is not None and bool(table.packed)
+
+    def of_all_ranks(self) -> Iterator[tuple[ParamGroup, int]]:
+        """Groups in the order in which they are written, and the rank whose one it is."""
+        for rank in range(self.groups[0].ep_size):
+            yield from ((group, rank) for group in self.groups)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(group.layout.numel_trainable for group in self.groups)
 
 
-def steps_everywhere(engine: Engine) -> list[Array]:
-    """How often the parameters of each saved group were updated, where its owner is. For all ranks
-    together, where experts are spread over them."""
-    runtime, saved = engine.runtime, saved_groups(engine)
-    if engine.spread.ep_size == 1:
-        return [each.state.steps for each in saved]
-    mine = [state.steps for state in runtime.optimizer_states]
-    rows = runtime.rank_work.exchange(np.concatenate(mine).tolist(), "how often each was updated")
-    starts = np.cumsum([0, *map(len, mine)])
-    found = []
-    for each in saved:
-        start = starts[each.group.index]
-        found.append(rows[each.owner, start : start + len(each.state.steps)])
+def saved_groups(engine: Engine) -> list[SavedGroup]:
+    """In the order of groups: the experts of a module are side by side."""
+    found: list[SavedGroup] = []
+    for group in engine.runtime.groups:
+        if group.table is None:
+            found.append(SavedGroup(group.name, [group]))
+        elif group is group.table.groups[0]:
+            found.append(SavedGroup(group.table.name, group.table.groups))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter as the model has it, and which of its elements is the first of a row of it."""
+
+    spec: ParamSpec
+    first: int = 0
+
+    def elements(self, there: slice) -> slice:
+        """Of the parameter, by those of the row."""
+        return slice(self.first + there.start, self.first + there.stop)
+
+
+def wholes(engine: Engine) -> dict[str, Whole]:
+    """By the names that groups have for them."""
+    store = engine.runtime.store
+    return {
+        spec.name: Whole(*store.whole_of(param))
+        for group in store.groups
+        for spec, param in zip(group.layout.params, group.params, strict=True)
+    }
+
+
+StepsOf = Callable[[ParamGroup, int], Array]  # of the trained parameters of a group, on a rank
+
+
+def parameter_records(engine: Engine, steps_of: StepsOf | None = None) -> list[ParameterRecord]:
+    """Every managed parameter of all ranks, in the order of groups and layouts. Without `steps_of`
+    (see `steps_everywhere`) all ranks' experts have as many steps as this one's."""
+    runtime = engine.runtime
+    dtype = DTYPE_NAMES[runtime.options.dtype]
+    found = []
+    for number, saved in enumerate(saved_groups(engine)):
+        for group, rank in [*saved.of_all_ranks()][: 1 if saved.packed else None]:
+            own = runtime.optimizer_states[group.index].steps
+            steps = own if steps_of is None else steps_of(group, rank)
+            for index, param in enumerate(group.params):
+                spec, _ = runtime.store.whole_of(param)
+                found.append(
+                    ParameterRecord(
+                        names=[engine.spread.name_on(rank, name) for name in spec.names],
+                        dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
+                        # trainable parameters come first in a layout, so both indices agree
+                        steps=int(steps[index]) if spec.trainable else 0, group=number,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def steps_everywhere(engine: Engine) -> StepsOf:
+    """How often parameters were updated. For all ranks together, where experts are spread."""
+    runtime = engine.runtime
+    mine = [state.steps for state in runtime.optimizer_states]
+    if engine.spread.ep_size == 1:
+        return lambda group, _: mine[group.index]
+    rows = runtime.rank_work.exchange(np.concatenate(mine).tolist(), "how often each was updated")
+    ends = np.cumsum([len(each) for each in mine])
+    return lambda group, rank: np.split(rows[rank], ends)[group.index]
 
 
 def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
@@ -161,10 +236,14 @@ def model_record(model: nn.Module) -> ModelRecord | None:
 
 def saved_format(engine: Engine) -> RecordFormat:
     """How a checkpoint keeps optimizer records: as they are. Where the configuration has a format
-    per tier: with states in fp32, since what is where may be another time otherwise."""
+    per tier: with states in fp32, since what is where may be another time otherwise; so, too, where
+    rows of a packed parameter would share a block of 8-bit states."""
     formats = (kept for state in engine.runtime.optimizer_states for kept in state.formats)
     kept = next(formats, _EMPTY)  # they differ in how states are kept only
-    if engine.config.optimizer.states.uniform:
+    uneven = kept.state_format is StateFormat.INT8 and any(
+        packed.rows[0].numel() % BLOCK for packed in engine.runtime.store.packed
+    )
+    if engine.config.optimizer.states.uniform and not uneven:
         return kept
     return replace(kept, state_format=StateFormat.FP32)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from offload.checkpoint.manifest import (
     Manifest,
     ParameterRecord,
 )
+from offload.checkpoint.model import SavedGroup
 from offload.checkpoint.pieces import PieceAccess, overlaps
 from offload.checkpoint.safetensors_file import (
     SafetensorsWriter,
@@ -34,15 +36,18 @@ from offload.checkpoint.safetensors_file import (
     file_nbytes,
     info_of,
 )
-from offload.checkpoint.shards import Records, ShardReader, Weights, saved_groups
+from offload.checkpoint.shards import Records, ShardReader, Weights
 from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError
+from offload.zero.group import ParamGroup
+from offload.zero.layout import ParamSpec
 from offload.zero.ranks import Ranks
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
 Sections = Mapping[str, Sequence[TensorInfo]]
+_TENSORS = "tensors"
 
 
 def save_engine(engine: Engine, path: Path) -> None:
@@ -51,6 +56,7 @@ def save_engine(engine: Engine, path: Path) -> None:
     model.check_stepped(engine)
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be saved")
+    model.check_caught_up(engine)
     if engine.runtime.ranks is not None:
         _save_together(engine, path, engine.runtime.ranks)
         return
@@ -88,11 +94,19 @@ def optimizer_sections(
 ) -> dict[str, list[TensorInfo]]:
     """A group's optimizer tensors: one section per field, wide fields first (for alignment)."""
     trainable = [record for record in parameters if record.trainable]
-    ordered = sorted(fields.items(), key=lambda item: -ITEMSIZE[item[1]])
     return {
         field: [field_info(record, field, dtype) for record in trainable]
-        for field, dtype in ordered
+        for field, dtype in _by_width(fields)
     }  # fmt: skip
+
+
+def _packed_section(name: str, field: str) -> str:
+    """Of a packed parameter, whose rows are those of experts that come one after another."""
+    return f"{name}: {field}"
+
+
+def _by_width(fields: Mapping[str, str]) -> list[tuple[str, str]]:
+    return sorted(fields.items(), key=lambda item: -ITEMSIZE[item[1]])
 
 
 class _Saver:
@@ -101,13 +115,13 @@ class _Saver:
     def __init__(self, engine: Engine) -> None:
         self._runtime = engine.runtime
         self._others = model.other_tensors(engine)
-        self._saved = saved_groups(engine)
-        self._spread = engine.spread
         self._parameters = model.parameter_records(engine, model.steps_everywhere(engine))
         self._optimizer = model.optimizer_record(engine)
         self._saved_format = model.saved_format(engine)
         self._files: dict[str, FileRecord] = {}
-        self._groups = [self._group_record(number) for number in range(len(self._saved))]
+        self._saved = model.saved_groups(engine)
+        self._wholes = model.wholes(engine)
+        self._groups = [self._group_record(*each) for each in enumerate(self._saved)]
         self._manifest = Manifest(
             offload=__version__,
             precision=engine.config.precision,
@@ -144,10 +158,11 @@ class _Saver:
 
     def _all_parts(self) -> Iterator[Iterator[Any]]:
         """Every group's parameters and records, in the order in which they are written."""
-        for saved in self._saved:
-            yield self._reader.weights(saved)
-            if saved.group.layout.numel_trainable:
-                yield self._reader.records(saved, self._saved_format)
+        for group, rank in (each for saved in self._saved for each in saved.of_all_ranks()):
+            state = self._runtime.optimizer_states[group.index]
+            yield self._reader.weights(state, rank)
+            if group.layout.numel_trainable:
+                yield self._reader.records(state, self._saved_format, rank)
             yield self._reader.meet()
 
     def _take(self) -> Iterator[Any]:
@@ -161,12 +176,12 @@ class _Saver:
             for _ in part:
                 pass
 
-    def _group_record(self, number: int) -> GroupRecord:
-        file, saved = f"{number:03d}.safetensors", self._saved[number]
+    def _group_record(self, number: int, saved: SavedGroup) -> GroupRecord:
+        file = f"{number:03d}.safetensors"
         return GroupRecord(
-            name=self._spread.name_on(saved.owner, saved.group.name),
+            name=saved.name,
             parameters=f"{PARAMETERS}/{file}",
-            optimizer=f"{OPTIMIZER}/{file}" if saved.group.layout.numel_trainable else None,
+            optimizer=f"{OPTIMIZER}/{file}" if saved.is_trained else None,
         )
 
     def write(self, folder: Path, name: str) -> None:
@@ -177,13 +192,8 @@ class _Saver:
             (folder / PARAMETERS).mkdir()
             (folder / OPTIMIZER).mkdir()
         with progress(f"saving {name}", nbytes) as self._came:
-            for number, record in enumerate(self._groups):
-                weights = self._take()
-                self._write_parameters(folder, number, record, weights)
-                if record.optimizer is not None:
-                    self._write_optimizer(folder, number, record, self._take())
-                for _ in self._take():
-                    pass
+            for number in range(len(self._saved)):
+                self._write_group(folder, number)
             self._write_others(folder)
         manifest = self._manifest.model_copy(update={"files": self._files})
         _write_text(folder / MANIFEST, manifest.to_json())
@@ -201,13 +211,25 @@ class _Saver:
         return [record for record in self._parameters if record.group == number]
 
     def _parameter_sections(self, number: int) -> Sections:
-        return {"tensors": [info_of(record) for record in self._of(number)]}
+        if self._saved[number].packed:
+            return {
+                _packed_section(record.names[0], _TENSORS): [info_of(record)]
+                for record in self._of(number)
+            }
+        return {_TENSORS: [info_of(record) for record in self._of(number)]}
 
     def _optimizer_sections(self, number: int) -> Sections:
-        return optimizer_sections(self._of(number), self._optimizer.fields)
+        fields = self._optimizer.fields
+        if not self._saved[number].packed:
+            return optimizer_sections(self._of(number), fields)
+        return {
+            _packed_section(record.names[0], field): [field_info(record, field, dtype)]
+            for field, dtype in _by_width(fields)
+            for record in self._of(number) if record.trainable
+        }  # fmt: skip
 
     def _other_sections(self) -> Sections:
-        return {"tensors": [info_of(record) for record in self._manifest.buffers]}
+        return {_TENSORS: [info_of(record) for record in self._manifest.buffers]}
 
     def _metadata(self, number: int) -> dict[str, str]:
         tied = {alias: r.names[0] for r in self._of(number) for alias in r.names[1:]}
@@ -215,45 +237,67 @@ class _Saver:
         return {**metadata, "tied": json.dumps(tied)} if tied else metadata
 
     # ---------------------------------------------------------------- writing
+    def _write_group(self, folder: Path, number: int) -> None:
+        """Both files side by side: experts come one after another, each with its records."""
+        saved, record = self._saved[number], self._groups[number]
+        with ExitStack() as stack:
+            parameters = stack.enter_context(
+                SafetensorsWriter(
+                    folder / record.parameters, self._parameter_sections(number),
+                    self._metadata(number),
+                )
+            )  # fmt: skip
+            optimizer = None
+            if record.optimizer is not None:
+                optimizer = stack.enter_context(
+                    SafetensorsWriter(
+                        folder / record.optimizer, self._optimizer_sections(number),
+                        {"group": record.name},
+                    )
+                )  # fmt: skip
+            for group, _ in saved.of_all_ranks():
+                self._write_parameters(parameters, group, self._take(), packed=saved.packed)
+                if group.layout.numel_trainable:
+                    assert optimizer is not None, "it is trained"
+                    self._write_optimizer(optimizer, group, self._take(), packed=saved.packed)
+                for _ in self._take():
+                    pass
+            self._files[record.parameters] = parameters.finish()
+            if optimizer is not None and record.optimizer is not None:
+                self._files[record.optimizer] = optimizer.finish()
+
     def _write_parameters(
-        self, folder: Path, number: int, record: GroupRecord, weights: Weights
+        self, file: SafetensorsWriter, group: ParamGroup, weights: Weights, *, packed: bool
     ) -> None:
-        group = self._saved[number].group
         itemsize = group.dtype.itemsize
-        sections, metadata = self._parameter_sections(number), self._metadata(number)
-        with SafetensorsWriter(folder / record.parameters, sections, metadata) as file:
-            for elements, raw in weights:
-                for _, here, _ in overlaps(group.layout.params, elements):
-                    part = raw[here.start * itemsize : here.stop * itemsize]
-                    file.append("tensors", part.numpy().data)
-                self._came(raw.nbytes)
-                del raw
-            self._files[record.parameters] = file.finish()
+        for elements, raw in weights:
+            for spec, here, _ in overlaps(group.layout.params, elements):
+                part = raw[here.start * itemsize : here.stop * itemsize]
+                file.append(self._section(spec, packed, _TENSORS), part.numpy().data)
+            self._came(raw.nbytes)
+            del raw
 
     def _write_optimizer(
-        self, folder: Path, number: int, record: GroupRecord, records: Records
+        self, file: SafetensorsWriter, group: ParamGroup, records: Records, *, packed: bool
     ) -> None:
-        name, group = record.optimizer, self._saved[number].group
-        assert name is not None, "the group is trained"
         specs = [spec for spec in group.layout.params if spec.trainable]
-        sections = self._optimizer_sections(number)
-        with SafetensorsWriter(folder / name, sections, {"group": record.name}) as file:
-            for elements, arrays in records:
-                for _, here, _ in overlaps(specs, elements):
-                    spans = self._saved_format.field_spans(here)
-                    for field in sections:
-                        part = arrays[field][spans[field]].view(np.uint8)
-                        file.append(field, part.data)
-                        self._came(part.nbytes)
-                arrays.clear()
-            self._files[name] = file.finish()
+        for elements, arrays in records:
+            for spec, here, _ in overlaps(specs, elements):
+                for field, span in self._saved_format.field_spans(here).items():
+                    part = arrays[field][span].view(np.uint8)
+                    file.append(self._section(spec, packed, field), part.data)
+                    self._came(part.nbytes)
+            arrays.clear()
+
+    def _section(self, spec: ParamSpec, packed: bool, name: str) -> str:
+        return _packed_section(self._wholes[spec.name].spec.name, name) if packed else name
 
     def _write_others(self, folder: Path) -> None:
         with SafetensorsWriter(folder / BUFFERS, self._other_sections(), {"format": "pt"}) as file:
             for tensor in self._others.values():
                 if tensor.numel():
                     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                    file.append("tensors", flat.numpy().data)
+                    file.append(_TENSORS, flat.numpy().data)
             self._files[BUFFERS] = file.finish()
 
 

@@ -8,9 +8,7 @@ Experts that are spread over ranks are sent whole, each by the rank that has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,33 +21,8 @@ from offload.zero.optimizer_state import OptimizerState
 from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
 
-if TYPE_CHECKING:
-    from offload.engine import Engine
-
 Weights = Iterator[tuple[range, torch.Tensor]]
 Records = Iterator[tuple[range, dict[str, Array]]]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedGroup:
-    """A group as a checkpoint has it, in files of its own. Where `owner` is not the first rank the
-    group is that of another expert, which lies at the place of this rank's one."""
-
-    state: OptimizerState
-    owner: int
-
-    @property
-    def group(self) -> ParamGroup:
-        return self.state.group
-
-
-def saved_groups(engine: Engine) -> list[SavedGroup]:
-    """All groups of all ranks, in the order in which they are written."""
-    return [
-        SavedGroup(state, owner)
-        for state in engine.runtime.optimizer_states
-        for owner in range(state.group.ep_size)
-    ]
 
 
 def shifted(elements: range, by: int) -> range:
@@ -90,15 +63,15 @@ class ShardReader:
         """Whether this rank is the one that writes."""
         return self._ranks is None or self._ranks.rank == 0
 
-    def weights(self, saved: SavedGroup) -> Weights:
-        """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones."""
-        state = saved.state
+    def weights(self, state: OptimizerState, owner: int = 0) -> Weights:
+        """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones.
+        `owner`: of an expert of its rank's alone, whose one is read."""
         if state.part.is_shard:
             for frozen in (False, True):
                 own = partial(self._own_weights, state, frozen)
                 yield from self._in_turn(own, self._all_shards)
         else:
-            yield from self._in_turn(partial(self._whole_weights, state), (saved.owner,))
+            yield from self._in_turn(partial(self._whole_weights, state), (owner,))
 
     def _whole_weights(self, state: OptimizerState) -> Weights:
         home = whole_state(state.group)
@@ -122,17 +95,16 @@ class ShardReader:
                         )
                         del raw
 
-    def records(self, saved: SavedGroup, format_: RecordFormat) -> Records:
-        """A group's optimizer records in a format: elements, and arrays of them."""
-        state = saved.state
+    def records(self, state: OptimizerState, saved: RecordFormat, owner: int = 0) -> Records:
+        """A group's optimizer records in the format `saved`: elements, and arrays of them."""
         is_whole = state.part.layout.ranks == 1
-        if is_whole and saved.owner == 0:
+        if is_whole and owner == 0:
             if self.writes:
-                yield from self._own_records(state, format_)
+                yield from self._own_records(state, saved)
             return
-        senders = (saved.owner,) if is_whole else self._all_shards
-        for elements, raw in self._in_turn(partial(self._packed_records, state, format_), senders):
-            yield elements, format_.arrays(raw, len(elements))
+        senders = (owner,) if is_whole else self._all_shards
+        for elements, raw in self._in_turn(partial(self._packed_records, state, saved), senders):
+            yield elements, saved.arrays(raw, len(elements))
 
     @property
     def _all_shards(self) -> Sequence[int]:

@@ -9,7 +9,7 @@ import torch
 
 from offload.checkpoint import model
 from offload.checkpoint.pieces import PieceAccess, overlaps
-from offload.checkpoint.shards import ShardReader, saved_groups, whole_state
+from offload.checkpoint.shards import ShardReader, whole_state
 from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.layout import ParamSpec
@@ -24,14 +24,14 @@ Take = Callable[[ParamSpec, range, torch.Tensor], None]
 def stream_weights(engine: Engine, take: Take) -> None:
     """`take(spec, elements, raw)` for every part of every parameter, from its first element to its
     last: which of its elements, and their bytes (1D uint8, valid during the call), in the format
-    that the model computes in.
+    that the model computes in. Parts of one parameter may come between those of another.
 
     Waits for pending updates first and changes nothing in the engine; one piece is in memory at a
     time. Of several ranks all have to call it, `take` is called on the first one, and what it
     raises is raised on every rank.
 
     StateError inside `engine.gathered` or a forward, or after a load that failed half-way;
-    UnsupportedError where experts are spread over ranks, whose names here are one rank's.
+    UnsupportedError where experts are spread over ranks.
     """
     if engine.spread.ep_size > 1:
         raise UnsupportedError(
@@ -75,11 +75,14 @@ def _parts(engine: Engine) -> Iterator[Part]:
     itemsize = runtime.own.nbytes
     access = PieceAccess([whole_state(group) for group in runtime.groups])
     reader = ShardReader(access, runtime.ranks, itemsize)
-    for saved in saved_groups(engine):
-        for elements, raw in reader.weights(saved):
-            for spec, here, there in overlaps(saved.group.layout.params, elements):
+    wholes = model.wholes(engine)
+    for state in runtime.optimizer_states:
+        for elements, raw in reader.weights(state):
+            for spec, here, there in overlaps(state.group.layout.params, elements):
                 part = raw[here.start * itemsize : here.stop * itemsize]
-                yield spec, range(there.start, there.stop), part
+                whole = wholes[spec.name]
+                found = whole.elements(there)
+                yield whole.spec, range(found.start, found.stop), part
                 del part
             del raw
         for _ in reader.meet():

@@ -379,7 +379,7 @@ class EngineModule(nn.Module):
         """Whether a parameter trains through this engine, while it is open."""
         if self.offload.is_closed:
             return False
-        return self.offload.runtime.group_of(param) is not None
+        return self.offload.runtime.store.spec_of(param) is not None
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True,

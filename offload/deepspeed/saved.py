@@ -189,10 +189,11 @@ def _load_weights(engine: EngineModule, path: Path, *, strict: bool) -> None:
                     f"{path}: {name} has shape {tuple(record.shape)}, the model "
                     f"{tuple(param.shape)}"
                 )
-            value = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
-            _read_tensor(reader, reader.parameter(record), value)
-            with engine.offload.gathered(param):
-                param.copy_(value)
+            for number, row in enumerate(engine.offload.runtime.store.rows_of(param)):
+                value = torch.empty(row.shape, dtype=_DTYPES[record.dtype])
+                _read_tensor(reader, reader.parameter(record), value, number)
+                with engine.offload.gathered(row):
+                    row.copy_(value)
         for buffer in reader.manifest.buffers:
             if buffer.name in buffers:
                 value = torch.empty_like(buffers[buffer.name], device="cpu")
@@ -204,9 +205,13 @@ def _all_names(engine: EngineModule) -> set[str]:
     return {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
 
 
-def _read_tensor(reader: CheckpointReader, stored: Any, value: torch.Tensor) -> None:
+def _read_tensor(
+    reader: CheckpointReader, stored: Any, value: torch.Tensor, number: int = 0
+) -> None:
+    """The tensor, or a row of it."""
     if value.numel():
-        reader.read_into(stored, 0, value.reshape(-1).view(torch.uint8).numpy().data)
+        view = value.reshape(-1).view(torch.uint8).numpy().data
+        reader.read_into(stored, number * value.nbytes, view)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class EngineState(Stateful):
 
     # ---------------------------------------------------------------- entries
     def _model(self) -> dict[str, Any]:
-        runtime = self._engine.runtime
+        store = self._engine.runtime.store
         found: dict[str, Any] = {}
         for name, value in self._engine.module.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
@@ -100,7 +100,7 @@ class EngineState(Stateful):
                     f"{name} is extra state of a module ({type(value).__name__}), which has no "
                     "tensor to stream; save it beside the engine, or use engine.save_checkpoint"
                 )
-            if isinstance(value, nn.Parameter) and runtime.group_of(value) is not None:
+            if isinstance(value, nn.Parameter) and store.spec_of(value) is not None:
                 found[name] = self._weight(value)
             else:
                 found[name] = value.detach()

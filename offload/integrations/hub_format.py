@@ -85,7 +85,7 @@ class EngineInHubFormat:
 
     def _describe(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The model's state dict, on the meta device."""
-        runtime, ignored = self._engine.runtime, model._keys_to_ignore_on_save or ()
+        store, ignored = self._engine.runtime.store, model._keys_to_ignore_on_save or ()
         described = {}
         for name, value in model.state_dict(keep_vars=True).items():
             if name in ignored:
@@ -95,15 +95,13 @@ class EngineInHubFormat:
                     f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
                     "pass save_pretrained a state_dict= without it"
                 )
-            found = runtime.group_of(value)
+            spec = store.spec_of(value)
             shape, dtype = value.shape, value.dtype
-            if found is None:
+            if spec is None:
                 self._others[name] = value
             else:
-                group, index = found
-                spec = group.layout.params[index]
                 self._sources.setdefault(spec.name, []).append(name)
-                shape, dtype = torch.Size(spec.shape), group.dtype
+                shape, dtype = torch.Size(spec.shape), store.dtype
             described[name] = torch.empty(shape, dtype=dtype, device="meta")
         return described
 

@@ -43,9 +43,12 @@ def load_weights(engine: Engine, folder: Path) -> None:
     read = {name: tensor for name, tensor in found.items() if name in wanted}
     with progress("loading weights", sum(wanted[name].nbytes for name in read)) as came:
         for name, tensor in read.items():
-            with engine.gathered(wanted[name]):
-                _fill(wanted[name], tensor)
-            came(wanted[name].nbytes)
+            target = wanted[name]
+            rows = engine.runtime.store.rows_of(target)  # type: ignore[arg-type]
+            for number, row in enumerate(rows):
+                with engine.gathered(row):
+                    _fill(row, tensor if row is target else tensor.row(number))
+            came(target.nbytes)
 
 
 def _tensors(folder: Path) -> dict[str, LazyTensor]:

@@ -122,20 +122,22 @@ def load_weights(engine: Engine, states: Path) -> None:
                 )
         dtypes = {name: dtype for dtype, name in model.DTYPE_NAMES.items()}
 
-        def value(record: Any, stored: Any) -> torch.Tensor:
-            read = torch.empty(record.shape, dtype=dtypes[record.dtype])
+        def value(like: torch.Tensor, record: Any, stored: Any, number: int = 0) -> torch.Tensor:
+            read = torch.empty(like.shape, dtype=dtypes[record.dtype])
             if read.numel():
                 view = read.reshape(-1).view(torch.uint8).numpy().data
-                reader.read_into(stored, 0, view)
+                reader.read_into(stored, number * read.nbytes, view)
             return read
 
         with torch.no_grad():
             for name, param in engine.module.named_parameters():
                 if name not in others:
-                    with engine.gathered(param):
-                        param.copy_(value(saved[name], reader.parameter(saved[name])))
+                    record = saved[name]
+                    for number, row in enumerate(engine.runtime.store.rows_of(param)):
+                        with engine.gathered(row):
+                            row.copy_(value(row, record, reader.parameter(record), number))
             for name, tensor in others.items():
-                tensor.copy_(value(buffers[name], reader.buffer(buffers[name])))
+                tensor.copy_(value(tensor, buffers[name], reader.buffer(buffers[name])))
 
 
 def weights_of(states: Path) -> dict[str, torch.Tensor]:

@@ -64,15 +64,14 @@ class OwnNames:
                 self._add(name, value)
 
     def _add(self, name: str, value: Tensor) -> None:
-        found = self._engine.runtime.group_of(value)
+        store = self._engine.runtime.store
+        spec = store.spec_of(value)
         shape, dtype = value.shape, value.dtype
-        if found is None:
+        if spec is None:
             self._others[name] = value
         else:
-            group, index = found
-            spec = group.layout.params[index]
             self._names[spec.name] = name
-            shape, dtype = torch.Size(spec.shape), group.dtype
+            shape, dtype = torch.Size(spec.shape), store.dtype
         self.tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
 
     def write(self, write: Write) -> None:

@@ -100,6 +100,7 @@ class MoE(nn.Module):
             )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
+        self.k = k
         self.ep_size = ep_size
         self.use_residual = use_residual
         make = _maker(expert)
@@ -173,7 +174,7 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         """For `print(model)`."""
-        return f"num_experts={self.num_experts}, k={self.gate.options.k}, ep_size={self.ep_size}"
+        return f"num_experts={self.num_experts}, k={self.k}, ep_size={self.ep_size}"
 
 
 def _tensor_of(output: object) -> Tensor:

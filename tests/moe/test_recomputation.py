@@ -154,6 +154,35 @@ def test_an_engine_trains_as_without_recomputation(options: dict[str, Any], tmp_
         assert differing(found[1], expected[1]) == []
 
 
+def test_an_engine_is_told_which_experts_come_next(tmp_path: Path) -> None:
+    """Tables large enough to move expert by expert."""
+
+    def run(placement: dict[str, Any]) -> tuple[dict[str, Tensor], list[list[str]]]:
+        torch.manual_seed(0)
+        wide = MoE(WIDTH, lambda: nn.Linear(WIDTH, WIDTH), num_experts=300, k=1, drop_tokens=False)
+        told: list[list[str]] = []
+        with offload.initialize(wide, config(tmp_path, placement)) as engine:
+            store = engine.runtime.store
+            announce = store.announce
+            store.announce = lambda groups: (  # type: ignore[method-assign]
+                told.append([group.name for group in groups]) or announce(groups)  # type: ignore[func-returns-value]
+            )
+            for number in range(2):
+                output, l_aux, counts = wide(x_of(number)[:5])
+                (output.square().sum() + l_aux).backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+                chosen = counts.nonzero().flatten().tolist()
+                assert told[-1] == [f"experts.{number}" for number in chosen]
+            states = states_of(engine)
+        assert wide.experts.on_chosen is None
+        return states, told
+
+    states, told = run(NVME)
+    assert len(told) == 2
+    assert differing(run(HOST)[0], states) == []
+
+
 def test_an_engines_checkpoint_has_routing_and_counts(tmp_path: Path) -> None:
     options = {"k": 2, "scores": "sigmoid", "bias_update_rate": 0.05, "noisy_gate_policy": "Jitter"}
 

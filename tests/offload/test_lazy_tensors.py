@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, UnsupportedError
-from offload.lazy_tensors import LazyTensor, LazyWeights, lazy_tensors
+from offload.lazy_tensors import LazyTensor, LazyWeights, TensorFile, lazy_tensors
 from tests.offload.engine_cases import HOST, bits, config
 
 VALUES = {
@@ -66,6 +66,58 @@ def test_what_moves_elements_is_noted_and_done_later(name: str, lazy: dict[str, 
         expected.shape, expected.dtype, expected.stride(),
     )  # fmt: skip
     assert bits(found.value()) == bits(expected)
+
+
+ROWS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "stored": lambda t: t["a"],
+    "stacked": lambda t: torch.stack([t["a"], t["b"], t["a"]]),
+    "stacked in the middle": lambda t: torch.stack([t["a"], t["b"]], dim=1),
+    "fused": lambda t: torch.cat([torch.stack([t["a"]] * 2), torch.stack([t["b"]] * 2)], dim=1),
+    "end to end": lambda t: torch.cat([t["a"], t["b"], t["half"]]),
+    "transposed": lambda t: torch.stack([t["a"], t["b"]]).transpose(1, -1).contiguous(),
+    "cast": lambda t: torch.stack([t["half"], t["half"]]).half().float(),
+    "in another shape": lambda t: torch.stack([t["a"], t["b"]]).reshape(2, 3, 8),
+    "interleaved": lambda t: t["a"].view(6, 2, 2).transpose(1, 2).reshape(6, 4).contiguous(),
+    "a part": lambda t: torch.stack([t["a"], t["b"]])[:, 1::2, :3],
+    "a chunk": lambda t: torch.stack([t["a"], t["b"]]).chunk(2, dim=-1)[1],
+    "halves": lambda t: torch.stack([t["a"], t["b"]]).split([1, 5], dim=1)[1],
+    "written to": lambda t: torch.stack([t["a"], t["b"]]).mul_(2),
+}
+WHOLE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "flipped": lambda t: t["a"].flip(0),
+    "transposed": lambda t: t["a"].T,
+    "in another shape": lambda t: t["a"].reshape(3, 8),
+    "some": lambda t: t["a"][1:4],
+    "a chunk": lambda t: t["a"].chunk(3)[1],
+}
+
+
+@pytest.mark.parametrize("name", [*ROWS, *(f"{each}, of it all" for each in WHOLE)])
+def test_a_row_is_read_alone(
+    name: str, lazy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_all = name.removesuffix(", of it all")
+    make = ROWS[name] if name in ROWS else WHOLE[of_all]
+    found, expected = make(lazy), make(plain())
+    read: list[int] = []
+    own = TensorFile.read_into
+
+    def read_into(file: TensorFile, buffer: memoryview, offset_bytes: int) -> None:
+        read.append(buffer.nbytes)
+        own(file, buffer, offset_bytes)
+
+    monkeypatch.setattr(TensorFile, "read_into", read_into)
+    for number, row in enumerate(expected):
+        made = found[number]
+        assert isinstance(made, LazyTensor)
+        assert (made.shape, made.dtype) == (row.shape, row.dtype)
+        assert bits(made.value()) == bits(row), number
+    if name in ROWS:
+        nbytes = sum(read)
+        read.clear()
+        found.value()
+        assert nbytes == sum(read)  # all rows together: of each byte once
+    assert bits(found[-1].value()) == bits(expected[-1])
 
 
 READS: dict[str, Callable[[dict[str, Any]], Any]] = {

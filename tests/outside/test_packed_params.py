@@ -3,6 +3,7 @@ one tensor that it is without: split and whole, a model trains to the same bits.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -356,3 +357,98 @@ def test_what_rows_cannot_do_is_refused(pair: Pair) -> None:
         param(engine).register_hook(lambda gradient: gradient)
     with pytest.raises(RuntimeError, match="in-place"):
         param(engine).mul_(2.0)
+
+
+# ---------------------------------------------------------------- drawn programs
+def _optimizer_step(engine: Engine, draw: random.Random) -> None:
+    engine.optimizer.step()
+
+
+def _backward(engine: Engine, draw: random.Random) -> None:
+    tokens = torch.tensor([[draw.randrange(64) for _ in range(draw.choice([2, 3, 20]))]])
+    engine.seen.append(loss_of(engine, tokens).detach().clone())
+    engine.backward(loss_of(engine, tokens))
+
+
+def _evaluate(engine: Engine, draw: random.Random) -> None:
+    with draw.choice([torch.no_grad, torch.inference_mode])():
+        tokens = torch.tensor([[draw.randrange(64) for _ in range(4)]])
+        engine.seen.append(engine.module(tokens).logits.clone())
+
+
+def _zero(engine: Engine, draw: random.Random) -> None:
+    engine.optimizer.zero_grad(set_to_none=draw.random() < 0.7)
+
+
+def _one_gradient(engine: Engine, draw: random.Random) -> None:
+    one = param(engine, draw.choice([NAME, OTHER]))
+    what = draw.randrange(6)
+    if what == 0:
+        one.grad = None
+    elif what == 1:
+        one.grad = torch.full(one.shape, draw.random(), dtype=one.dtype)
+    elif one.grad is not None and what == 2:
+        one.grad.mul_(draw.choice([0.5, -1.0, 0.0]))
+    elif one.grad is not None and what == 3:
+        one.grad[draw.randrange(8)] = draw.random()
+    elif one.grad is not None:
+        engine.seen.append(one.grad.clone())
+        engine.seen.append(one.grad.norm() > 0)
+
+
+def _write(engine: Engine, draw: random.Random) -> None:
+    one = param(engine, draw.choice([NAME, OTHER]))
+    with torch.no_grad():
+        if draw.random() < 0.5:
+            with engine.gathered(one):
+                one[draw.randrange(8)] *= draw.random()
+        else:
+            one.mul_(draw.uniform(0.9, 1.1))
+
+
+def _read(engine: Engine, draw: random.Random) -> None:
+    one = param(engine, draw.choice([NAME, OTHER]))
+    engine.seen.append(one.detach()[draw.randrange(8)].clone())
+
+
+def _numbers(engine: Engine, draw: random.Random) -> None:
+    group = engine.optimizer.param_groups[0]
+    group["lr"] = draw.choice([1e-2, 3e-3])
+    group["weight_decay"] = draw.choice([0.0, 0.3])
+
+
+def _reload(engine: Engine, draw: random.Random) -> None:
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    engine.module.load_state_dict(engine.module.state_dict())
+
+
+def _frozen(engine: Engine, draw: random.Random) -> None:
+    engine.module.zero_grad()
+    param(engine, NAME).requires_grad_(draw.random() < 0.5)
+
+
+ACTIONS = [
+    *[_backward] * 4, *[_optimizer_step] * 4, *[_zero] * 2, _one_gradient, _one_gradient,
+    _evaluate, _write, _read, _numbers, _reload, _frozen,
+]  # fmt: skip
+
+
+def test_drawn_programs(pair: Pair, long: bool) -> None:
+    for seed in range(30 if long else 2):
+        choose = random.Random(seed)
+        masters = choose.choice(["fp32", "bf16"])
+        pair.engines.clear()
+        engines = pair.make(choose.choice(["host", "nvme"]), precision=masters, clip_grad_norm=1.0)
+        for engine in engines:
+            engine.seen = []
+        done = []
+        for number in range(25):
+            action = choose.choice(ACTIONS)
+            done.append(action.__name__)
+            for engine in engines:
+                action(engine, random.Random(f"{seed} {number}"))
+            for whole, split in zip(*(engine.seen for engine in engines), strict=True):
+                assert torch.equal(whole, split), (seed, number, done)
+        pair.compare()
+        for engine in engines:
+            engine.close()

@@ -1,0 +1,140 @@
+"""What a step reads and writes of experts on nvme is what their router's choices ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+import offload.homes
+from offload.kernels.variants import Master
+from offload.tiers.units import round_up
+from offload.zero import module_tree
+from offload.zero.records import RecordFormat
+from tests.offload.engine_cases import NVME, config, seeded
+from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
+from tests.planning.test_step_time import AtOnce
+
+LAYERS, STEPS, CHUNK, PAGE = 3, 8, 2048, 4096
+
+
+@pytest.fixture(autouse=True)
+def _experts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
+    monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
+
+
+@dataclass
+class Moved:
+    """Bytes in whole pages."""
+
+    read: int = 0
+    written: int = 0
+
+    @classmethod
+    def until_now(cls, engine: offload.Engine) -> Moved:
+        moved = engine.report().bytes_moved
+        return cls(moved["nvme read"], moved["nvme write"])
+
+    def __sub__(self, other: Moved) -> Moved:
+        return Moved(self.read - other.read, self.written - other.written)
+
+
+@dataclass
+class Group:
+    """Bytes of one group's states, as they lie on nvme: aligned, each chunk in whole pages."""
+
+    weights: int
+    gradients: int
+    records: int
+
+    @classmethod
+    def of(cls, numel: int) -> Group:
+        chunks = [min(CHUNK, numel - start) for start in range(0, numel, CHUNK)]
+        weights = sum(round_up(4 * n, PAGE) for n in chunks)
+        record = RecordFormat(Master.NONE)  # with a gap between its fields
+        return cls(weights, weights, sum(round_up(record.nbytes(n), PAGE) for n in chunks))
+
+
+class Counter:
+    """The bytes of steps, from the routing alone."""
+
+    def __init__(self, groups: dict[str, Group], *, packed: bool, stays: bool) -> None:
+        """`stays`: memory keeps every copy, else none beyond a forward, a backward or an update."""
+        self._groups = groups
+        self._packed = packed
+        self._stays = stays
+        self._behind: set[str] = set()  # experts that have missed steps
+
+    def step(self, routing: Sequence[set[int]]) -> Moved:
+        chosen = [
+            f"layers.{layer}.experts.{expert}"
+            for layer, experts in enumerate(routing) for expert in sorted(experts)
+        ]  # fmt: skip
+        used = [*chosen, *(name for name in self._groups if "experts" not in name)]
+        moved = Moved()
+        for name in used:
+            group = self._groups[name]
+            weights, records = group.weights, group.records
+            moved.written += group.gradients + weights + records
+            if not self._stays:  # forward, backward, update
+                moved.read += weights + weights + (weights + group.gradients + records)
+            if name in self._behind:  # in the forward: what it missed
+                moved.written += weights + records
+                moved.read += 0 if self._stays else records
+        if self._packed:
+            self._behind = {name for name in self._groups if "experts" in name} - set(chosen)
+        return moved
+
+
+def drawn() -> Iterator[list[torch.Tensor]]:
+    """Four tokens, two experts each, by layer."""
+    generator = torch.Generator().manual_seed(7)
+    while True:
+        yield [
+            torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(4)])
+            for _ in range(LAYERS)
+        ]
+
+
+def forget_copies(engine: offload.Engine) -> None:
+    """As if memory were too small to keep any."""
+    pool = engine._homes.pool
+    with pool.lock:
+        for piece in list(pool._held.values()):
+            if piece.can_drop():
+                piece.drop()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["modules", "packed"])
+@pytest.mark.parametrize("stays", [False, True], ids=["nothing stays", "all stays"])
+def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stays: bool) -> None:
+    model = seeded(lambda: Routed(LAYERS, packed=packed))
+    keys = {"optimizer": {"type": "adamw", "chunk": CHUNK}, "prefetch": 2 if stays else 0}
+    budget = {"host": "64MiB", "nvme": "64MiB"}
+    with offload.initialize(model, config(tmp_path, NVME, budget=budget, **keys)) as engine:
+        groups = {group.name: Group.of(group.layout.numel) for group in engine.runtime.groups}
+        assert len(groups) == LAYERS * (1 + EXPERTS)
+        counter = Counter(groups, packed=packed, stays=stays)
+        for number, routing in zip(range(STEPS), drawn(), strict=False):
+            before = Moved.until_now(engine)
+            tokens = torch.ones(4, HIDDEN).cumsum(0).requires_grad_()  # backward needs all weights
+            for forward in (True, False):
+                if not stays:
+                    forget_copies(engine)
+                if forward:
+                    out = engine.module(tokens, routing)
+                else:
+                    out.square().mean().backward()
+            engine.runtime.updates.settle()
+            if not stays:
+                forget_copies(engine)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            engine.runtime.updates.settle()
+            said = counter.step([set(chosen.flatten().tolist()) for chosen in routing])
+            assert Moved.until_now(engine) - before == said, number

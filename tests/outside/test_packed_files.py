@@ -1,0 +1,538 @@
+"""What touches files and names knows packed parameters whole: an engine whose experts are groups of
+their own writes, to the bit, what one writes whose experts are with their block, and reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import offload
+from offload.checkpoint.exporting import export
+from offload.errors import CheckpointError, IntegrityError, StateError, UnsupportedError
+from offload.lazy_tensors import TensorFile
+from offload.zero import module_tree
+from tests.offload.engine_cases import HOST, NVME, bits, config
+from tests.outside.test_expert_zoo import ARCHITECTURES, build
+from tests.ranks.processes import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+TABLE = "model.layers.0.mlp.experts.gate_up_proj"
+BUDGET = {"host": "64MiB", "nvme": "64MiB"}
+Engine = Any
+
+
+def tiny(seed: int = 0, inner: int = 16) -> Any:
+    torch.manual_seed(seed)
+    shape = transformers.Qwen3MoeConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, moe_intermediate_size=inner,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(shape)
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return tiny()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Makes engines, with experts split or whole."""
+    engines: list[Engine] = []
+
+    def make(
+        model: Any, *, split: bool, homes: dict[str, Any] = HOST, precision: str = "fp32",
+        weights: Path | None = None, **optimizer: Any,
+    ) -> Engine:  # fmt: skip
+        monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0 if split else 1 << 40)
+        adamw = {"type": "adamw", "lr": 1e-2, "weight_decay": 0.1, **optimizer}
+        keys = config(tmp_path, homes, precision=precision, optimizer=adamw, budget=BUDGET)
+        engine = offload.initialize(model, keys, weights=weights)
+        engines.append(engine)
+        assert bool(engine.runtime.store.packed) is split
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def train(engine: Engine, steps: int = 2, seed: int = 1) -> None:
+    """Each time a few tokens: most experts have none."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(48, (1, 2), generator=generator)
+        engine.backward(engine.module(tokens, labels=tokens).loss)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def assert_same(one: dict[Any, Any], other: dict[Any, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, dict):
+            assert_same(value, other[name])
+        else:
+            assert bits(value) == bits(other[name]), name
+
+
+def assert_equal(one: Engine, other: Engine) -> None:
+    assert_same(one.module.state_dict(), other.module.state_dict())
+    assert_same(*(each.optimizer.state_dict()["state"] for each in (one, other)))
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: tensor for file in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ checkpoints
+@pytest.mark.parametrize(("homes", "precision"), [(HOST, "fp32"), (NVME, "bf16")])
+def test_checkpoints_do_not_tell_and_are_loaded_either_way(
+    made: Any, tmp_path: Path, homes: dict[str, Any], precision: str
+) -> None:
+    keys = {"homes": homes, "precision": precision}
+    split, whole = (made(tiny(), split=each, **keys) for each in (True, False))
+    for engine, name in ((split, "split"), (whole, "whole")):
+        train(engine)
+        engine.save_checkpoint(tmp_path / name)
+    assert_same(tensors_in(tmp_path / "split"), tensors_in(tmp_path / "whole"))
+    updates = [
+        {tuple(each["names"]): each["steps"] for each in read["parameters"]}
+        for name in ("split", "whole")
+        for read in [json.loads((tmp_path / name / "manifest.json").read_text())]
+    ]
+    assert updates[0] == updates[1]
+    assert len(list((tmp_path / "split" / "parameters").iterdir())) == 4  # not one per expert
+    crossed = made(tiny(7), split=True, **keys), made(tiny(7), split=False, **keys)
+    crossed[0].load_checkpoint(tmp_path / "whole")
+    crossed[1].load_checkpoint(tmp_path / "split")
+    for engine in (split, whole, *crossed):
+        train(engine, seed=2)
+        assert_equal(engine, split)
+
+
+def test_frozen_tables_beside_trained_ones(made: Any, tmp_path: Path) -> None:
+    def partly(seed: int = 0) -> Any:
+        model = tiny(seed)
+        for layer, names in zip(
+            model.model.layers, (("gate_up_proj",), ("gate_up_proj", "down_proj")), strict=True
+        ):
+            for name in names:
+                getattr(layer.mlp.experts, name).requires_grad_(False)
+        return model
+
+    split, whole = made(partly(), split=True), made(partly(), split=False)
+    for engine, name in ((split, "split"), (whole, "whole")):
+        train(engine)
+        engine.save_checkpoint(tmp_path / name)
+    assert_same(tensors_in(tmp_path / "split"), tensors_in(tmp_path / "whole"))
+    other = made(partly(7), split=True)
+    other.load_checkpoint(tmp_path / "whole")
+    assert_equal(other, whole)
+    with pytest.raises(CheckpointError, match=f"trainable in one and frozen.*{TABLE}"):
+        made(tiny(), split=True).load_checkpoint(tmp_path / "split")
+
+
+@pytest.mark.parametrize("inner", [16, 12])  # 12: rows share blocks of 256 elements
+def test_states_of_8_bits(made: Any, tmp_path: Path, inner: int) -> None:
+    engine = made(tiny(inner=inner), split=True, states="int8")
+    train(engine)
+    engine.save_checkpoint(tmp_path / "saved")
+    other = made(tiny(7, inner), split=True, states="int8")
+    other.load_checkpoint(tmp_path / "saved")
+    for each in (engine, other):
+        train(each, seed=2)
+    assert_equal(engine, other)
+    whole = made(tiny(7, inner), split=False, states="int8")
+    if inner == 16:
+        whole.load_checkpoint(tmp_path / "saved")
+    else:
+        with pytest.raises(CheckpointError, match=r"optimizer\.states: fp32"):
+            whole.load_checkpoint(tmp_path / "saved")
+
+
+def test_experts_that_lag_behind_are_not_saved(made: Any, tmp_path: Path) -> None:
+    """A guard against a save that does not let them catch up first."""
+    engine = made(tiny(), split=True)
+    group, index = engine.runtime.store.packed[0].places[3]
+    engine.runtime.optimizer_states[group.index].steps[index] += 1
+    with pytest.raises(IntegrityError, match=f"{TABLE}: its experts were updated 0 to 1 times"):
+        engine.save_checkpoint(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_table_in_use_is_neither_saved_nor_loaded(made: Any, tmp_path: Path) -> None:
+    engine = made(tiny(), split=True)
+    param = engine.module.get_parameter(TABLE)
+    engine.save_checkpoint(tmp_path / "before")
+    with engine.gathered(param):
+        for act in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(StateError, match=f"{TABLE} is in use"):
+                act(tmp_path / "before")
+        with torch.no_grad():
+            param.mul_(2)
+    engine.save_checkpoint(tmp_path / "after")
+    found = (tensors_in(tmp_path / name)[TABLE] for name in ("before", "after"))
+    assert torch.equal(2 * next(found), next(found))
+
+
+def test_a_closed_engines_model_begins_again(made: Any, tmp_path: Path) -> None:
+    first = made(tiny(), split=True)
+    train(first)
+    first.save_checkpoint(tmp_path / "saved")
+    values = {name: value.clone() for name, value in first.module.state_dict().items()}
+    first.close()
+    for split in (False, True):
+        again = made(first.module, split=split, weights=tmp_path / "saved" / "parameters")
+        assert_same(again.module.state_dict(), values)
+        again.close()
+
+
+def as_a_rank(stage: int, saved: str, folder: str) -> dict[str, Tensor]:
+    module_tree.SMALL_TABLE_NUMEL = 0
+    keys: dict[str, Any] = {**config(Path(folder), HOST), "zero": {"stage": stage}}
+    with offload.initialize(tiny(7), keys) as engine:
+        engine.load_checkpoint(saved)
+        if engine.runtime.store.packed:
+            with pytest.raises(UnsupportedError, match="parts of every expert"):
+                engine.values.part_of(engine.module.get_parameter(TABLE))
+        train(engine, 1)
+        engine.save_checkpoint(Path(folder) / f"stage {stage}")
+        return dict(engine.module.state_dict())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_load_what_one_saved_and_save_what_one_loads(
+    made: Any, tmp_path: Path, stage: int, long: bool
+) -> None:
+    if not long:
+        pytest.skip("other processes: with --long")
+    split = made(tiny(), split=True)
+    train(split)
+    split.save_checkpoint(tmp_path / "one")
+    here = run_ranks(2, tmp_path / "ranks", as_a_rank, stage, str(tmp_path / "one"), str(tmp_path))
+    whole = made(tiny(7), split=False)
+    whole.load_checkpoint(tmp_path / f"stage {stage}")
+    for found in here:
+        assert_same(found, whole.module.state_dict())
+
+
+# ------------------------------------------------------------------------------ first values
+def test_rows_on_the_meta_device_begin_as_the_whole_would(made: Any) -> None:
+    assert_equal(made(on_meta(), split=True), made(on_meta(), split=False))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_experts_that_files_have_one_by_one_are_read_one_by_one(
+    made: Any, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    model.save_pretrained(tmp_path / "hub")
+    assert TABLE not in load_file(tmp_path / "hub" / "model.safetensors")
+    lazy = offload.open_pretrained(tmp_path / "hub")
+    read: list[int] = []
+    own = TensorFile.read_into
+
+    def read_into(file: TensorFile, buffer: memoryview, offset_bytes: int) -> None:
+        read.append(buffer.nbytes)
+        own(file, buffer, offset_bytes)
+
+    monkeypatch.setattr(TensorFile, "read_into", read_into)
+    split = made(lazy, split=True, precision=precision)
+    assert sum(read) == sum(p.numel() * 4 for p in model.parameters())  # each byte once
+    whole = made(model, split=False, precision=precision)
+    assert_same(split.module.state_dict(), whole.module.state_dict())
+
+
+@pytest.mark.parametrize("build", [tiny, on_meta])
+def test_weights_are_read_row_by_row(
+    made: Any, tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.materialise import SafetensorsWeights
+
+    model = tiny(5)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    found: list[str] = []
+    find = SafetensorsWeights.find
+
+    def whole(files: Any, names: tuple[str, ...]) -> Tensor | None:
+        found.extend(names)
+        return find(files, names)
+
+    monkeypatch.setattr(SafetensorsWeights, "find", whole)
+    engine = made(build(), split=True, weights=tmp_path / "weights.safetensors")
+    assert_same(engine.module.state_dict(), model.state_dict())
+    assert found
+    assert not any("experts" in name for name in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda table: table[1:].clone(), r"has shape \(7, 32, 32\), in the model \(8, 32, 32\)"),
+        (lambda table: table.long(), r"\[0\] is torch.int64 in the files"),
+        (lambda table: None, f"no tensor {TABLE} in the files"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    made: Any, tmp_path: Path, change: Any, message: str
+) -> None:
+    values = tiny().state_dict()
+    changed = change(values.pop(TABLE))
+    if changed is not None:
+        values[TABLE] = changed
+    save_file(values, tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        made(on_meta(), split=True, weights=tmp_path / "weights.safetensors")
+
+
+# ------------------------------------------------------------------------------ other formats
+def test_exports_and_saved_models_are_in_the_hubs_format(made: Any, tmp_path: Path) -> None:
+    from offload.integrations.hub_export import write_hub_format
+    from offload.integrations.pretrained_load import load_weights
+    from offload.integrations.pretrained_save import StreamedSave
+
+    split = made(tiny(), split=True, precision="bf16")
+    own = split.module.save_pretrained
+    StreamedSave.install(split)
+    train(split)  # each reader below finds experts that have missed steps
+    split.module.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    whole = made(tiny(), split=False, precision="bf16")
+    train(whole)
+    values = whole.module.state_dict()
+    split.save_checkpoint(tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "exported", None, None, write_hub_format)
+    own(tmp_path / "plain")
+    hub = tensors_in(tmp_path / "plain")
+    assert TABLE not in hub
+    for name in ("exported", "saved"):
+        assert_same(tensors_in(tmp_path / name), hub)
+        opened = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
+        assert_same(opened.state_dict(), values)
+    split.module.save_pretrained(tmp_path / "packed", save_original_format=False)
+    assert_same(tensors_in(tmp_path / "packed"), values)
+    for folder in ("saved", "packed"):
+        other = made(tiny(7), split=True, precision="bf16")
+        load_weights(other, tmp_path / folder)
+        assert_same(other.module.state_dict(), values)
+
+
+# what a folder of openai_privacy_filter is opened as computes its experts in another way
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - {"openai_privacy_filter"}))
+def test_every_architecture(made: Any, tmp_path: Path, architecture: str, long: bool) -> None:
+    if architecture not in ("gpt_oss", "jamba") and not long:
+        pytest.skip("biases, transposed; and without: --long has all")
+    from offload.integrations.pretrained_save import StreamedSave
+
+    base = build(architecture)
+    base.save_pretrained(tmp_path / "hub")
+    lazy = offload.open_pretrained(tmp_path / "hub", model_class=type(base))
+    opened = type(base).from_pretrained(tmp_path / "hub", dtype="auto")  # type: ignore[attr-defined]
+    split, whole = made(lazy, split=True), made(opened, split=False)
+    assert_equal(split, whole)
+    for engine, name in ((split, "split"), (whole, "whole")):
+        found = engine.module(input_ids=torch.tensor([[3, 4, 5]]))
+        values = found.logits if hasattr(found, "logits") else found.last_hidden_state
+        engine.backward(values.float().square().mean())
+        engine.optimizer.step()
+        StreamedSave.install(engine)
+        engine.module.save_pretrained(tmp_path / name / "hub")
+        engine.save_checkpoint(tmp_path / name / "checkpoint")
+    assert_same(tensors_in(tmp_path / "split"), tensors_in(tmp_path / "whole"))
+
+
+def test_state_dicts_are_those_of_torch(made: Any) -> None:
+    split, whole = made(tiny(), split=True), made(tiny(), split=False)
+    for engine in (split, whole):
+        train(engine)
+    plain = tiny(7)
+    plain.load_state_dict(split.module.state_dict())
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    adamw.load_state_dict(split.optimizer.state_dict())
+    other = made(tiny(8), split=True)
+    other.module.load_state_dict(plain.state_dict())
+    other.optimizer.load_state_dict(adamw.state_dict())
+    for engine in (other, whole):
+        train(engine, seed=2)
+    assert_equal(other, whole)
+    short = other.optimizer.state_dict()
+    state = next(each for each in short["state"].values() if each["exp_avg"].dim() == 3)
+    state["exp_avg"] = state["exp_avg"][1:]
+    with pytest.raises(ValueError, match=rf"exp_avg of {TABLE} has shape \(7, 32, 32\)"):
+        other.optimizer.load_state_dict(short)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_torchs_distributed_checkpoints(made: Any, tmp_path: Path, precision: str) -> None:
+    from offload.integrations.distributed_checkpoint import EngineState
+
+    split, whole = (made(tiny(), split=each, precision=precision) for each in (True, False))
+    for engine, name in ((split, "split"), (whole, "whole")):
+        train(engine)
+        dcp.save({"app": EngineState(engine)}, checkpoint_id=tmp_path / name)
+    for engine, name in ((split, "whole"), (whole, "split")):
+        train(engine, seed=2)
+        dcp.load({"app": EngineState(engine)}, checkpoint_id=tmp_path / name)
+    for engine in (split, whole):
+        train(engine, seed=3)
+    assert_equal(split, whole)
+
+
+def test_weights_alone_beside_another_frameworks_checkpoint(made: Any, tmp_path: Path) -> None:
+    from offload.integrations import streamed_folder
+    from offload.integrations.weight_files import OwnNames, write_shards
+
+    split, whole = made(tiny(), split=True), made(tiny(), split=False)
+    for engine in (split, whole):
+        train(engine)
+    values = whole.module.state_dict()
+    streamed_folder.save(split, tmp_path / "a.ckpt", {}, lambda text: text, writes=True)
+    _, states = streamed_folder.read(tmp_path / "a.ckpt", torch.load)
+    assert_same(streamed_folder.weights_of(states), values)
+    other = made(tiny(7), split=True)
+    streamed_folder.load_weights(other, states)
+    assert_same(other.module.state_dict(), values)
+    (tmp_path / "shards").mkdir()
+    for engine in (split, whole):
+        train(engine, seed=2)
+    values = whole.module.state_dict()
+    write_shards(OwnNames(split), tmp_path / "shards", "20KB")
+    assert_same(tensors_in(tmp_path / "shards"), values)
+
+
+def test_deepspeeds_accessors_and_checkpoints(tmp_path: Path, made: Any) -> None:
+    from offload import deepspeed
+    from offload.deepspeed import utils
+
+    made(tiny(), split=True).close()
+    keys = {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 3},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=tiny(), config=keys)
+    param = engine.module.get_parameter(TABLE)
+    assert engine.offload.runtime.store.packed_of(param) is not None
+    tokens = torch.tensor([[1, 2]])
+    engine.backward(engine(tokens, labels=tokens).loss)
+    gradient = utils.safe_get_full_grad(param)
+    assert gradient is not None
+    assert gradient.shape == param.shape
+    assert gradient.any()
+    utils.safe_set_full_grad(param, 0.5 * gradient)
+    assert torch.equal(utils.safe_get_full_grad(param), 0.5 * gradient)
+    engine.step()
+    for get, put, more in (
+        (utils.safe_get_full_fp32_param, utils.safe_set_full_fp32_param, ()),
+        (utils.safe_get_full_optimizer_state, utils.safe_set_full_optimizer_state, ("exp_avg",)),
+    ):
+        found: Any = get(param, *more)
+        put(param, 2 * found, *more)
+        assert torch.equal(get(param, *more), 2 * found)
+    mine: Any = utils.safe_get_local_fp32_param(param)
+    assert mine.numel() == param.numel()
+    engine.save_checkpoint(tmp_path / "saved", tag="last")
+    values = engine.module.state_dict()
+    other, *_ = deepspeed.initialize(model=tiny(7), config=keys)
+    other.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    assert_same(other.module.state_dict(), values)
+    for each in (engine, other):
+        each.offload.close()
+
+
+def test_a_trainer_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    from offload.integrations.transformers import OffloadTrainer
+    from tests.outside.trainer_cases import ARGUMENTS, Rows
+
+    def run(name: str, *, split: bool, resume: str | None = None) -> dict[str, Tensor]:
+        monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0 if split else 1 << 40)
+        keys = {
+            **ARGUMENTS, "max_steps": 3, "save_steps": 2, "eval_strategy": "no",
+            "gradient_accumulation_steps": 1,
+        }  # fmt: skip
+        arguments = transformers.TrainingArguments(output_dir=str(tmp_path / name), **keys)
+        rows = Rows(12, seed=1)
+        rows._rows.remainder_(48)
+        trainer = OffloadTrainer(
+            tiny(), arguments, train_dataset=rows, offload=config(tmp_path, HOST)
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        with trainer.engine:
+            assert bool(trainer.engine.runtime.store.packed) is split
+            return dict(trainer.model.state_dict())
+
+    expected = run("whole", split=False)
+    assert_same(run("split", split=True), expected)
+    for saved, split in (("whole", True), ("split", False)):
+        resume = str(tmp_path / saved / "checkpoint-2")
+        assert_same(run("resumed", split=split, resume=resume), expected)
+
+
+def test_experts_one_by_one_in_a_state_dict_are_refused(made: Any, tmp_path: Path) -> None:
+    """As transformers' own Trainer gives them to a model when it resumes."""
+    tiny(5).save_pretrained(tmp_path / "hub")
+    hub = load_file(tmp_path / "hub" / "model.safetensors")
+    for split in (True, False):
+        engine = made(tiny(), split=split)
+        before = dict(engine.module.state_dict())
+        with pytest.raises(UnsupportedError, match=f"{TABLE} has all experts.*experts.0.down_proj"):
+            engine.module.load_state_dict(hub, strict=False)
+        assert_same(engine.module.state_dict(), before)
+        rest = {name: value for name, value in hub.items() if "experts" not in name}
+        engine.module.load_state_dict(rest, strict=False)
+        train(engine, 1)
+
+
+# ------------------------------------------------------------------------------ PEFT
+@pytest.mark.parametrize(
+    ("keys", "splits"),
+    [
+        ({"target_modules": ["q_proj"]}, True),
+        # computed with as wholes, and so kept with their block
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["experts"]}, True),
+    ],
+)
+def test_adapters_train_and_are_saved(
+    made: Any, tmp_path: Path, keys: dict[str, Any], splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    engines = []
+    for least in (0, 1 << 40):
+        monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", least)
+        base = tiny()
+        torch.manual_seed(5)
+        model = peft.get_peft_model(base, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **keys))
+        engines.append(offload.initialize(model, config(tmp_path, HOST)))
+    assert [bool(each.runtime.store.packed) for each in engines] == [splits, False]
+    for number, engine in enumerate(engines):
+        train(engine)
+        engine.module.save_pretrained(tmp_path / str(number))
+    assert_equal(*engines)
+    assert_same(tensors_in(tmp_path / "0"), tensors_in(tmp_path / "1"))
+    for engine in engines:
+        engine.close()
