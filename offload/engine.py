@@ -331,7 +331,10 @@ class Engine:
         states = runtime.optimizer_states
         with progress(first.doing, sum(state.nbytes for state in states)) as came:
             for group, state in zip(runtime.groups, states, strict=True):
-                values = _agreed(group, first, self._ranks, self._tensor_parallel)
+                ranks, experts = self._ranks, runtime.rank_work.experts
+                if group.ep_size > 1:
+                    ranks = None if experts is None else experts.ranks
+                values = _agreed(group, first, ranks, self._tensor_parallel)
                 load_group(state, runtime.own, values)
                 runtime.store.adopt(group)
                 machine.trim_memory()  # a group's values are freed before the next ones come
@@ -843,10 +846,10 @@ def _agreed(
     group: ParamGroup, first: FirstValues, ranks: Ranks | None,
     tensor_parallel: TensorParallel | None,
 ) -> Callable[[ParamSpec], torch.Tensor]:  # fmt: skip
-    """A group's first values: of several ranks, what the first one has."""
+    """A group's first values: of `ranks`, which have the same group, what the first one has."""
     params = dict(zip(group.layout.params, group.params, strict=True))
     value = first.of(params, tensor_parallel)
-    if ranks is None or group.ep_size > 1:
+    if ranks is None:
         return value
     agreed = ranks.as_on_first([value(spec) for spec in params])
     return dict(zip(params, agreed, strict=True)).__getitem__

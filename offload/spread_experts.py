@@ -75,17 +75,12 @@ class SpreadExperts:
                 "spread over all ranks of the world, which have other data each; set ep_size=1, or "
                 "leave tensor parallelism out"
             )
-        if self.ep_size != ranks:
-            raise UnsupportedError(
-                f"ep_size {self.ep_size} on {ranks} ranks: an engine spreads experts over all "
-                f"ranks or none; set ep_size={ranks}, or ep_size=1 and a ZeRO stage, which shards "
-                "experts as well"
-            )
         for prefix, table in self._tables.items():
-            if table.first != rank * table.here:
+            first = rank % self.ep_size * table.here
+            if table.first != first or ranks % self.ep_size:
                 raise ConfigError(
-                    f"{prefix}{table.first} is the first expert on rank {rank}, which has to have "
-                    f"those from {rank * table.here} on; build the model on each rank"
+                    f"{prefix}{table.first} is the first expert on rank {rank} of {ranks} with "
+                    f"ep_size {self.ep_size}, and has to be {first}; build the model on each rank"
                 )
         if config.micro_batches != 1:
             raise ConfigError(

@@ -404,7 +404,13 @@ class GradientHandles:
             start = state.parts[index].start
             whole[start : start + mine.numel()] = mine.reshape(-1)
         name = f"{spec.name}.grad"
-        return self._rank_work.combine(whole, name).to(DTYPE_OF[gradients.format]).view(spec.shape)
+        combined = self._ranks_of(state).combine(whole, name)
+        return combined.to(DTYPE_OF[gradients.format]).view(spec.shape)
+
+    def _ranks_of(self, state: OptimizerState) -> AnyRankWork:
+        """Those with other parts of the gradient."""
+        work = self._rank_work
+        return work.experts if state.group.ep_size > 1 and work.experts is not None else work
 
     @property
     def _loss_scale(self) -> float:
@@ -427,7 +433,7 @@ class GradientHandles:
 
     def _note(self, source: GradientSource, what: str) -> None:
         if self._is_shared(source.key):
-            self._rank_work.note(f"{source.name} {what}")
+            self._ranks_of(source.state).note(f"{source.name} {what}")
 
     def scale(self, source: GradientSource, factor: float) -> None:
         if factor == 1.0:  # clipping to infinity only asks for the norm

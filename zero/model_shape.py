@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.zero.layout import Layout, ParamShape, lay_out
+from offload.zero.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class GroupShape:
     replicas: int = 1  # of all shards
     table: str = ""  # the module of experts that it is one of: used where a router chooses it
     packed: bool = False  # its parameters are rows of the table's
-    ep_size: int = 1  # other ranks have other experts: this one's are not sharded
+    ep_size: int = 1  # over how many ranks the experts of its table are spread
 
     @cached_property
     def layout(self) -> Layout:
@@ -91,11 +92,13 @@ class ModelShape:
         return replace(self, groups=tuple(groups), units=tuple(units))
 
     def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
-        """The same model, every group in equal shards for `ranks`, `replicas` times; but
-        experts that are spread over ranks."""
+        """The same model, every group in equal shards for `ranks`, `replicas` times;
+        experts that are spread over ranks for those that have the same ones."""
+        sharding = Sharding(ranks, replicas=replicas)
         groups = (
-            group if group.ep_size > 1 else replace(group, ranks=ranks, replicas=replicas)
+            replace(group, ranks=its.ranks, replicas=its.replicas)
             for group in self.groups
+            for its in (sharding.of_experts(group.ep_size),)
         )
         return replace(self, groups=tuple(groups))
 

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from offload.zero.gradients import total_square
+from offload.zero.group import ParamGroup
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.reduction import NoReductions, Reductions
+from offload.zero.sharding import Sharding
 from offload.zero.tensor_parallel import TensorParallel
 
 Place = tuple[int, int]  # a group, and a parameter in it
@@ -24,9 +26,8 @@ Place = tuple[int, int]  # a group, and a parameter in it
 class GradientNorms:
     """2-norms of the gradients of `states`, fp32, kept until `invalidate`.
 
-    Of several ranks all have to ask, and are answered from one exchange; but of experts that are
-    spread over ranks, whose norms their own ranks know. `loss_scale`: what the gradients were
-    multiplied with.
+    Of several ranks all have to ask, and are answered from one exchange; but of experts of one
+    rank's alone, which knows their norms. `loss_scale`: what the gradients were multiplied with.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class GradientNorms:
     def of(self, places: Sequence[Place], loss_scale: float) -> torch.Tensor:
         """Of one parameter's gradient, 0-dim."""
         alone = not self._reductions.has_others and self._tensor_parallel is None
-        if alone or self._is_spread(places):
+        if alone or self._is_own(places):
             return _norms_of([self._square_of(places)], loss_scale)[0]
         return self._all(loss_scale)[self._places[places[0]]]
 
@@ -86,18 +87,41 @@ class GradientNorms:
         if self._norms is None:
             squares = [self._square_of(places) for places in self._order]
             if self._reductions.has_others:
-                shards, everywhere = self._reductions.all_squares(squares)
-                squares = _added_up(shards)
-                self._elsewhere = _norms_of(
-                    everywhere[:, self._spread].reshape(-1).tolist(), loss_scale
-                )
+                rows, sharding = self._reductions.all_squares(squares), self._reductions.sharding
+                first = sharding.replica * sharding.ranks
+                squares = _added_up(rows[first : first + sharding.ranks])
+                if self._spread:
+                    self._count_experts(squares, rows, sharding, loss_scale)
             if self._tensor_parallel is not None:
                 squares = _added_up(self._tensor_parallel.exchange_sums(squares))
             self._norms = _norms_of(squares, loss_scale)
         return self._norms
 
+    def _count_experts(
+        self, squares: list[float], rows: np.ndarray, sharding: Sharding, loss_scale: float
+    ) -> None:
+        """Each expert counts once, whichever ranks have it, or parts of it."""
+        ep_size = self._group_of(self._order[self._spread[0]]).ep_size
+        among = sharding.of_experts(ep_size).ranks  # that have parts; others have the same
+        own = (sharding.replica * sharding.ranks + sharding.rank) % ep_size
+        found = [
+            _added_up(rows[kind : among * ep_size : ep_size, self._spread])
+            for kind in range(ep_size)
+        ]  # fmt: skip
+        for number, square in zip(self._spread, found[own], strict=True):
+            squares[number] = square
+        self._elsewhere = _norms_of([each for kind in found for each in kind], loss_scale)
+
+    def _group_of(self, places: Sequence[Place]) -> ParamGroup:
+        return self._states[places[0][0]].group
+
+    def _is_own(self, places: Sequence[Place]) -> bool:
+        """Whether no other rank has a part of it."""
+        group = self._group_of(places)
+        return self._reductions.sharding.of_experts(group.ep_size).world_size == 1
+
     def _is_spread(self, places: Sequence[Place]) -> bool:
-        return self._states[places[0][0]].group.ep_size > 1
+        return self._group_of(places).ep_size > 1
 
     def _square_of(self, places: Sequence[Place]) -> float:
         return total_square([self._square(*place) for place in places])

@@ -46,6 +46,8 @@ class OneRankWeights:
     """The methods of `RankWeights` on a single rank."""
 
     sharding: Sharding = ALONE
+    rank = 0
+    experts: RankWeights | None = None
 
     def parameters(
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
@@ -99,6 +101,8 @@ class RankWeights:
     def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
         """Every rank has to come here. `dtype` is the parameters'."""
         self.ranks = ranks
+        self.rank = ranks.rank
+        self.experts: RankWeights | None = None  # of those that are spread: with which ranks
         self.sharding = ranks.sharding
         self.collectives = ranks.collectives(wire)
         self._itemsize = dtype.itemsize

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from offload.swap.lanes import Lane
+from offload.swap.trace import Trace
 from offload.zero.collectives import Wire
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.group import ParamGroup
@@ -30,6 +31,7 @@ class OneRank(OneRankWeights):
 
     def __init__(self) -> None:
         self.reductions = NoReductions()
+        self.experts: RankWork | None = None
 
     def refresh_updated(self) -> None:
         """Nothing is out of date."""
@@ -55,15 +57,32 @@ class OneRank(OneRankWeights):
 
 
 class RankWork(RankWeights):
-    """This rank's side of all collectives."""
+    """This rank's side of all collectives.
 
-    def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
+    `experts` is the same of experts that are spread over ranks, where some ranks have the same
+    ones: with processes and threads of its own. Their gradients are summed here and reduced in the
+    step, since which of them come in backward, and when, depends on tokens.
+    """
+
+    def __init__(
+        self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire, ep_size: int = 1
+    ) -> None:
+        """`ep_size`: over how many ranks experts are spread."""
         super().__init__(ranks, memory, dtype, wire)
+        self.experts: RankWork | None = None
+        same = ranks.same_experts(ep_size) if ep_size > 1 else None
+        if same is not None:
+            self.experts = RankWork(same, memory, dtype, Wire(wire.reduce_dtype))
         self._memory = memory
         self._reduced: list[ReducedGradients] = []
         self.reductions: Reductions | NoReductions = NoReductions()  # until `reduce`
 
     # ---------------------------------------------------------------- passes
+    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
+        super().watch(groups, trace)
+        if self.experts is not None:
+            self.experts._groups, self.experts._trace = groups, trace
+
     def _use(self, group: ParamGroup, *, backward: bool) -> None:
         if backward:
             self.reductions.reduce_skipped_groups(group.index)
@@ -77,6 +96,8 @@ class RankWork(RankWeights):
     def refresh_updated(self) -> None:
         """`refresh` what the step under way updates, in the order of use."""
         self.refresh(self._groups[index] for index in self.reductions.forward_order)
+        if self.experts is not None:
+            self.experts.refresh_updated()
 
     def idle(self) -> None:
         """Take part in one forward and backward pass of the other ranks without data."""
@@ -110,6 +131,10 @@ class RankWork(RankWeights):
             self.collectives.wire.reduce_dtype or dtype, self._log, self._trace,
             wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
+        if self.experts is not None:
+            theirs = self.experts.reduce(dtype, wait_for_complete_groups=wait_for_complete_groups)
+            theirs.synchronising = False
+            self.reductions.experts = theirs
         return self.reductions
 
     def note_gradient(self) -> None:
@@ -121,15 +146,26 @@ class RankWork(RankWeights):
         self.ranks.note(what)
 
     def lanes(self) -> list[Lane]:
-        return [*super().lanes(), *self.reductions.lanes]
+        theirs = [] if self.experts is None else self.experts.lanes()
+        own = [*super().lanes(), *self.reductions.lanes]
+        return list({id(lane): lane for lane in (*own, *theirs)}.values())
+
+    def moved_nbytes(self) -> dict[str, int]:
+        found = super().moved_nbytes()
+        theirs = {} if self.experts is None else self.experts.moved_nbytes()
+        return {name: nbytes + theirs.get(name, 0) for name, nbytes in found.items()}
 
     # ---------------------------------------------------------------- ending
     def _drain(self, timeout_s: float) -> None:
         self.reductions.drain(timeout_s)
+        if self.experts is not None:
+            self.experts._drain(timeout_s)
         super()._drain(timeout_s)
 
     def close(self) -> None:
         self.reductions.close()
+        if self.experts is not None:
+            self.experts.close()
         super().close()
 
 

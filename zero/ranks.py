@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NoReturn
 from zlib import crc32
@@ -103,6 +103,21 @@ class Ranks:
     def in_world(self) -> list[int]:
         """As the world counts them."""
         return dist.get_process_group_ranks(self.control)
+
+    def same_experts(self, ep_size: int) -> Ranks | None:
+        """Those of the ranks that have the experts of this one, of which `ep_size` neighbours have
+        all together; None if it is the only one. Every rank has to come here."""
+        sharding = self.sharding.of_experts(ep_size)
+        if sharding.world_size == 1:
+            return None
+        ranks = self.in_world[self.rank % ep_size :: ep_size]
+        with self.watch.during("control", "the making of process groups") as limit:
+            control = _group_of(ranks, limit, "gloo")
+        mesh = _mesh_of(ranks, sharding, self.device)
+        return replace(
+            self, sharding=sharding, mesh=mesh, control=control, owns_world=False, is_world=False,
+            notes=[],
+        )  # fmt: skip
 
     def collectives(self, wire: Wire) -> Collectives:
         """The process groups of gathering and reducing, of their own: each is used by one thread,

@@ -37,7 +37,7 @@ from offload.zero.collectives import Collectives, Workspace
 from offload.zero.gradients import GradientAccumulator, flat_gradient
 from offload.zero.pass_log import PassLog
 from offload.zero.ranks import Ranks
-from offload.zero.sharding import BUCKETS, Part, PartOfParam
+from offload.zero.sharding import ALONE, BUCKETS, Part, PartOfParam, Sharding
 
 _MOST_BEHIND = 2  # complete groups that wait for one that may never be complete
 
@@ -214,6 +214,7 @@ class NoReductions:
     """The methods of `Reductions` on a single rank, where gradients need no reduction."""
 
     has_others = False
+    sharding = ALONE
     synchronising = True
     forward_order: Sequence[int] = ()
     lanes: Sequence[Lane] = ()
@@ -242,9 +243,8 @@ class NoReductions:
     def discard(self) -> None:
         """Nothing is under way."""
 
-    def all_squares(self, squares: list[float]) -> tuple[np.ndarray, np.ndarray]:
-        rows = np.array([squares])
-        return rows, rows
+    def all_squares(self, squares: list[float]) -> np.ndarray:
+        return np.array([squares])
 
     def await_progress(self, *, in_backward: bool) -> bool:
         return False
@@ -273,6 +273,7 @@ class Reductions:
         not be reduced before all its gradients are there."""
         self._groups = groups
         self._of = {group.index: group for group in groups}
+        self.experts: Reductions | None = None  # among the ranks with the same ones
         self._ranks = ranks
         self._collectives = collectives
         self._memory = memory
@@ -374,7 +375,9 @@ class Reductions:
         see what they clear; later on a gradient may not be known to a rank that has a part of it,
         for it has taken another branch, or was idle."""
         group = self._of.get(group_index)
-        if group is None:  # it is this rank's alone
+        if group is None:  # an expert that other ranks do not have, or some
+            if self.experts is not None:
+                self.experts.clear(group_index, indices)
             return
         seen = [index for index in indices if group.had[index]]
         group.had[seen] = False
@@ -543,6 +546,8 @@ class Reductions:
         self._rounds = 0
         for group in self._groups:
             group.landed.wait()
+        if self.experts is not None:  # not before: it has the same workspace
+            self.experts.agree(use, name)
 
     def _what_is_here(self) -> list[int]:
         present = [int(passes > 0) for group in self._groups for passes in group.passes]
@@ -600,18 +605,23 @@ class Reductions:
             self.clear(group.index, range(len(group.specs)))
         self._kept_passes = False
         self._arrivals.clear()
+        if self.experts is not None:
+            self.experts.discard()
 
-    def all_squares(self, squares: list[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of squares of parameters' parts: those of the ranks of this shard group, and of all
-        ranks, one row each."""
-        rows, sharding = self._ranks.exchange_sums(squares), self._ranks.sharding
-        first = sharding.replica * sharding.ranks
-        return rows[first : first + sharding.ranks], rows
+    @property
+    def sharding(self) -> Sharding:
+        return self._ranks.sharding
+
+    def all_squares(self, squares: list[float]) -> np.ndarray:
+        """Sums of squares of parameters' parts: those of all ranks, one row each."""
+        return self._ranks.exchange_sums(squares)
 
     def await_progress(self, *, in_backward: bool) -> bool:
         """For a pool that is out of room: wait for a reduction under way, or begin one that others
         wait behind. `in_backward`: the caller runs the backward pass."""
         if self._thread.await_oldest():
+            return True
+        if self.experts is not None and self.experts.await_progress(in_backward=False):
             return True
         left = self._order[self._place :]
         if not in_backward or self._issuing:

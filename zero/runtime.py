@@ -132,7 +132,8 @@ class Runtime:
         with ExitStack() as begun:  # threads, which end where one of these raises
             if ranks is not None:
                 memory = homes.shared_memory()
-                self.rank_work = RankWork(ranks, memory, options.dtype, options.wire)
+                ep_size = max((group.ep_size for group in discovery.groups), default=1)
+                self.rank_work = RankWork(ranks, memory, options.dtype, options.wire, ep_size)
             begun.callback(lambda: self.rank_work.close())
             self.store = WeightStore(
                 discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
@@ -205,10 +206,11 @@ class Runtime:
             ),
             self._run_blocks, rules.passes if rules.in_backward else None, self._partials,
             self._outbox,
-            # of an expert the sum over all ranks' tokens comes here, and all others are averages
+            # of an expert the sum over `ep_size` ranks' tokens comes here, and no average
             1.0 / ep_size,
         )  # fmt: skip
-        if ep_size > 1:
+        work = self.rank_work if ep_size == 1 else self.rank_work.experts
+        if work is None:  # no other rank has the expert
             return own
         layout = part.layout
 
@@ -222,7 +224,7 @@ class Runtime:
                 self._run_blocks,
             )  # fmt: skip
 
-        return self.rank_work.gradients(
+        return work.gradients(
             index, part, own, local, lambda: self.groups[index].wait_for_update(),
             summed_over_blocks=several,
         )  # fmt: skip

@@ -52,6 +52,18 @@ class Sharding:
             parameters=stage >= 3 and ranks > 1, gradients=stage >= 2 and ranks > 1,
         )  # fmt: skip
 
+    def of_experts(self, ep_size: int) -> Sharding:
+        """Of experts that are spread over `ep_size` neighbouring ranks each time: among the ranks
+        with the same ones. Their parameters are whole at every stage: which ones a rank uses, its
+        tokens say."""
+        if ep_size == 1:
+            return self
+        place = self.replica * self.ranks + self.rank
+        count, number = self.world_size // ep_size, place // ep_size
+        if self.ranks == 1:
+            return Sharding(replicas=count, replica=number)
+        return Sharding(count, number, gradients=self.gradients and count > 1)
+
 
 ALONE = Sharding()
 

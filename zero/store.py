@@ -35,7 +35,7 @@ from offload.zero.packed import ExpertTable, PackedParam
 from offload.zero.rank_weights import AnyRankWeights, OneRankWeights
 from offload.zero.released import ReleasedParameters, Values
 from offload.zero.session import in_backward
-from offload.zero.sharding import ALONE, Part, Sharding
+from offload.zero.sharding import Part, Sharding
 
 _REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
@@ -128,8 +128,7 @@ class WeightStore:
         self.tables = list(tables.values())
 
     def _sharding_of(self, ep_size: int) -> Sharding:
-        """Of a group: experts that are spread over ranks are their rank's alone."""
-        return self.ranks.sharding if ep_size == 1 else ALONE
+        return self.ranks.sharding.of_experts(ep_size)
 
     def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> tuple[State, RankCopies]:
         def make(numel: int, edge: int, stride: int | None) -> State:
@@ -137,9 +136,10 @@ class WeightStore:
                 index, plan.name, numel, lambda: self.fetcher.next_use(index), edge, stride
             )
 
-        if plan.ep_size > 1:
+        ranks = self.ranks if plan.ep_size == 1 else self.ranks.experts
+        if ranks is None:  # experts that no other rank has
             return make(layout.numel, layout.edge, None), RankCopies()
-        return self.ranks.parameters(
+        return ranks.parameters(
             make, layout, lambda: self.groups[index].is_entered, lambda: self.groups[index].pending
         )
 

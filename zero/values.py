@@ -68,8 +68,10 @@ class ParameterValues(WeightValues):
                 else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
             )  # fmt: skip
         whole = torch.from_numpy(out)
-        if group.ep_size == 1:  # else it is this rank's alone
-            whole = self._whole(whole, f"{field} of {spec.name}")
+        work = self._runtime.rank_work
+        ranks = work if group.ep_size == 1 else work.experts
+        if ranks is not None:  # else no other rank has a part
+            whole = ranks.combine(whole, f"{field} of {spec.name}")
         return like(param, whole.view(spec.shape))
 
     def part_of(self, param: nn.Parameter) -> slice:
@@ -86,10 +88,6 @@ class ParameterValues(WeightValues):
         group, index = self._find(param)
         part = self._state_of(group).parts.get(index)
         return slice(0, 0) if part is None else slice(part.start, part.start + part.spec.numel)
-
-    def _whole(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        """This rank's part in a tensor of the whole, zeros for the rest."""
-        return self._runtime.rank_work.combine(part, name)
 
     @uninterrupted
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -110,13 +111,12 @@ class WeightValues:
             pairs = zip(_digests(group), before, strict=True)
             changed += [int(now != digest) for now, digest in pairs]
         rows = self._store.ranks.exchange(changed, "which parameters were written")
-        here, changed = changed, rows.max(axis=0).tolist()
         start = 0
         for group in groups:
             stop = start + len(group.params)
-            # of experts that are spread over ranks, other ranks have others
-            flags = (changed if group.ep_size == 1 else here)[start:stop]
-            indices = [index for index, one in enumerate(flags) if one]
+            # of experts that are spread over ranks, those at this place in between have others
+            same = rows[self._store.ranks.rank % group.ep_size :: group.ep_size, start:stop]
+            indices = np.flatnonzero(same.any(axis=0)).tolist()
             if indices:
                 self.accept(group, indices)
                 group.copies.overwritten()

@@ -69,7 +69,7 @@ class ShardReader:
         if state.part.is_shard:
             for frozen in (False, True):
                 own = partial(self._own_weights, state, frozen)
-                yield from self._in_turn(own, self._all_shards)
+                yield from self._in_turn(own, range(state.part.layout.ranks))
         else:
             yield from self._in_turn(partial(self._whole_weights, state), (owner,))
 
@@ -97,20 +97,14 @@ class ShardReader:
 
     def records(self, state: OptimizerState, saved: RecordFormat, owner: int = 0) -> Records:
         """A group's optimizer records in the format `saved`: elements, and arrays of them."""
-        is_whole = state.part.layout.ranks == 1
-        if is_whole and owner == 0:
+        ranks, ep_size = state.part.layout.ranks, state.group.ep_size
+        if ranks == 1 and owner == 0:
             if self.writes:
                 yield from self._own_records(state, saved)
             return
-        senders = (owner,) if is_whole else self._all_shards
+        senders = range(owner, ranks * ep_size, ep_size)
         for elements, raw in self._in_turn(partial(self._packed_records, state, saved), senders):
             yield elements, saved.arrays(raw, len(elements))
-
-    @property
-    def _all_shards(self) -> Sequence[int]:
-        """The ranks of the first shard group."""
-        assert self._ranks is not None, "shards of several ranks"
-        return range(self._ranks.sharding.ranks)
 
     def _own_records(self, state: OptimizerState, saved: RecordFormat) -> Records:
         first = state.part.trainable.start

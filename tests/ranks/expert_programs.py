@@ -188,6 +188,5 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-def refusals_of_four(folder: str) -> list[str]:
-    keys = keys_of(folder, 2)
-    return [said(partial(offload.initialize, each(), keys)) for each in (spread(2), of_two_sizes)]
+def refusals_of_four(folder: str) -> str:
+    return said(partial(offload.initialize, of_two_sizes(), keys_of(folder, 2)))

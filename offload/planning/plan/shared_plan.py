@@ -42,15 +42,16 @@ def plan_shared(
     if sharding.world_size == 1:
         return None
     zero, itemsize = config.zero, ITEMSIZE[config.precision]
-    shared = [index for index, group in enumerate(model.groups) if group.ep_size == 1]
+    shared = [index for index, group in enumerate(model.groups) if group.ranks * group.replicas > 1]
     layouts = [groups[index].layout for index in shared]
     whole = max((layout.numel for layout in layouts), default=0)
     trained = max((layout.numel_trainable for layout in layouts), default=0)
     shard = max((layout.shard_trainable for layout in layouts), default=0)
     late = late_groups(config, model)
     sent = [
-        groups[index].layout.numel_trainable * sent_nbytes(config, late=index in late)
+        groups[index].layout.numel_trainable * sent_nbytes(config, late=summed)
         for index in shared
+        for summed in (index in late or model.groups[index].ep_size > 1,)
     ]
     contribution = max(sent, default=0)
     received = 2 * codes_nbytes(trained) if zero.quantized_gradients else contribution
@@ -75,13 +76,13 @@ def _gather_nbytes(
     sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], itemsize: int,
     *, moves: bool,
 ) -> int:  # fmt: skip
-    if sharding.parameters:
-        return gather_room(model, itemsize)
-    # one group is brought up to date beside those that are used
-    brought = moves and sharding.ranks > 1
-    shared = zip(model.groups, groups, strict=True)
-    sizes = (group.parameters for shape, group in shared if shape.ep_size == 1)
-    return max(sizes, default=0) if brought else 0
+    # one group that is whole is brought up to date beside those that are used
+    sizes = [
+        group.parameters for shape, group in zip(model.groups, groups, strict=True)
+        if moves and shape.ranks > 1 and not sharding.of_experts(shape.ep_size).parameters
+    ]  # fmt: skip
+    gathered = gather_room(model, itemsize) if sharding.parameters else 0
+    return gathered + max(sizes, default=0)
 
 
 def gather_room(model: ModelShape, itemsize: int) -> int:

@@ -89,7 +89,14 @@ def measure(
     sizes = sizes_of(config)
     late = late_groups(config, model)
     return tuple(
-        _group_bytes(group.name, group.layout, sizes, sharding, several=index in late)
+        _group_bytes(
+            group.name,
+            group.layout,
+            sizes,
+            sharding.of_experts(group.ep_size),
+            several=index in late,
+            kept=group.ep_size > 1,
+        )
         for index, group in enumerate(model.groups)
     )
 
@@ -116,16 +123,18 @@ def sizes_of(config: OffloadConfig) -> Sizes:
 
 
 def _group_bytes(
-    name: str, layout: Layout, sizes: Sizes, sharding: Sharding, *, several: bool
+    name: str, layout: Layout, sizes: Sizes, sharding: Sharding, *, several: bool, kept: bool
 ) -> GroupBytes:
-    """`several`: the group gets more gradients per step than the configuration says."""
+    """`several`: the group gets more gradients per step than the configuration says. `kept`: they
+    are reduced in the step, and kept until then."""
+    before = layout.numel_trainable if kept and sharding.world_size > 1 else 0
     itemsize = 4 if several else sizes.gradient_itemsize
     here = layout.shard_numel if sharding.parameters else layout.numel
     return GroupBytes(
         name=name or "(root)",
         layout=layout,
         parameters=pages(here * sizes.itemsize),
-        gradients=pages(layout.shard_trainable * itemsize),
+        gradients=pages(layout.shard_trainable * itemsize) + pages(before * itemsize),
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
