@@ -4,8 +4,9 @@
     experts of 8            layer.experts.0 ... 3      layer.experts.4 ... 7
     groups, in order        layer, 0, 1, 2, 3          layer, 4, 5, 6, 7
 
-All ranks have the same groups but for the experts' numbers; those groups are their rank's alone.
-What holds for every rank is said of an expert's place: its number on the first rank.
+All ranks have the same groups but for the experts' numbers; those groups belong to the ranks with
+the same numbers (rank 0 and rank 2 of four), with the shards and collectives that they have. What
+holds for every rank is said of an expert's place: its number on the first rank.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class SpreadExperts:
         if meshed:
             raise UnsupportedError(
                 f"ep_size {self.ep_size} with mesh= or parameters that are DTensors: experts are "
-                "spread over all ranks of the world, which have other data each; set ep_size=1, or "
-                "leave tensor parallelism out"
+                "spread over all ranks of the world, each of which has to have data of its own; "
+                "set ep_size=1, or leave tensor parallelism out"
             )
         for prefix, table in self._tables.items():
             first = rank % self.ep_size * table.here

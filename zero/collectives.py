@@ -81,6 +81,7 @@ class Collectives:
     watch: RankWatch
     wire: Wire = field(default_factory=Wire)
     traffic: Traffic = field(default_factory=Traffic)
+    of: str = ""  # tells its lanes in `watch` from others'
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
         """Fill `whole` (1D uint8), of the group `name`, with the shards of all ranks, in order.
@@ -88,7 +89,7 @@ class Collectives:
         queued on the current stream. RankError if a rank does not take part."""
         self.traffic.gathered_nbytes += whole.numel()
         what, group = f"the all-gather of {_named(name)}", self.gather_group
-        with self.watch.during("gather", what, group) as limit:
+        with self.watch.during(f"{self.of}gather", what, group) as limit:
             _all_gather(whole, own, group, _Arrival(what, limit))
 
     def gather_coded(
@@ -110,7 +111,7 @@ class Collectives:
         on every rank. RankError if a rank does not take part."""
         what = f"the reduce-scatter of {_named(name)}"
         groups = self.reduce_group, self.replica_group
-        with profiled(what), self.watch.during("reduce", what, *groups) as limit:
+        with profiled(what), self.watch.during(f"{self.of}reduce", what, *groups) as limit:
             return self._reduce(contribution, work, _Arrival(what, limit))
 
     def _reduce(

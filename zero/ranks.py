@@ -39,6 +39,7 @@ class Ranks:
     owns_world: bool  # the process group was made here
     is_world: bool = True  # all of its ranks
     notes: list[str] = field(default_factory=list)  # since the last exchange
+    of: str = ""  # the part of the model that they have together, if not all of it
 
     @classmethod
     def join(
@@ -116,7 +117,7 @@ class Ranks:
         mesh = _mesh_of(ranks, sharding, self.device)
         return replace(
             self, sharding=sharding, mesh=mesh, control=control, owns_world=False, is_world=False,
-            notes=[],
+            notes=[], of="experts ",
         )  # fmt: skip
 
     def collectives(self, wire: Wire) -> Collectives:
@@ -133,7 +134,7 @@ class Ranks:
                 else _group_of(next(row for row in ranks if dist.get_rank() in row), limit)
                 for ranks in (shards, shards, replicas)
             )  # fmt: skip
-        return Collectives(gather, reduce, across, self.watch, wire)
+        return Collectives(gather, reduce, across, self.watch, wire, of=self.of)
 
     # ---------------------------------------------------------------- small things
     @property
