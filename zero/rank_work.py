@@ -70,6 +70,7 @@ class RankWork(RankWeights):
         """`ep_size`: over how many ranks experts are spread."""
         super().__init__(ranks, memory, dtype, wire)
         self.experts: RankWork | None = None
+        self._exchanges_tokens = ep_size > 1
         same = ranks.same_experts(ep_size) if ep_size > 1 else None
         if same is not None:
             self.experts = RankWork(same, memory, dtype, Wire(wire.reduce_dtype))
@@ -131,6 +132,7 @@ class RankWork(RankWeights):
             self.collectives.wire.reduce_dtype or dtype, self._log, self._trace,
             wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
+        self.reductions.exchanges_tokens = self._exchanges_tokens
         if self.experts is not None:
             theirs = self.experts.reduce(dtype, wait_for_complete_groups=wait_for_complete_groups)
             theirs.synchronising = False

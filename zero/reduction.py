@@ -274,6 +274,10 @@ class Reductions:
         self._groups = groups
         self._of = {group.index: group for group in groups}
         self.experts: Reductions | None = None  # among the ranks with the same ones
+        # Within backward ranks wait for each other's tokens. One that waited here for a group that
+        # another rank does not use would never come to send them; so more buckets are taken, as
+        # many as there is memory for.
+        self.exchanges_tokens = False
         self._ranks = ranks
         self._collectives = collectives
         self._memory = memory
@@ -424,8 +428,10 @@ class Reductions:
         if group.bucket is None:
             group.await_last()
             begun = sum(other.bucket is not None for other in self._groups)
-            while self._thread.pending + begun >= BUCKETS and self._thread.await_oldest():
-                pass  # one bucket is filled while another one is reduced: so much is planned for
+            while self._thread.pending + begun >= BUCKETS and not self.exchanges_tokens:
+                # one bucket is filled while another one is reduced: so much is planned for
+                if not self._thread.await_oldest():
+                    break
             nbytes = group.numel * dtype.itemsize
             name = f"{group.name}, to be reduced"
             group.bucket = self._memory.pool.demand(nbytes, name, StateClass.STAGING)

@@ -49,12 +49,36 @@ class MoELM(TinyLM):
         return super().loss(tokens) + 0.01 * sum(block.l_aux for block in self.blocks[1:])
 
 
+class BranchingLM(MoELM):
+    """Between its layers of experts each rank uses every other of some dense ones."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks.extend(MoEBlock(**options) for _ in range(2))
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in self.blocks)
+        self.calls = dist.get_rank()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        self.calls += 1
+        for block, branch in zip(self.blocks, self.branches, strict=True):
+            x = block(x)
+            if self.calls % 2:
+                x = x + branch(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
 def spread(ep_size: int, **options: Any) -> partial[MoELM]:
     return partial(MoELM, ep_size=ep_size, drop_tokens=False, **options)
 
 
-def case(ep_size: int, stage: int, placement: Mapping[str, Any] = NVME, **keys: Any) -> Case:
-    return Case(stage, dict(placement), spread(ep_size), **keys)
+def case(
+    ep_size: int, stage: int, placement: Mapping[str, Any] = NVME,
+    kind: type[MoELM] = MoELM, **keys: Any,
+) -> Case:  # fmt: skip
+    model = partial(kind, ep_size=ep_size, drop_tokens=False)
+    return Case(stage, dict(placement), model, **keys)
 
 
 def keys_of(folder: str, stage: int, **keys: Any) -> dict[str, Any]:
