@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero import module_tree
 
 transformers = pytest.importorskip("transformers")
@@ -219,6 +219,37 @@ def test_a_gradient_is_read_between_passes(pair: Pair) -> None:
     for whole, split in zip(*found, strict=True):
         assert torch.equal(whole.clone(), split.clone())
     pair.compare()
+
+
+def test_a_gradient_that_was_cleared_keeps_its_value_for_those_who_kept_it(pair: Pair) -> None:
+    tokens = data(2)
+    for engine in pair.make():
+        loss_of(engine, tokens[0]).backward()
+        kept, view = param(engine).grad, param(engine, OTHER).grad[3:5]
+        expected = [kept.clone(), view.clone()]
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        loss_of(engine, tokens[1]).backward()
+        assert expected[0].any()
+        assert torch.equal(kept.clone(), expected[0])
+        assert torch.equal(view.clone(), expected[1])
+        with torch.no_grad():
+            kept.mul_(2)
+        assert torch.equal(kept.clone(), expected[0] * 2)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    pair.compare()
+
+
+def test_a_gradient_that_an_update_used_up_says_so(pair: Pair) -> None:
+    whole, split = pair.make(optimizer={**ADAMW, "in_backward": True})
+    for engine in (whole, split):
+        loss_of(engine, data(1)[0]).backward()
+        kept = param(engine).grad
+        engine.optimizer.step()
+        with pytest.raises(StateError, match="has no value any more"):
+            kept.clone()
+        engine.optimizer.zero_grad()
 
 
 def test_parameters_in_the_loss(pair: Pair) -> None:
