@@ -54,7 +54,8 @@ def switch(hidden: int = 128) -> nn.Module:
         num_layers=2, num_sparse_encoder_layers=2, num_experts=EXPERTS, router_jitter_noise=0.0,
         dropout_rate=0.0,
     )  # fmt: skip
-    return SwitchTransformersEncoderModel(config)
+    made: nn.Module = SwitchTransformersEncoderModel(config)
+    return made
 
 
 def qwen(hidden: int = 128) -> nn.Module:
@@ -67,7 +68,8 @@ def qwen(hidden: int = 128) -> nn.Module:
         num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4, num_experts=EXPERTS,
         num_experts_per_tok=1, use_cache=False,
     )  # fmt: skip
-    return Qwen3MoeModel(config)
+    made: nn.Module = Qwen3MoeModel(config)
+    return made
 
 
 class Routers:
