@@ -1,5 +1,5 @@
-"""Every architecture of transformers with experts, trained by the engine with each expert as a group
-of its own: the loss and all gradients have the bits of plain PyTorch, which computes with the
+"""Every architecture of transformers with experts, trained by the engine with each expert as a
+group of its own: the loss and all gradients have the bits of plain PyTorch, which computes with the
 default implementation; after two steps weights and optimizer states are those of an engine that
 moves a block's experts with the block.
 
@@ -27,7 +27,7 @@ from tests.outside.test_causal_lm_zoo import SHRINK
 from tests.outside.test_expert_zoo import ARCHITECTURES, ATTENTION, build
 from tests.outside.trainer_cases import quiet
 
-SHARES = dict.fromkeys(NVME, {"host": "40%", "nvme": "60%"})
+SHARES: dict[str, Any] = {key: {"host": "40%", "nvme": "60%"} for key in NVME}
 # Lists of modules, in an encoder and a decoder
 LISTS = {"nllb_moe": "NllbMoe", "switch_transformers": "SwitchTransformers"}
 # Computed by the model's own code from parameters of all experts: not groups of their own
