@@ -52,9 +52,10 @@ class Pair:
 
     def make(
         self, place: str = "nvme", prepare: Callable[[nn.Module], Any] = lambda model: None,
-        **keys: Any,
+        experts: Any = None, **keys: Any,
     ) -> list[Engine]:  # fmt: skip
-        """`prepare` may change the model, and may return param groups."""
+        """`prepare` may change the model, and may return param groups. `experts`: their homes,
+        where they are split."""
         self._patch.setattr(module_tree, "SMALL_UNIT_NUMEL", 0)  # blocks, as in a large model
         for least, home in (1 << 40, "host"), (0, place):
             self._patch.setattr(module_tree, "SMALL_TABLE_NUMEL", least)
@@ -62,6 +63,8 @@ class Pair:
             groups = prepare(model)
             given = {} if groups is None else {"parameters": groups}
             placement = {**dict.fromkeys(WHOLE, home), **keys.get("placement", {})}
+            if experts is not None and least == 0:
+                placement["experts"] = experts
             config = {
                 "precision": "fp32", "nvme": {"paths": [str(self._folder)]}, "optimizer": ADAMW,
                 **keys, "placement": placement,
@@ -126,6 +129,22 @@ def test_losses_weights_and_states_are_those_of_whole_tables(
     pair: Pair, place: str, precision: str
 ) -> None:
     pair.make(place, precision=precision, clip_grad_norm=0.5)
+    pair.train()
+
+
+HALVES = {"host": "50%", "nvme": "50%"}
+
+
+@pytest.mark.parametrize(
+    "experts", ["nvme", HALVES, {"parameters": HALVES, "gradients": "host", "optimizer": "nvme"}],
+    ids=["nvme", "halves", "by class"],
+)  # fmt: skip
+def test_experts_have_homes_of_their_own(pair: Pair, experts: Any) -> None:
+    _, engine = pair.make("host", experts=experts, clip_grad_norm=0.5)
+    homes = {
+        home for g, home in zip(engine.plan.groups, engine.plan.records, strict=True) if not g.table
+    }
+    assert {tier for home in homes for tier in home} == {"host"}
     pair.train()
 
 
