@@ -104,7 +104,8 @@ class PlanBuilder:
         computing = {Tier.DEVICE} if self.gpu else {Tier.DEVICE, Tier.HOST}
         moves = bool(tiers_of(placements, StateClass.PARAMETERS) - computing)
         plan = Plan(
-            budgets=dict(self.budgets), placements=dict(placements), groups=groups,
+            budgets=dict(self.budgets), groups=groups,
+            placements={placed: placements[placed] for placed in PLACED if placed in placements},
             parameters=tuple(parameters), gradients=tuple(gradients), records=dealt.tiers,
             record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
