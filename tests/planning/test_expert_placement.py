@@ -200,3 +200,14 @@ def test_memest_says_and_writes_where_experts_are(tmp_path: Path, capsys: Any) -
     written = OffloadConfig.load(path).placement.homes()
     shares = {n: {str(t): s for t, s in home.shares} for n, home in written.items() if home}
     assert shares == placements
+
+
+def test_an_override_of_one_class_does_not_lose_the_others() -> None:
+    base = {"placement": {"experts": "nvme"}}
+    with pytest.raises(ConfigError, match=r"placement\.experts is 'nvme', which has no keys"):
+        OffloadConfig.load(base, ["placement.experts.optimizer=host"])
+    kept = OffloadConfig.load(OffloadConfig.load(base), ["placement.experts.optimizer=host"])
+    homes = kept.placement.homes()
+    assert (homes["experts.optimizer"], homes["experts.parameters"]) == (
+        Placement.on(Tier.HOST), Placement.on(Tier.NVME),
+    )  # fmt: skip
