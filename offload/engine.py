@@ -816,6 +816,12 @@ def _check_model(model: nn.Module) -> None:
                 f"{name} ({param.dtype}, {param.layout}) is trainable but no dense real floating "
                 "point tensor; freeze it, or train this model without offload"
             )
+        if param.is_floating_point() and param.dtype.itemsize == 1:  # as managed, it would be cast
+            raise UnsupportedError(
+                f"{name} is {param.dtype}: the engine has all parameters in its precision:, where "
+                "quantised weights lose their scales; dequantise the model first (transformers: "
+                "FineGrainedFP8Config(dequantize=True))"
+            )
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UnsupportedError(
                 f"{name} has no shape yet (a lazy module); run one forward before initialize"

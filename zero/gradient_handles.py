@@ -373,12 +373,12 @@ class GradientHandles:
         return self._read(source).to(source.param.dtype)
 
     def _is_spent(self, source: GradientSource) -> bool:
+        source.state.group.wait_for_update()  # which may be about to
         return bool(source.state.gradients.spent)
 
     def _read(self, source: GradientSource) -> torch.Tensor:
         state, index = source.state, source.index
         spec = state.group.layout.params[index]
-        state.group.wait_for_update()
         self._agree(source)
         if source.zeroed:
             return like(source.param, torch.zeros(spec.shape, device=state.group.device))

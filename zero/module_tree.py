@@ -271,7 +271,7 @@ class _Tables:
         """Each expert as a unit, with its parameters."""
         self._ep_sizes[name] = table.ep_size
         if table.kind is not ModuleKind.PACKED_EXPERTS:
-            for child_name, expert in table.distinct_children():
+            for child_name, expert in _listed(table):
                 unit = TreeUnit(f"{name}.{child_name}", expert, table=name)
                 yield unit, _managed(expert.parameters())
             return
@@ -302,8 +302,13 @@ def _is_packed(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:
     return is_even and _is_apart(params, names)
 
 
+def _listed(table: ModuleTree) -> list[tuple[str, ModuleTree]]:
+    """The experts in a list, which may hold a dropout or an identity beside them."""
+    return [(n, c) for n, c in table.distinct_children() if next(c.parameters(), None) is not None]
+
+
 def _is_list(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:
-    experts = [expert for _, expert in module.distinct_children()]
+    experts = [expert for _, expert in _listed(module)]
     hookable = all(
         expert.kind not in (ModuleKind.CONTAINER, ModuleKind.PARAMETERS) for expert in experts
     )

@@ -149,7 +149,7 @@ def _dump_budget(value: int | Percent | None) -> int | str | None:
     return str(value) if isinstance(value, Percent) else value
 
 
-def _parse_split(value: Any) -> Placement | None:
+def parse_split(value: Any) -> Placement | None:
     if value is None or value == "auto":
         return None
     if isinstance(value, Placement):
@@ -168,6 +168,13 @@ def _parse_split(value: Any) -> Placement | None:
     if abs(total - 1) > 1e-9:
         raise ValueError(f"the shares sum to {total * 100:.10g}%; they must sum to 100%")
     return Placement(tuple((Tier(tier), share) for tier, share in shares.items()))
+
+
+def is_split(value: Any) -> bool:
+    """Whether a mapping is meant as shares of tiers."""
+    return any(
+        tier in _TIERS or (isinstance(share, str) and "%" in share) for tier, share in value.items()
+    )
 
 
 def _parse_share(tier: Any, share: Any) -> float:
@@ -295,7 +302,7 @@ _SIZE_SCHEMA = {
     ]
 }
 _SHARE_SCHEMA = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
-_SPLIT_SCHEMA = {
+SPLIT_SCHEMA = {
     "anyOf": [
         {"enum": [*_TIERS, "auto"]},
         {
@@ -323,9 +330,9 @@ Budget = Annotated[
 ]
 Split = Annotated[
     Placement | None,
-    PlainValidator(_parse_split),
+    PlainValidator(parse_split),
     PlainSerializer(_dump_split),
-    WithJsonSchema(_SPLIT_SCHEMA),
+    WithJsonSchema(SPLIT_SCHEMA),
     Kind("tier, split over tiers, or auto", absent="auto"),
 ]
 _STATES_SCHEMA = {

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from offload.config.errors import render
 from offload.config.fields import (
     AUTO_MICRO_BATCHES,
+    SPLIT_SCHEMA,
     AutoBool,
     AutoDepth,
     AutoThreads,
@@ -28,6 +31,8 @@ from offload.config.fields import (
     Split,
     TierText,
     about,
+    is_split,
+    parse_split,
 )
 from offload.config.file import dump_yaml
 from offload.config.optimizer import OptimizerConfig
@@ -35,6 +40,7 @@ from offload.config.source import ConfigSource, load_source
 from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
 from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.placement import Placement
 from offload.tiers.units import round_up
 
 AUTO_CHUNK_NUMEL = 1 << 20
@@ -138,6 +144,48 @@ class ActivationConfig(Section):
     )
 
 
+class _OrSplit:
+    """`ExpertPlacement._of_all_classes`, in JSON Schema."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        tier, shares, _ = SPLIT_SCHEMA["anyOf"]
+        return {"anyOf": [tier, shares, *handler(core_schema)["anyOf"]]}
+
+
+class ExpertPlacement(Section):
+    """Home of the states of experts; an absent class is placed automatically."""
+
+    parameters: Split = Field(
+        None,
+        description="Home of the parameters of experts: a tier, or shares of each table's experts.",
+        examples=["nvme"],
+    )
+    gradients: Split = Field(
+        None,
+        description="Home of the gradients of experts between backward and update.",
+        examples=["host"],
+    )
+    optimizer: Split = Field(
+        None,
+        description="Home of the optimizer's states and of master weights of experts.",
+        examples=[{"host": "25%", "nvme": "75%"}],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_all_classes(cls, value: Any) -> Any:
+        """A tier, shares or auto is meant of every class."""
+        by_class = isinstance(value, Mapping) and (
+            not is_split(value) or not value.keys().isdisjoint(cls.model_fields)
+        )
+        if by_class or isinstance(value, cls):
+            return value
+        return dict.fromkeys(cls.model_fields, parse_split(value))
+
+
 class PlacementConfig(Section):
     """Home of each class of state; an absent class is placed automatically."""
 
@@ -158,9 +206,36 @@ class PlacementConfig(Section):
         examples=[{"host": "40%", "nvme": "60%"}],
         json_schema_extra=about(see=["optimizer.states", "optimizer.chunk"]),
     )
+    experts: Annotated[ExpertPlacement | None, _OrSplit] = Field(
+        None,
+        description="Home of the states of experts that move one by one; the keys beside it then "
+        "speak of all else. A tier or shares of several for every class, or keys by class. Shares "
+        "are the same of each table of experts, so that no layer has more in slow tiers than "
+        "others; experts of lower number are in the faster ones. auto: chosen apart from the rest. "
+        "Absent: they are where the rest is.",
+        json_schema_extra=about(absent="where the rest is", see=["micro_batches", "zero.stage"]),
+    )
     activations: ActivationConfig = Field(
         default_factory=ActivationConfig, description="What forward saves for backward."
     )
+
+    def homes(self) -> dict[str, Placement | None]:
+        """Of each class of states by its key (`optimizer`, and where experts have homes of their
+        own `experts.optimizer`); None is left open."""
+        apart = () if self.experts is None else ExpertPlacement.model_fields
+        return {
+            **{name: getattr(self, name) for name in ExpertPlacement.model_fields},
+            **{f"experts.{name}": getattr(self.experts, name) for name in apart},
+        }
+
+    def with_homes(self, homes: Mapping[str, Placement]) -> PlacementConfig:
+        """With the homes of classes, by their keys as `homes` has them."""
+        rest = {name: home for name, home in homes.items() if "." not in name}
+        apart = {name.partition(".")[2]: home for name, home in homes.items() if name not in rest}
+        experts = self.experts
+        if apart:
+            experts = (experts or ExpertPlacement()).model_copy(update=apart)
+        return self.model_copy(update={**rest, "experts": experts})
 
 
 class LossScaleConfig(Section):
@@ -443,6 +518,7 @@ class OffloadConfig(Section):
         if self.optimizer.in_backward is True:
             self._check_in_backward()
         self._check_gradient_sums()
+        self._check_experts()
         if self.loss_scale is not None and self.precision != "fp16":
             raise KeyedError(
                 f"loss_scale: contradicts precision: {self.precision}; "
@@ -473,15 +549,27 @@ class OffloadConfig(Section):
         return self.precision != "fp32" and self.gradient_accumulation_steps > 1
 
     def _check_gradient_sums(self) -> None:
-        split = self.placement.gradients
-        if self.sums_gradients and split is not None and any(tier.is_file for tier in split.tiers):
+        for name, split in self.placement.homes().items():
+            on_disk = split is not None and any(tier.is_file for tier in split.tiers)
+            if not (name.endswith("gradients") and on_disk and self.sums_gradients):
+                continue
             raise KeyedError(
-                f"placement.gradients: nvme contradicts gradient_accumulation_steps: "
+                f"placement.{name}: nvme contradicts gradient_accumulation_steps: "
                 f"{self.gradient_accumulation_steps} in {self.precision}: sums are kept in fp32, "
-                "and twice the bytes on disk never pay; set placement.gradients: host, or "
+                f"and twice the bytes on disk never pay; set placement.{name}: host, or "
                 "micro_batches instead of accumulation, whose gradients move once in 16 bits",
-                ("placement", "gradients"),
+                ("placement", *name.split(".")),
                 ("gradient_accumulation_steps",),
+            )
+
+    def _check_experts(self) -> None:
+        if self.placement.experts is not None and not self.splits_experts(1):
+            raise KeyedError(
+                f"placement.experts contradicts micro_batches: {self.micro_batches}, under which "
+                "a block computes all pieces with all of its experts, which stay with it; remove "
+                "one of the two",
+                ("placement", "experts"),
+                ("micro_batches",),
             )
 
     def _check_in_backward(self) -> None:

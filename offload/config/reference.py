@@ -24,6 +24,10 @@ from offload.config.optimizer_kinds import KINDS
 from offload.tiers.errors import ConfigError
 
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_SECTIONS = {  # that may be a value instead
+    ("placement",): "auto, or the keys below it",
+    ("placement", "experts"): "auto, a tier, a split over tiers, or the keys below it",
+}
 _BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 
 
@@ -93,7 +97,7 @@ def _section(
         _key((*path, name), model, field, needs, others)
         for name, field in model.model_fields.items()
     )
-    kind = "auto, or the keys below it" if path == ("placement",) else "the keys below it"
+    kind = _SECTIONS.get(path, "the keys below it")
     said = meaning or (model.__doc__ or "").strip()
     return Key(path, kind, "", absent, said, "", needs, see, keys)
 

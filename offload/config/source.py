@@ -55,7 +55,7 @@ def load_source(
     applied: dict[KeyPath, str] = {}
     for text in overrides:
         path, new = _parse_override(text)
-        _assign(merged, path, new)
+        _assign(merged, path, new, text)
         applied = {key: old for key, old in applied.items() if key[: len(path)] != path}
         applied[path] = text
     return ConfigSource(document, merged, applied)
@@ -69,10 +69,16 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     return parts, parse_document(value, f"-o {text}").value
 
 
-def _assign(values: dict[str | int, Any], path: KeyPath, new: Any) -> None:
-    for part in path[:-1]:
+def _assign(values: dict[str | int, Any], path: KeyPath, new: Any, text: str) -> None:
+    for depth, part in enumerate(path[:-1], 1):
         inner = values.get(part)
         if not isinstance(inner, dict):
+            if inner not in (None, "auto"):
+                above = ".".join(map(str, path[:depth]))
+                raise ConfigError(
+                    f"-o {text}: {above} is {_shown(inner)}, which has no keys and would be lost; "
+                    f"write -o {above}=... for the whole of it"
+                )
             inner = values[part] = {}
         values = inner
     values[path[-1]] = new

@@ -244,8 +244,11 @@ def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig
     if now.micro_batches == AUTO_MICRO_BATCHES:
         kept.append("micro_batches")
     if not now.optimizer.states.uniform:
-        if now.placement.optimizer is None:
-            kept.append("placement.optimizer")
+        kept += [
+            f"placement.{name}"
+            for name, home in now.placement.homes().items()
+            if home is None and name.endswith("optimizer")
+        ]
         if now.optimizer.chunk == "auto":
             kept.append("optimizer.chunk")
     values = {key: _at(before, key) for key in kept}
@@ -258,7 +261,9 @@ def other_numbers(before: dict[str, Any], now: OffloadConfig) -> Iterator[str]:
     if now.optimizer.states.uniform:
         return
     current = now.to_dict()
-    for key in ("placement.optimizer", "optimizer.chunk", "optimizer.states"):
+    for key in (
+        "placement.optimizer", "placement.experts.optimizer", "optimizer.chunk", "optimizer.states",
+    ):  # fmt: skip
         was, value = _at(before, key), _at(current, key)
         if was != value:
             yield (

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.errors import UnsupportedError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
 from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
@@ -94,3 +95,12 @@ def test_weights_of_three_times_the_budget_are_adapted_within_it(tmp_path: Path)
     assert found["read"] > (found["steps"] - 1) * frozen, "more than the memory for copies holds"
     assert found["nvme"]["gradients"] <= adapters
     assert found["nvme"]["optimizer"] <= 2.4 * adapters
+
+
+def test_weights_of_8_bits_are_refused(tmp_path: Path) -> None:
+    """Cast to the engine's precision, transformers' FP8 modules would compute without scales."""
+    model = seeded(build)
+    codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    model.codes = nn.Parameter(codes, requires_grad=False)  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=r"codes is torch.float8_e4m3fn: .*dequantise"):
+        offload.initialize(model, config(tmp_path))

@@ -171,6 +171,17 @@ def test_norms_are_known_and_clipping_is_refused(tmp_path: Path) -> None:
         engine.optimizer.step()
 
 
+def test_gradients_are_refused_also_while_their_update_runs(tmp_path: Path) -> None:
+    with offload.initialize(seeded(TinyLM), ahead(tmp_path)) as engine:
+        for tokens in batches(3):
+            engine.backward(engine.module.loss(tokens))
+            for param in engine.module.parameters():  # the last updates have just begun
+                if param.grad is not None:
+                    with pytest.raises(StateError, match="set in_backward: false to read"):
+                        param.grad.clone()
+            engine.optimizer.step()
+
+
 def test_a_pass_that_was_dropped_does_not_count_for_the_update(tmp_path: Path) -> None:
     def run(dropped: bool) -> dict[str, torch.Tensor]:
         model = seeded(TinyLM)

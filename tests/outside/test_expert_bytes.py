@@ -11,6 +11,7 @@ import torch
 
 import offload
 import offload.homes
+from benchmarks import expert_bytes
 from offload.kernels.variants import Master
 from offload.tiers.units import round_up
 from offload.zero import module_tree
@@ -20,12 +21,18 @@ from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
 from tests.planning.test_step_time import AtOnce
 
 LAYERS, STEPS, CHUNK, PAGE = 3, 8, 2048, 4096
+TOUCHED = 128 * (1 - (1 - 1 / 128) ** 64)  # expected of a router without preferences
 
 
 @pytest.fixture(autouse=True)
-def _experts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Experts are groups, and every move is over when it was asked for."""
     monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
     monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -138,3 +145,16 @@ def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stay
             engine.runtime.updates.settle()
             said = counter.step([set(chosen.flatten().tolist()) for chosen in routing])
             assert Moved.until_now(engine) - before == said, number
+
+
+def test_few_tokens_move_few_experts(tmp_path: Path) -> None:
+    """Switch, whose experts are in a module dictionary: 64 tokens, one of 128 experts each."""
+    few, whole = (
+        expert_bytes.measure(
+            seeded(lambda: expert_bytes.switch(32)), tmp_path, to_all=to_all, settling=0, steps=1
+        )
+        for to_all in (False, True)
+    )
+    assert whole.touched == expert_bytes.EXPERTS
+    assert few.touched <= 1.05 * TOUCHED
+    assert few.nbytes <= 0.45 * whole.nbytes

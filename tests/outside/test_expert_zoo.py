@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,10 @@ def _quiet_and_one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def build(architecture: str) -> nn.Module:
-    name, extra = ARCHITECTURES[architecture]
+def build(
+    architecture: str, kinds: Mapping[str, tuple[str, dict[str, Any]]] = ARCHITECTURES
+) -> nn.Module:
+    name, extra = kinds[architecture]
     file = f"transformers.models.{architecture}.modeling_{architecture}"
     model_class = getattr(importlib.import_module(file), name)
     config_class = model_class.config_class

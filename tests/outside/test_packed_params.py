@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero import module_tree
 
 transformers = pytest.importorskip("transformers")
@@ -52,9 +52,10 @@ class Pair:
 
     def make(
         self, place: str = "nvme", prepare: Callable[[nn.Module], Any] = lambda model: None,
-        **keys: Any,
+        experts: Any = None, **keys: Any,
     ) -> list[Engine]:  # fmt: skip
-        """`prepare` may change the model, and may return param groups."""
+        """`prepare` may change the model, and may return param groups. `experts`: their homes,
+        where they are split."""
         self._patch.setattr(module_tree, "SMALL_UNIT_NUMEL", 0)  # blocks, as in a large model
         for least, home in (1 << 40, "host"), (0, place):
             self._patch.setattr(module_tree, "SMALL_TABLE_NUMEL", least)
@@ -62,6 +63,8 @@ class Pair:
             groups = prepare(model)
             given = {} if groups is None else {"parameters": groups}
             placement = {**dict.fromkeys(WHOLE, home), **keys.get("placement", {})}
+            if experts is not None and least == 0:
+                placement["experts"] = experts
             config = {
                 "precision": "fp32", "nvme": {"paths": [str(self._folder)]}, "optimizer": ADAMW,
                 **keys, "placement": placement,
@@ -126,6 +129,22 @@ def test_losses_weights_and_states_are_those_of_whole_tables(
     pair: Pair, place: str, precision: str
 ) -> None:
     pair.make(place, precision=precision, clip_grad_norm=0.5)
+    pair.train()
+
+
+HALVES = {"host": "50%", "nvme": "50%"}
+
+
+@pytest.mark.parametrize(
+    "experts", ["nvme", HALVES, {"parameters": HALVES, "gradients": "host", "optimizer": "nvme"}],
+    ids=["nvme", "halves", "by class"],
+)  # fmt: skip
+def test_experts_have_homes_of_their_own(pair: Pair, experts: Any) -> None:
+    _, engine = pair.make("host", experts=experts, clip_grad_norm=0.5)
+    homes = {
+        home for g, home in zip(engine.plan.groups, engine.plan.records, strict=True) if not g.table
+    }
+    assert {tier for home in homes for tier in home} == {"host"}
     pair.train()
 
 
@@ -219,6 +238,37 @@ def test_a_gradient_is_read_between_passes(pair: Pair) -> None:
     for whole, split in zip(*found, strict=True):
         assert torch.equal(whole.clone(), split.clone())
     pair.compare()
+
+
+def test_a_gradient_that_was_cleared_keeps_its_value_for_those_who_kept_it(pair: Pair) -> None:
+    tokens = data(2)
+    for engine in pair.make():
+        loss_of(engine, tokens[0]).backward()
+        kept, view = param(engine).grad, param(engine, OTHER).grad[3:5]
+        expected = [kept.clone(), view.clone()]
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        loss_of(engine, tokens[1]).backward()
+        assert expected[0].any()
+        assert torch.equal(kept.clone(), expected[0])
+        assert torch.equal(view.clone(), expected[1])
+        with torch.no_grad():
+            kept.mul_(2)
+        assert torch.equal(kept.clone(), expected[0] * 2)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    pair.compare()
+
+
+def test_a_gradient_that_an_update_used_up_says_so(pair: Pair) -> None:
+    whole, split = pair.make(optimizer={**ADAMW, "in_backward": True})
+    for engine in (whole, split):
+        loss_of(engine, data(1)[0]).backward()
+        kept = param(engine).grad
+        engine.optimizer.step()
+        with pytest.raises(StateError, match="has no value any more"):
+            kept.clone()
+        engine.optimizer.zero_grad()
 
 
 def test_parameters_in_the_loss(pair: Pair) -> None:

@@ -60,7 +60,10 @@ FAMILIES: dict[str, list[Case]] = {
         for case in every_stage(Case(3, homes, Branches, keys={"groups": {"blocks": ["Choice"]}}))
     ],
     # one pass: sums of several that not all ranks had gradients in are rounded per group
-    "experts": [c for homes in (HOST, NVME) for c in every_stage(Case(3, homes, Experts))],
+    "experts": [
+        *(case for homes in (HOST, NVME) for case in every_stage(Case(3, homes, Experts))),
+        Case(2, {**HOST, "experts": {"host": "25%", "nvme": "75%"}}, Experts),
+    ],
     "branches apart": every_stage(Case(3, HOST, Branches))[:3],  # groups that not all ranks use
     "in backward": [
         case for homes in (HOST, NVME) for case in every_stage(

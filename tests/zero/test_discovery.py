@@ -88,3 +88,15 @@ def test_integer_and_complex_parameters_are_left_where_they_are():
     model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False)
     assert discover(model).groups == []
+
+
+@pytest.mark.parametrize("beside", [nn.Dropout(), nn.Identity(), None])
+def test_an_expert_of_a_list_is_a_group_whatever_without_parameters_is_beside_it(beside):
+    """NLLB-MoE has a dropout in the dictionary of its experts."""
+    model = Model()
+    model.experts = nn.ModuleDict({str(i): nn.Linear(LARGE, LARGE) for i in range(2)})
+    if beside is not None:
+        model.experts["beside"] = beside
+    found = discover(model)
+    assert [g.name for g in found.groups if g.table] == ["experts.0", "experts.1"]
+    assert [u.name for u in found.units if u.table] == ["experts.0", "experts.1"]

@@ -51,12 +51,10 @@ def _changes(now: RunPlan) -> Iterator[tuple[dict[str, str], str]]:
         if more > 0:
             yield {"budget.host": str(budget + more)}, f"raise budget.host by {_short(more)}"
     # of states that tiers keep differently, another place is another result
-    movable = [name for name in ("parameters", "gradients", "optimizer")
-               if name != "optimizer" or config.optimizer.states.uniform]  # fmt: skip
     named = {
         f"placement.{name}": "auto"
-        for name in movable
-        if getattr(config.placement, name) is not None
+        for name, home in config.placement.homes().items()
+        if home is not None and (config.optimizer.states.uniform or not name.endswith("optimizer"))
     }
     if named:
         yield named, "set " + ", ".join(f"{key}: auto" for key in named)

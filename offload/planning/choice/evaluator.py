@@ -15,11 +15,12 @@ from offload.planning.choice.splits import neighbours
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.activation_plan import least_window
-from offload.planning.plan.builder import Placements, PlanBuilder, reserve_nbytes
+from offload.planning.plan.builder import PlanBuilder, placed_classes, reserve_nbytes
 from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
+from offload.planning.plan.experts import Held, idle_nbytes
 from offload.planning.plan.plan import Hardware, Plan, ram_nbytes
 from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
-from offload.planning.plan.sizes import CLASSES
+from offload.planning.plan.sizes import PLACED, PlacedClass, Placements, class_of
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import COMPUTE, OPTIMIZER, estimate_step
 from offload.tiers.extent import PAGE_NBYTES
@@ -44,6 +45,7 @@ _GAIN = 0.002  # of a step's time, for another move
 _ROUGH, _ROUGH_LARGE = 1.1, 1.02  # of its slowest link's time: a move to more is not predicted
 AS_FAST = 0.01  # of a step's time: no prediction tells less
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
+_Key = tuple[Placement | None, ...]
 NO_LIBRARIES = Baseline(0, symbols_nbytes=0, compiler_nbytes=0)
 
 
@@ -80,13 +82,13 @@ class Candidate:
     def fits(self) -> bool:
         return not self.shortfalls
 
-    def elsewhere(self, state_class: StateClass) -> Iterator[Candidate]:
+    def elsewhere(self, placed: PlacedClass) -> Iterator[Candidate]:
         """The same plan but for one class, which is whole in another tier that is open to it."""
         here = self.plan.placements
-        for tier in self.evaluator.open_tiers.get(state_class, ()):
+        for tier in self.evaluator.open_tiers.get(placed, ()):
             moved = Placement.on(tier)
-            if moved != here[state_class]:
-                yield self.evaluator.evaluate({**here, state_class: moved})
+            if moved != here[placed]:
+                yield self.evaluator.evaluate({**here, placed: moved})
 
 
 class PlacementEvaluator:
@@ -108,8 +110,9 @@ class PlacementEvaluator:
         )
         if before is not None:
             self._builder.share_with(before._builder)
-        self._plans: dict[tuple[Placement, ...], Plan] = {}
-        self._candidates: dict[tuple[Placement, ...], Candidate] = {}
+        self._plans: dict[_Key, Plan] = {}
+        self._candidates: dict[_Key, Candidate] = {}
+        self._idle: dict[_Key, Held] = {}
 
     def _with_open_budgets(self, config: OffloadConfig) -> OffloadConfig:
         """Where they are open, the device tier takes what activations and libraries leave of a GPU,
@@ -175,7 +178,12 @@ class PlacementEvaluator:
         return sum(weights[tier] * max(0, self._lacks(plan, tier)) for tier in Tier)
 
     def _links_s(self, plan: Plan) -> float:
-        return slowest_link_s(plan, self._config, self._run.speeds if self._run else NOMINAL)
+        run, key = self._run, _key(plan.placements)
+        if run is None:
+            return slowest_link_s(plan, self._config, NOMINAL)
+        if key not in self._idle:
+            self._idle[key] = idle_nbytes(plan, self._model, run.workload)
+        return slowest_link_s(plan, self._config, run.speeds, self._idle[key])
 
     def _lacks(self, plan: Plan, tier: Tier) -> int:
         """Bytes that a tier lacks of its budget or of the machine; negative: to spare."""
@@ -281,7 +289,7 @@ class PlacementEvaluator:
 
     # ---------------------------------------------------------------- room
     @cached_property
-    def open_tiers(self) -> dict[StateClass, tuple[Tier, ...]]:
+    def open_tiers(self) -> dict[PlacedClass, tuple[Tier, ...]]:
         """Where classes may go that the configuration does not name."""
         config, builder = self._config, self._builder
         below = [Tier.HOST]
@@ -290,17 +298,18 @@ class PlacementEvaluator:
         kernels = builder.gpu and builder.hardware.kernels_missing is None
         # what is left of a GPU is known where the batch is, or where a budget says it
         known = self._run is not None or config.budget.device is not None
-        tiers: dict[StateClass, tuple[Tier, ...]] = {}
-        for state_class in CLASSES:
-            if state_class in builder.explicit:
+        tiers: dict[PlacedClass, tuple[Tier, ...]] = {}
+        for placed in placed_classes(config):
+            if placed in builder.explicit:
                 continue
+            state_class = class_of(placed)
             there = list(below)
             if state_class is StateClass.GRADIENTS and config.sums_gradients:
                 there = [Tier.HOST]  # never an fp32 gradient file
             first = state_class is StateClass.PARAMETERS or (kernels and known)
             if first and builder.budgets[Tier.DEVICE] > 0:
                 there.insert(0, Tier.DEVICE)
-            tiers[state_class] = tuple(there)
+            tiers[placed] = tuple(there)
         return tiers
 
     @property
@@ -352,8 +361,8 @@ class PlacementEvaluator:
         )  # fmt: skip
 
 
-def _key(placements: Placements) -> tuple[Placement, ...]:
-    return tuple(placements[state_class] for state_class in CLASSES)
+def _key(placements: Placements) -> _Key:
+    return tuple(placements.get(placed) for placed in PLACED)
 
 
 def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:

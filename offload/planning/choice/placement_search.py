@@ -5,6 +5,10 @@
               share that the faster tier holds; in every order of the classes, and once more
               without nvme, which costs buffers and windows in memory as soon as anything is there
 
+Where experts have homes of their own, their classes go where those of the rest do, or all to the
+slowest tier (corners), and are raised behind all of the rest, which every token uses, or each
+behind its class (filled).
+
 Shares are whole per cents. Deterministic: the order is that of the classes and of the tiers.
 """
 
@@ -14,13 +18,19 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from offload.planning.choice.splits import share_of, shifted
-from offload.planning.plan.builder import Placements
-from offload.tiers.ledger import StateClass
+from offload.planning.plan.sizes import (
+    CLASSES,
+    EXPERTS_OF,
+    ExpertClass,
+    PlacedClass,
+    Placements,
+    class_of,
+)
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 
 # Of classes that the configuration does not name, fastest first.
-OpenTiers = Mapping[StateClass, tuple[Tier, ...]]
+OpenTiers = Mapping[PlacedClass, tuple[Tier, ...]]
 # Bytes that a tier lacks under a placement; what it has to spare is negative.
 Lacking = Callable[[Placements, Tier], int]
 
@@ -34,8 +44,15 @@ class PlacementSearch:
         self._lacking = lacking
 
     def corners(self) -> Iterator[Placements]:
-        for tiers in itertools.product(*self._open.values()):
-            yield self._with(zip(self._open, tiers, strict=True))
+        lowest: dict[PlacedClass, Tier] = {
+            c: tiers[-1] for c, tiers in self._open.items() if isinstance(c, ExpertClass)
+        }
+        rest = {c: tiers for c, tiers in self._open.items() if c not in lowest} or self._open
+        for tiers in itertools.product(*rest.values()):
+            homes = dict(zip(rest, tiers, strict=True))
+            beside = {c: homes.get(class_of(c), tier) for c, tier in lowest.items()}
+            for experts in (beside, lowest):
+                yield self._with({**experts, **homes}.items())
 
     def filled(self, least: int) -> Iterator[Placements]:
         """`least`: per cent of a class that are worth a split. The same may come several times."""
@@ -44,11 +61,11 @@ class PlacementSearch:
         if without != self._open:
             yield from self._all_filled(without, least)
 
-    def _with(self, tiers: Iterable[tuple[StateClass, Tier]]) -> Placements:
+    def _with(self, tiers: Iterable[tuple[PlacedClass, Tier]]) -> Placements:
         return {**self._named, **{c: Placement.on(tier) for c, tier in tiers}}
 
     def _all_filled(self, open_tiers: OpenTiers, least: int) -> Iterator[Placements]:
-        for order in itertools.permutations(open_tiers):
+        for order in _orders(open_tiers):
             lowest = self._with((c, tiers[-1]) for c, tiers in open_tiers.items())
             yield self._raised_in_turn(lowest, order, least)
 
@@ -63,7 +80,7 @@ class PlacementSearch:
                     yield self._raised({**placements, goes: lowered}, comes, tier, 1, below)
 
     def _raised_in_turn(
-        self, placements: Placements, order: Sequence[StateClass], least: int
+        self, placements: Placements, order: Sequence[PlacedClass], least: int
     ) -> Placements:
         for tier, state_class in itertools.product(Tier, order):
             if tier in self._open[state_class][:-1]:
@@ -71,7 +88,7 @@ class PlacementSearch:
         return placements
 
     def _raised(
-        self, placements: Placements, state_class: StateClass, tier: Tier, least: int,
+        self, placements: Placements, state_class: PlacedClass, tier: Tier, least: int,
         below: Tier = Tier.NVME,
     ) -> Placements:  # fmt: skip
         """With as much of the class in `tier` as it holds, taken from the slowest that has any."""
@@ -102,6 +119,18 @@ class PlacementSearch:
         most = round(100 * share_of(here, source))
         percent = _largest(most, lacking)
         return moved(percent) if percent >= min(least, most) else placements
+
+
+def _orders(open_tiers: OpenTiers) -> Iterable[tuple[PlacedClass, ...]]:
+    """All of the rest; experts behind it, or each class behind the same one of the rest."""
+    found: dict[tuple[PlacedClass, ...], None] = {}
+    for order in itertools.permutations(CLASSES):
+        experts = [EXPERTS_OF[each] for each in order]
+        alternating = [each for pair in zip(order, experts, strict=True) for each in pair]
+        both: tuple[list[PlacedClass], ...] = [*order, *experts], [*alternating]
+        for some in both:
+            found[tuple(each for each in some if each in open_tiers)] = None
+    return found
 
 
 def _without_nvme(tiers: Sequence[Tier]) -> tuple[Tier, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offload.planning.choice.solver import Solution
-from offload.planning.plan.plan import Plan, needed_nbytes
-from offload.tiers.ledger import StateClass
+from offload.planning.plan.plan import Plan, home_nbytes, needed_nbytes
+from offload.planning.plan.sizes import PlacedClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -12,7 +12,7 @@ from offload.tiers.units import format_bytes
 _FASTER = {Tier.HOST: Tier.DEVICE, Tier.NVME: Tier.HOST}
 
 
-def reasons(solution: Solution) -> dict[StateClass, str]:
+def reasons(solution: Solution) -> dict[PlacedClass, str]:
     """A sentence per class."""
     return {
         state_class: _reason(solution, state_class, placement)
@@ -22,7 +22,7 @@ def reasons(solution: Solution) -> dict[StateClass, str]:
     }
 
 
-def _reason(solution: Solution, state_class: StateClass, placement: Placement) -> str:
+def _reason(solution: Solution, state_class: PlacedClass, placement: Placement) -> str:
     plan = solution.best.plan
     slowest = placement.tiers[-1]
     above = _FASTER.get(slowest)
@@ -42,7 +42,7 @@ def _reason(solution: Solution, state_class: StateClass, placement: Placement) -
     return "; ".join(parts)
 
 
-def _missing(plan: Plan, state_class: StateClass, tier: Tier, above: Tier) -> int:
+def _missing(plan: Plan, state_class: PlacedClass, tier: Tier, above: Tier) -> int:
     """Bytes that the tier above lacks to hold what of the class lies in `tier`."""
     left = plan.room_nbytes(above) - needed_nbytes(plan, above)
-    return plan.expected[tier].get(state_class, 0) - left
+    return home_nbytes(plan, state_class, tier) - left

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from offload.planning.choice.solver import solve
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.shortfalls import shortfalls as shortfalls
-from offload.planning.plan.sizes import (
-    ITEMSIZE,
-)
+from offload.planning.plan.sizes import ITEMSIZE, class_of
 from offload.swap.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.ledger import StateClass
@@ -27,11 +25,11 @@ _log = logging.getLogger("offload")
 def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
     """`config` with the plan's placement, chunk and prefetch as explicit values, and the budgets
     that it was made for: what is free may be less in a moment."""
-    splits = {str(state_class): placement for state_class, placement in plan.placements.items()}
+    homes = {str(placed): placement for placed, placement in plan.placements.items()}
     budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
     update = {
         "budget": config.budget.model_copy(update=budgets),
-        "placement": config.placement.model_copy(update=splits),
+        "placement": config.placement.with_homes(homes),
         "prefetch": plan.prefetch,
         "optimizer": config.optimizer.model_copy(update={"chunk": plan.chunk_numel}),
     }
@@ -94,13 +92,16 @@ def _tell_of_sums(plan: Plan) -> None:
 
 def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
     """Warn where the results depend on the machine."""
-    if config.optimizer.states.uniform or config.placement.optimizer is not None:
+    if config.optimizer.states.uniform:
         return
-    _log.warning(
-        "optimizer.states differ by tier, and placement.optimizer is open: here it is %s, in "
-        "chunks of %d; name both, or another machine keeps other states in other formats",
-        plan.placements[StateClass.OPTIMIZER].describe(), plan.chunk_numel,
-    )  # fmt: skip
+    homes = config.placement.homes()
+    for placed, placement in plan.placements.items():
+        if class_of(placed) is StateClass.OPTIMIZER and homes[placed] is None:
+            _log.warning(
+                "optimizer.states differ by tier, and placement.%s is open: here it is %s, in "
+                "chunks of %d; name both, or another machine keeps other states in other formats",
+                placed, placement.describe(), plan.chunk_numel,
+            )  # fmt: skip
 
 
 def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:

@@ -16,9 +16,11 @@ from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.evaluator import Candidate, RunFacts
 from offload.planning.choice.solver import Solution, solve
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, Shortfall
-from offload.planning.plan.plan import Hardware
+from offload.planning.plan.plan import Hardware, Plan, home_nbytes
+from offload.planning.plan.sizes import class_of
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
+from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.model_shape import ModelShape
@@ -97,7 +99,7 @@ def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> It
             continue
         largest = max(place.by_class, key=lambda name: place.by_class[name])
         yield Shortfall(
-            tier, place.peak_nbytes, place.capacity_nbytes, _key_of(largest, tier),
+            tier, place.peak_nbytes, place.capacity_nbytes, _key_of(largest, tier, best.plan),
             f"{_NAMES[tier]}: the peak of {format_bytes(place.peak_nbytes)} is "
             f"{format_bytes(place.peak_nbytes - place.capacity_nbytes)} more than the "
             f"{format_bytes(place.capacity_nbytes)} there are; most of it is {largest} "
@@ -106,12 +108,11 @@ def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> It
 
 
 _NAMES = {Tier.DEVICE: "GPU memory", Tier.HOST: "RAM", Tier.NVME: "disk"}
-_KEYS = {
-    MemoryClass.PARAMETERS: "placement.parameters",
-    MemoryClass.MASTER: "placement.optimizer",
-    MemoryClass.GRADIENTS: "placement.gradients",
-    MemoryClass.OPTIMIZER: "placement.optimizer",
-    MemoryClass.ACTIVATIONS: "placement.activations.checkpoint",
+_CLASSES = {
+    MemoryClass.PARAMETERS: StateClass.PARAMETERS,
+    MemoryClass.MASTER: StateClass.OPTIMIZER,
+    MemoryClass.GRADIENTS: StateClass.GRADIENTS,
+    MemoryClass.OPTIMIZER: StateClass.OPTIMIZER,
 }
 
 
@@ -123,19 +124,25 @@ def remedy(name: MemoryClass, tier: Tier, best: Candidate, workload: Workload) -
         return fewer if recomputed else f"set placement.activations.checkpoint: true, or {fewer}"
     if name is MemoryClass.FRAMEWORK:
         return "nothing to be done about it here"
-    if name not in _KEYS:
+    if name not in _CLASSES:
         return f"lower budget.{tier}"
+    key = _key_of(name, tier, best.plan)
     if tier is Tier.NVME:
         return "only more disk helps"
     if tier is Tier.DEVICE and best.plan.gpu:
-        return f"set {_KEYS[name]}: host"
+        return f"set {key}: host"
     if best.plan.budgets[Tier.NVME]:
-        return f"set {_KEYS[name]}: nvme"
+        return f"set {key}: nvme"
     return "only more of it helps, or disk: budget.nvme is 0 B"
 
 
-def _key_of(name: MemoryClass, tier: Tier) -> str:
-    return _KEYS.get(name, f"budget.{tier}")
+def _key_of(name: MemoryClass, tier: Tier, plan: Plan) -> str:
+    if name is MemoryClass.ACTIVATIONS:
+        return "placement.activations.checkpoint"
+    if name not in _CLASSES:
+        return f"budget.{tier}"
+    held = {c: home_nbytes(plan, c, tier) for c in plan.placements if class_of(c) is _CLASSES[name]}
+    return f"placement.{max(held, key=lambda placed: held[placed])}"
 
 
 def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:

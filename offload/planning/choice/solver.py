@@ -27,7 +27,6 @@ from offload.planning.choice.evaluator import RunFacts as RunFacts
 from offload.planning.choice.splits import share_of
 from offload.planning.plan.estimate import short_weights
 from offload.planning.plan.plan import Hardware
-from offload.planning.plan.sizes import CLASSES
 from offload.planning.plan.tuning import rated_bandwidth
 from offload.tiers.tier import Tier
 from offload.zero.model_shape import ModelShape
@@ -94,7 +93,7 @@ def _differ(one: Candidate, other: Candidate) -> bool:
         or one.config.micro_batches != other.config.micro_batches
     ):
         return True
-    pairs = ((one.plan.placements[c], other.plan.placements[c]) for c in CLASSES)
+    pairs = ((home, other.plan.placements[c]) for c, home in one.plan.placements.items())
     return any(
         abs(share_of(a, tier) - share_of(b, tier)) >= _DIFFERENT for a, b in pairs for tier in Tier
     )
@@ -118,7 +117,7 @@ def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, int, flo
 
 
 def _open_keys(config: OffloadConfig) -> Iterator[str]:
-    yield from (f"placement.{c}" for c in CLASSES if getattr(config.placement, c) is None)
+    yield from (f"placement.{name}" for name, home in config.placement.homes().items() if not home)
     if config.placement.activations.checkpoint == "auto":
         yield "placement.activations.checkpoint"
     if config.micro_batches == AUTO_MICRO_BATCHES:

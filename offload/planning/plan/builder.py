@@ -6,6 +6,7 @@ placements of one model can then be compared.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,14 @@ from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.shared_plan import plan_shared
 from offload.planning.plan.sizes import (
     CLASSES,
+    EXPERTS_OF,
+    PLACED,
     STAGING_BUFFERS,
+    ExpertClass,
     GroupBytes,
+    PlacedClass,
+    Placements,
+    class_of,
     kinds_of,
     largest_unit,
     measure,
@@ -28,6 +35,7 @@ from offload.planning.plan.sizes import (
     sizes_of,
     staging_nbytes_of,
     sums_nbytes_of,
+    tiers_of,
     window_nbytes_of,
     with_records,
 )
@@ -37,14 +45,14 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.zero.model_shape import ModelShape
+from offload.zero.module_tree import SMALL_TABLE_NUMEL
+from offload.zero.sharding import Sharding
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
 _BESIDE_ACTIVATIONS = 0.7  # of free RAM for the tiers, where the batch is not known
 MOST_RECORDS = 1 << 20  # that the chunk is chosen for: each is dealt out, one by one
-
-Placements = Mapping[StateClass, Placement]
 
 
 class PlanBuilder:
@@ -58,6 +66,7 @@ class PlanBuilder:
         use."""
         config = config.settled()
         sharding = hardware.sharding
+        _check_experts(config, model, sharding)
         model = model.sharded(sharding.ranks, sharding.replicas)
         self.explicit = explicit_placements(config)
         self.config = tuned(config, self.explicit, model, hardware)
@@ -69,7 +78,7 @@ class PlanBuilder:
         self.sizes = sizes_of(self.config)
         self.groups = measure(self.config, model, sharding)
         self._kinds = kinds_of(self.groups)  # of thousands of experts one
-        self.budgets = resolve_budgets(config, hardware, _device_demand(self.explicit, self.groups))
+        self.budgets = resolve_budgets(config, hardware, self._device_demand())
         self.window_nbytes = window_nbytes_of(model, self.groups)
         self.unit_nbytes = largest_unit(model, [group.parameters for group in self.groups])
         several = self.config.micro_batches > 1
@@ -78,7 +87,7 @@ class PlanBuilder:
             moves: plan_shared(sharding, model, self.groups, self.config, moves=moves)
             for moves in (False, True)
         }
-        self._dealt: dict[Placement, _DealtRecords] = {}  # of every placement asked for
+        self._dealt: dict[tuple[Placement | None, ...], _DealtRecords] = {}  # of all asked for
 
     def share_with(self, other: PlanBuilder) -> None:
         """Records that are dealt out for one need not be for the other, where they are the same."""
@@ -87,15 +96,16 @@ class PlanBuilder:
 
     def build(self, placements: Placements) -> Plan:
         """The plan with every class where `placements` has it, whether or not that fits."""
-        parameters = placements[StateClass.PARAMETERS].assign([g.parameters for g in self.groups])
-        gradients = self._assign_gradients(placements[StateClass.GRADIENTS])
-        dealt = self._deal_records(placements[StateClass.OPTIMIZER])
+        parameters = self._assign(placements, StateClass.PARAMETERS)
+        gradients = self._assign_gradients(placements)
+        dealt = self._deal_records(placements)
         groups = dealt.groups
         staging = staging_nbytes_of(placements, self._kinds, self.sizes, self.gpu)
         computing = {Tier.DEVICE} if self.gpu else {Tier.DEVICE, Tier.HOST}
-        moves = bool(set(placements[StateClass.PARAMETERS].tiers) - computing)
+        moves = bool(tiers_of(placements, StateClass.PARAMETERS) - computing)
         plan = Plan(
-            budgets=dict(self.budgets), placements=dict(placements), groups=groups,
+            budgets=dict(self.budgets), groups=groups,
+            placements={placed: placements[placed] for placed in PLACED if placed in placements},
             parameters=tuple(parameters), gradients=tuple(gradients), records=dealt.tiers,
             record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
@@ -111,18 +121,59 @@ class PlanBuilder:
             plan = within_use(plan)
         return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
-    def _assign_gradients(self, placement: Placement) -> list[Tier]:
-        assigned = placement.assign([group.gradients for group in self.groups])
+    def _assign(self, placements: Placements, state_class: StateClass) -> list[Tier]:
+        """A tier per group."""
+        experts = self._assign_experts(placements.get(EXPERTS_OF[state_class]))
+        rest = [
+            getattr(group, state_class) for index, group in enumerate(self.groups)
+            if index not in experts
+        ]  # fmt: skip
+        others = iter(placements[state_class].assign(rest))
+        return [
+            experts[index] if index in experts else next(others)
+            for index in range(len(self.groups))
+        ]
+
+    def _assign_experts(self, placement: Placement | None) -> dict[int, Tier]:
+        """A tier per expert, the same share of each table; none where they are as the rest."""
+        if placement is None:
+            return {}
+        pairs = (zip(t, placement.blocks(len(t)), strict=True) for t in self.model.tables.values())
+        return dict(itertools.chain.from_iterable(pairs))
+
+    def _device_demand(self) -> int:
+        """Bytes that explicit placements ask of the device tier, with room for uneven pieces."""
+        demand = 0
+        for placed, placement in self.explicit.items():
+            share = dict(placement.shares).get(Tier.DEVICE, 0.0)
+            if not share:
+                continue
+            name = class_of(placed)
+            if isinstance(placed, ExpertClass):
+                homes = self._assign_experts(placement).items()
+                demand += sum(
+                    getattr(self.groups[index], name) for index, tier in homes
+                    if tier is Tier.DEVICE
+                )  # fmt: skip
+                continue
+            apart = EXPERTS_OF[name] in placed_classes(self.config)
+            pieces = [getattr(group, name) for group in self.groups if not (apart and group.table)]
+            demand += int(sum(pieces) * share) + (max(pieces, default=0) if share < 1 else 0)
+        return demand
+
+    def _assign_gradients(self, placements: Placements) -> list[Tier]:
+        assigned = self._assign(placements, StateClass.GRADIENTS)
         return [
             Tier.HOST if group.summed and tier is Tier.NVME else tier
             for group, tier in zip(self.groups, assigned, strict=True)
         ]
 
-    def _deal_records(self, placement: Placement) -> _DealtRecords:
+    def _deal_records(self, placements: Placements) -> _DealtRecords:
         """Dealt out once per placement: a large model has hundreds of thousands of records, and
         plans that are compared often differ in other classes only."""
-        if placement not in self._dealt:
-            tiers = self._assign_records(placement)
+        key = placements[StateClass.OPTIMIZER], placements.get(ExpertClass.OPTIMIZER)
+        if key not in self._dealt:
+            tiers = self._assign_records(*key)
             groups = tuple(
                 with_records(group, each, self.sizes)
                 for group, each in zip(self.groups, tiers, strict=True)
@@ -134,14 +185,22 @@ class PlanBuilder:
                     continue
                 for kind in record_kinds(group, each, self.sizes.chunk_numel):
                     nbytes[kind.tier] += kind.nbytes * kind.count
-            self._dealt[placement] = _DealtRecords(tiers, groups, nbytes)
-        return self._dealt[placement]
+            self._dealt[key] = _DealtRecords(tiers, groups, nbytes)
+        return self._dealt[key]
 
-    def _assign_records(self, placement: Placement) -> tuple[tuple[Tier, ...], ...]:
-        """Of all groups in one row, so that every tier's share holds from one to the next, too."""
-        flat = placement.assign([nbytes for group in self.groups for nbytes in group.records])
+    def _assign_records(
+        self, placement: Placement, of_experts: Placement | None
+    ) -> tuple[tuple[Tier, ...], ...]:
+        """Of all groups in one row, so that every tier's share holds from one to the next, too; of
+        an expert that has a home of its own all there."""
+        experts = self._assign_experts(of_experts)
+        rest = (group for index, group in enumerate(self.groups) if index not in experts)
+        flat = placement.assign([nbytes for group in rest for nbytes in group.records])
         records, start = [], 0
-        for group in self.groups:
+        for index, group in enumerate(self.groups):
+            if index in experts:
+                records.append((experts[index],) * len(group.records))
+                continue
             stop = start + len(group.records)
             records.append(tuple(flat[start:stop]))
             start = stop
@@ -203,7 +262,7 @@ def tuned(
     budget = resolve_budgets(config, hardware, 0)[Tier.HOST]
     named = list(explicit.values())
     used = any(Tier.NVME in placement.tiers for placement in named)
-    overflowing = len(named) < len(CLASSES) and sum(numels) * chunks > budget
+    overflowing = len(named) < len(placed_classes(config)) and sum(numels) * chunks > budget
     measured = hardware.measure_nvme if used or overflowing else None
     streamed = Streamed([n * sizes.itemsize for n in numels], chunks, STAGING_BUFFERS, budget)
     chosen = choose(streamed, measured)
@@ -281,18 +340,29 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
     return int(whole * given.fraction) if isinstance(given, Percent) else given
 
 
-def explicit_placements(config: OffloadConfig) -> dict[StateClass, Placement]:
+def placed_classes(config: OffloadConfig) -> tuple[PlacedClass, ...]:
+    """Those that have a home each: of experts where they have some of their own."""
+    return PLACED if config.placement.experts is not None else CLASSES
+
+
+def explicit_placements(config: OffloadConfig) -> dict[PlacedClass, Placement]:
     """The classes that the configuration names a home for."""
-    named = {state_class: getattr(config.placement, state_class) for state_class in CLASSES}
+    homes = config.placement.homes()
+    named = {placed: homes[placed] for placed in placed_classes(config)}
     return {each: placement for each, placement in named.items() if placement is not None}
 
 
-def _device_demand(placements: Placements, groups: Sequence[GroupBytes]) -> int:
-    """Bytes that explicit placements ask of the device tier, with room for uneven pieces."""
-    demand = 0
-    for state_class, placement in placements.items():
-        share = dict(placement.shares).get(Tier.DEVICE, 0.0)
-        if share:
-            pieces = [getattr(group, state_class) for group in groups]
-            demand += int(sum(pieces) * share) + (max(pieces, default=0) if share < 1 else 0)
-    return demand
+def _check_experts(config: OffloadConfig, model: ModelShape, sharding: Sharding) -> None:
+    if config.placement.experts is None or model.tables:
+        return
+    if not config.splits_experts(sharding.world_size):
+        raise ConfigError(
+            f"placement.experts: at zero.stage: {config.zero.stage} on {sharding.world_size} ranks "
+            "all ranks gather the same parameters, whichever experts each of them chose: experts "
+            "stay with their block; set zero.stage: 2 or less, or remove placement.experts"
+        )
+    raise ConfigError(
+        "placement.experts: the model has no experts that move one by one: a list of equal modules "
+        "called experts, or parameters with a row per expert as transformers has them, with more "
+        f"than {SMALL_TABLE_NUMEL:,} parameters per table; remove placement.experts"
+    )

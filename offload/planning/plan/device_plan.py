@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.kernels.norm_blocks import NORM_BLOCK, norm_blocks
-from offload.planning.plan.sizes import GroupBytes, Sizes, pages
+from offload.planning.plan.sizes import (
+    GroupBytes,
+    Placements,
+    Sizes,
+    class_of,
+    pages,
+    tiers_of,
+)
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.ledger import StateClass
-from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.records import ALIGN_NBYTES
@@ -46,8 +52,8 @@ class DevicePlan:
 
 
 def plan_device(
-    placements: Mapping[StateClass, Placement], kinds: Mapping[GroupBytes, int], sizes: Sizes,
-    hardware: Hardware, budget_nbytes: int,
+    placements: Placements, kinds: Mapping[GroupBytes, int], sizes: Sizes, hardware: Hardware,
+    budget_nbytes: int,
 ) -> DevicePlan | None:  # fmt: skip
     """What kernels on the device need; None where there is no GPU, or they cannot run. `kinds`: a
     group of each kind, and how many there are.
@@ -58,8 +64,8 @@ def plan_device(
     _check_kernels(placements, hardware)
     if not hardware.device_nbytes or hardware.kernels_missing is not None:
         return None
-    leave = _tiers(StateClass.GRADIENTS, placements) != {Tier.DEVICE}
-    stepped = Tier.DEVICE in _tiers(StateClass.OPTIMIZER, placements)
+    leave = tiers_of(placements, StateClass.GRADIENTS) != {Tier.DEVICE}
+    stepped = Tier.DEVICE in tiers_of(placements, StateClass.OPTIMIZER)
     staging = _staging_nbytes(placements, kinds, sizes) if stepped else 0
     largest = max((numel for group in kinds for numel in group.trained_numels), default=0)
     together = max((group.layout.shard_trainable for group in kinds), default=0)
@@ -74,13 +80,14 @@ def plan_device(
     )
 
 
-def _check_kernels(placements: Mapping[StateClass, Placement], hardware: Hardware) -> None:
+def _check_kernels(placements: Placements, hardware: Hardware) -> None:
     missing = hardware.kernels_missing
-    for state_class in (StateClass.GRADIENTS, StateClass.OPTIMIZER):
-        if hardware.device_nbytes and missing and Tier.DEVICE in _tiers(state_class, placements):
+    for placed, home in placements.items():
+        needs = class_of(placed) is not StateClass.PARAMETERS and Tier.DEVICE in home.tiers
+        if hardware.device_nbytes and missing and needs:
             raise UnsupportedError(
-                f"placement.{state_class}: device needs kernels on the GPU, and {missing}; or set "
-                f"placement.{state_class}: host"
+                f"placement.{placed}: device needs kernels on the GPU, and {missing}; or set "
+                f"placement.{placed}: host"
             )
 
 
@@ -96,21 +103,13 @@ def _outbox_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
     return max(least, group) if group <= min(_MOST_OUTBOX_NBYTES, shared) else least
 
 
-def _staging_nbytes(
-    placements: Mapping[StateClass, Placement], groups: Iterable[GroupBytes], sizes: Sizes
-) -> int:
+def _staging_nbytes(placements: Placements, groups: Iterable[GroupBytes], sizes: Sizes) -> int:
     """One buffer: what of the largest chunk may have to be copied to the device."""
     longest = max((group.layout.shard_numel for group in groups), default=0)
     numel = min(sizes.chunk_numel, longest)
     nbytes = 0
-    if _tiers(StateClass.PARAMETERS, placements) != {Tier.DEVICE}:
+    if tiers_of(placements, StateClass.PARAMETERS) != {Tier.DEVICE}:
         nbytes += round_up(numel * sizes.itemsize, ALIGN_NBYTES)
-    if _tiers(StateClass.GRADIENTS, placements) != {Tier.DEVICE}:
+    if tiers_of(placements, StateClass.GRADIENTS) != {Tier.DEVICE}:
         nbytes += round_up(numel * 4, ALIGN_NBYTES)  # the sums of several passes, planned or not
     return pages(nbytes) if nbytes else 0
-
-
-def _tiers(state_class: StateClass, placements: Mapping[StateClass, Placement]) -> set[Tier]:
-    """Where a class was asked to be; none where it was not."""
-    placement = placements.get(state_class)
-    return set(placement.tiers) if placement is not None else set()

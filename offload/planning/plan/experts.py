@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.planning.plan.plan import Plan
-from offload.planning.plan.sizes import GroupBytes
+from offload.planning.plan.sizes import CLASSES, ExpertClass, GroupBytes
 from offload.planning.plan.workload import Workload
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from offload.zero.model_shape import ModelShape
+
+Held = dict[Tier, dict[StateClass, int]]
 
 
 def touched(experts: int, chosen: int | None, tokens: int) -> float:
@@ -84,6 +88,24 @@ def estimate_experts(plan: Plan, model: ModelShape, workload: Workload) -> Exper
         touched_step=sum(touched(len(t), chosen, step_tokens) for t in tables) / experts,
         moved=tuple(_of_each(plan, tables, chosen, per_pass, step_tokens, workload.passes)),
     )
+
+
+def idle_nbytes(plan: Plan, model: ModelShape, workload: Workload) -> Held:
+    """Of the bytes at home, those of experts that a step is expected not to touch; none where
+    experts are as the rest: every tier then has as many of them."""
+    idle: Held = {tier: dict.fromkeys(CLASSES, 0) for tier in Tier}
+    if ExpertClass.PARAMETERS not in plan.placements:
+        return idle
+    tokens = workload.tokens * plan.sharding.world_size
+    for table in model.tables.values():
+        share = 1 - touched(len(table), model.experts_per_token, tokens) / len(table)
+        for index in table:
+            group, records = plan.groups[index], plan.records[index]
+            idle[plan.parameters[index]][StateClass.PARAMETERS] += int(share * group.parameters)
+            idle[plan.gradients[index]][StateClass.GRADIENTS] += int(share * group.gradients)
+            for tier in records[:1]:  # all of an expert are in the same
+                idle[tier][StateClass.OPTIMIZER] += int(share * group.optimizer)
+    return idle
 
 
 def active_numel(model: ModelShape) -> int:

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 
 from offload import machine
 from offload.planning.plan.activation_plan import ActivationPlan
-from offload.planning.plan.sizes import CLASSES, GroupBytes
+from offload.planning.plan.sizes import (
+    CLASSES,
+    EXPERTS_OF,
+    ExpertClass,
+    GroupBytes,
+    PlacedClass,
+    Placements,
+    class_of,
+    tiers_of,
+)
 from offload.planning.plan.tuning import Measure
 from offload.tiers.ledger import StateClass
-from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.records import RecordFormat
@@ -52,7 +60,7 @@ class Plan:
     """A placement with its bytes. Tiers per group (records: per group and chunk)."""
 
     budgets: Mapping[Tier, int]
-    placements: Mapping[StateClass, Placement]
+    placements: Placements
     groups: tuple[GroupBytes, ...]
     parameters: tuple[Tier, ...]
     gradients: tuple[Tier, ...]
@@ -92,6 +100,25 @@ class Plan:
         return self.uses_nvme or (self.activations is not None and self.activations.disk_nbytes > 0)
 
 
+def home_nbytes(plan: Plan, placed: PlacedClass, tier: Tier) -> int:
+    """What a tier is home to, of experts alone or, where these have homes of their own, of all
+    else."""
+    state_class = class_of(placed)
+    if EXPERTS_OF[state_class] not in plan.placements:
+        return plan.expected[tier].get(state_class, 0)
+    of_experts = isinstance(placed, ExpertClass)
+    held = 0
+    for index, group in enumerate(plan.groups):
+        if bool(group.table) is not of_experts:
+            continue
+        if state_class is StateClass.OPTIMIZER:
+            pairs = zip(group.records, plan.records[index], strict=True)
+            held += sum(nbytes for nbytes, home in pairs if home is tier)
+        elif getattr(plan, state_class)[index] is tier:
+            held += getattr(group, state_class)
+    return held
+
+
 def needed_nbytes(plan: Plan, tier: Tier) -> int:
     """What a tier has to hold at the same time, at least."""
     return sum(nbytes for _, nbytes in _needs(plan, tier))
@@ -127,7 +154,7 @@ def gathered_nbytes(plan: Plan) -> int:
 
 def host_window(plan: Plan) -> int:
     """Least memory for copies of what lives on nvme."""
-    on_nvme = {c for c in CLASSES if Tier.NVME in plan.placements[c].tiers}
+    on_nvme = {c for c in CLASSES if Tier.NVME in tiers_of(plan.placements, c)}
     if StateClass.PARAMETERS in on_nvme or StateClass.GRADIENTS in on_nvme:
         return plan.window_nbytes
     return max((group.largest_record for group in plan.groups), default=0)

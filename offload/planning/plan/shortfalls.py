@@ -10,11 +10,12 @@ from offload.planning.plan.plan import (
     Plan,
     breakdown,
     gathered_nbytes,
+    home_nbytes,
     host_window,
     needed_nbytes,
     ram_nbytes,
 )
-from offload.planning.plan.sizes import CLASSES, STAGING_BUFFERS
+from offload.planning.plan.sizes import STAGING_BUFFERS, PlacedClass, class_of, tiers_of
 from offload.planning.plan.tuning import LEAST_CHUNK_NUMEL
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
@@ -136,10 +137,10 @@ def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
 
 def _moved(
     plan: Plan, tier: Tier, short_nbytes: int, chunk_numel: int
-) -> list[StateClass]:  # fmt: skip
+) -> list[PlacedClass]:  # fmt: skip
     """The largest classes that together leave enough room when they go; none if all do not."""
-    held = plan.expected[tier]
-    largest = sorted((c for c in CLASSES if held.get(c)), key=lambda c: -held[c])
+    held = {placed: home_nbytes(plan, placed, tier) for placed in plan.placements}
+    largest = sorted((c for c in held if held[c]), key=lambda c: -held[c])
     for count in range(1, len(largest) + 1):
         moved = largest[:count]
         freed = sum(held[c] for c in moved) - _passing_nbytes(plan, tier, moved, chunk_numel)
@@ -149,15 +150,16 @@ def _moved(
 
 
 def _passing_nbytes(
-    plan: Plan, tier: Tier, moved: Sequence[StateClass], chunk_numel: int
+    plan: Plan, tier: Tier, moved: Sequence[PlacedClass], chunk_numel: int
 ) -> int:  # fmt: skip
     """What a tier needs for classes that live elsewhere and are only worked on there."""
+    classes = {class_of(placed) for placed in moved}
     if tier is Tier.DEVICE:
-        whole = plan.gpu and StateClass.PARAMETERS in moved
+        whole = plan.gpu and StateClass.PARAMETERS in classes
         return plan.unit_nbytes - gathered_nbytes(plan) if whole else 0
     largest = max(plan.groups, key=lambda group: group.layout.shard_numel)
     chunk = min(1.0, chunk_numel / max(1, largest.layout.shard_numel))
-    new = [c for c in moved if Tier.NVME not in plan.placements[c].tiers]
+    new = [c for c in classes if Tier.NVME not in tiers_of(plan.placements, c)]
     staging = sum(int(STAGING_BUFFERS * chunk * getattr(largest, c)) for c in new)
     windows = [host_window(plan)] if plan.uses_nvme else [0]
     for each in new:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.layout import Layout
-from offload.zero.model_shape import ModelShape
+from offload.zero.model_shape import GroupShape, ModelShape
 from offload.zero.records import RecordFormat
 from offload.zero.sharding import ALONE, Part, Sharding
 
@@ -27,6 +28,31 @@ if TYPE_CHECKING:
 STAGING_BUFFERS = 4  # read | compute | write, and one to spare
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 CLASSES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
+
+
+class ExpertClass(enum.StrEnum):
+    """The same classes of the states of experts, where these have homes of their own. Named as the
+    configuration does, below `placement`."""
+
+    PARAMETERS = "experts.parameters"
+    GRADIENTS = "experts.gradients"
+    OPTIMIZER = "experts.optimizer"
+
+
+PlacedClass = StateClass | ExpertClass
+Placements = Mapping[PlacedClass, Placement]
+EXPERTS_OF = dict(zip(CLASSES, ExpertClass, strict=True))
+PLACED: tuple[PlacedClass, ...] = (*CLASSES, *ExpertClass)
+
+
+def class_of(placed: PlacedClass) -> StateClass:
+    return placed if isinstance(placed, StateClass) else CLASSES[list(ExpertClass).index(placed)]
+
+
+def tiers_of(placements: Placements, state_class: StateClass) -> set[Tier]:
+    """Where states of a class are, those of experts included; none where it has no home."""
+    homes = (placements.get(each) for each in (state_class, EXPERTS_OF[state_class]))
+    return {tier for home in homes if home is not None for tier in home.tiers}
 
 
 @dataclass(frozen=True)
@@ -40,6 +66,7 @@ class GroupBytes:
     records: tuple[int, ...]
     summed: bool = False  # gradients are fp32 sums of 16-bit ones: never on nvme
     home_numel: int = 0  # elements of the parameters that are at home on this rank
+    table: str = ""  # the module of experts that it is one of
 
     @property
     def updated_numel(self) -> int:
@@ -89,14 +116,7 @@ def measure(
     sizes = sizes_of(config)
     late = late_groups(config, model)
     return tuple(
-        _group_bytes(
-            group.name,
-            group.layout,
-            sizes,
-            sharding.of_experts(group.ep_size),
-            several=index in late,
-            kept=group.ep_size > 1,
-        )
+        _group_bytes(group, sizes, sharding.of_experts(group.ep_size), several=index in late)
         for index, group in enumerate(model.groups)
     )
 
@@ -123,21 +143,24 @@ def sizes_of(config: OffloadConfig) -> Sizes:
 
 
 def _group_bytes(
-    name: str, layout: Layout, sizes: Sizes, sharding: Sharding, *, several: bool, kept: bool
+    group: GroupShape, sizes: Sizes, sharding: Sharding, *, several: bool
 ) -> GroupBytes:
-    """`several`: the group gets more gradients per step than the configuration says. `kept`: they
-    are reduced in the step, and kept until then."""
-    before = layout.numel_trainable if kept and sharding.world_size > 1 else 0
+    """`several`: the group gets more gradients per step than the configuration says. Those of
+    experts that are spread over ranks are kept until the step where they are reduced."""
+    layout = group.layout
+    is_kept = group.ep_size > 1 and sharding.world_size > 1
+    before = layout.numel_trainable if is_kept else 0
     itemsize = 4 if several else sizes.gradient_itemsize
     here = layout.shard_numel if sharding.parameters else layout.numel
     return GroupBytes(
-        name=name or "(root)",
+        name=group.name or "(root)",
         layout=layout,
         parameters=pages(here * sizes.itemsize),
         gradients=pages(layout.shard_trainable * itemsize) + pages(before * itemsize),
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
+        table=group.table,
     )
 
 
@@ -257,8 +280,7 @@ def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
 
 
 def staging_nbytes_of(
-    placements: Mapping[StateClass, Placement], groups: Iterable[GroupBytes], sizes: Sizes,
-    gpu: bool,
+    placements: Placements, groups: Iterable[GroupBytes], sizes: Sizes, gpu: bool
 ) -> int:  # fmt: skip
     """One buffer: the largest chunk of every class that may have to be staged."""
     longest = max((g.layout.shard_numel for g in groups), default=0)
@@ -272,12 +294,12 @@ def staging_nbytes_of(
     if gpu:  # records there are stepped there
         staged[StateClass.PARAMETERS].add(Tier.DEVICE)
         staged[StateClass.GRADIENTS].add(Tier.DEVICE)
-        if Tier.DEVICE in placements[StateClass.GRADIENTS].tiers:
+        if Tier.DEVICE in tiers_of(placements, StateClass.GRADIENTS):
             # also fp32 sums of more passes than were planned; planned on nvme, they stay on host
             per_class[StateClass.GRADIENTS] = pages(numel * 4)
     return sum(
         nbytes for state_class, nbytes in per_class.items()
-        if staged[state_class].intersection(placements[state_class].tiers)
+        if staged[state_class] & tiers_of(placements, state_class)
     )  # fmt: skip
 
 

@@ -143,14 +143,15 @@ def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Knob]:
 
 def _placements(case: Case) -> Iterator[Knob]:
     """Homes that were asked for: given up, or moved to disk."""
-    for name in ("optimizer", "gradients", "parameters"):
-        split = getattr(case.config.placement, name)
+    for name, split in reversed(case.config.placement.homes().items()):
         if split is None or split.tiers == (Tier.NVME,):
             continue
         key = f"placement.{name}"
-        options = [_set(f"{name} wherever there is room", {key: "auto"})]
-        if not (name == "gradients" and case.config.sums_gradients):
-            options.append(_set(f"{name} on disk", {key: "nvme"}))
+        apart, _, state_class = name.rpartition(".")
+        what = f"{state_class} of {apart}" if apart else name
+        options = [_set(f"{what} wherever there is room", {key: "auto"})]
+        if not (state_class == "gradients" and case.config.sums_gradients):
+            options.append(_set(f"{what} on disk", {key: "nvme"}))
         yield options
     if case.config.placement.activations.tier != "nvme" and case.profile.nvme_nbytes:
         gpu = case.profile.gpu_nbytes > 0 and case.config.placement.activations.tier == "device"

@@ -10,7 +10,8 @@ from offload.config.file import dump_yaml
 from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
 from offload.planning.plan.estimate import Estimate
-from offload.planning.plan.plan import needed_nbytes
+from offload.planning.plan.plan import home_nbytes, needed_nbytes
+from offload.planning.plan.sizes import ExpertClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
@@ -126,13 +127,17 @@ def _nvme(config: OffloadConfig) -> Iterator[str]:
 
 def _placement(estimate: Estimate) -> Iterator[str]:
     config, plan = estimate.config, estimate.plan
-    homes = {str(name): where for name, where in plan.placements.items()}
     dumped = config.placement.model_dump(mode="json", exclude_none=True)
     yield ""
     yield "placement:"
-    for name, where in homes.items():
-        held = sum(getattr(group, name) for group in plan.groups)
-        yield _key(name, dumped.get(name, str(where.tiers[0])), f"{format_bytes(held)}", 1)
+    for placed, where in plan.placements.items():
+        if placed is ExpertClass.PARAMETERS:
+            yield "  experts:"
+        *above, name = placed.split(".")
+        values = dumped.get("experts", {}) if above else dumped
+        held = sum(home_nbytes(plan, placed, tier) for tier in Tier)
+        value = values.get(name, str(where.tiers[0]))
+        yield _key(name, value, f"{format_bytes(held)}", 1 + len(above))
     activations = config.placement.activations
     yield "  activations:"
     yield _key("tier", activations.tier, "where what forward saves waits for backward", 2)
