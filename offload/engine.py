@@ -193,6 +193,7 @@ class Engine:
         discovery = discover(
             model, config.groups.blocks, experts=config.splits_experts(machine.world_size())
         )
+        self.spread.check_groups(discovery.groups)
         zero = config.zero
         self._tensor_parallel = TensorParallel.find(
             model.named_parameters(), data_ranks(mesh), self.device, zero.timeout_s

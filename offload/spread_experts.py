@@ -11,6 +11,7 @@ holds for every rank is said of an expert's place: its number on the first rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.discovery import ep_size_of, managed
+from offload.zero.discovery import GroupPlan, ep_size_of, managed
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,17 @@ class SpreadExperts:
                 "exchange tokens piece by piece, and may have other numbers of pieces; set "
                 "micro_batches: 1 and accumulate gradients over smaller batches"
             )
+
+    def check_groups(self, groups: Iterable[GroupPlan]) -> None:
+        """UnsupportedError for experts that would be averaged with those of other ranks."""
+        for group in groups:
+            for names, _ in group.params:
+                if group.ep_size == 1 and self._table_of(names[0]) is not None:
+                    raise UnsupportedError(
+                        f"{names[0]} is of experts that are spread over {self.ep_size} ranks, and "
+                        "cannot be a group of its own; give offload.initialize the model around "
+                        "the list of experts"
+                    )
 
     def _table_of(self, name: str) -> tuple[str, _Table] | None:
         for prefix, table in self._tables.items():

@@ -203,6 +203,7 @@ def refusals(folder: str) -> list[str]:
         said(partial(offload.initialize, spread(2)(), {**keys, "micro_batches": 2})),
         said(partial(offload.initialize, spread(1 + dist.get_rank())(), keys)),
         said(partial(offload.initialize, spread(2)(), keys, mesh=mesh)),
+        said(partial(offload.initialize, MoE(WIDTH, expert, EXPERTS, ep_size=2).experts, keys)),
     ]
     for act in (offload.Engine.idle, set_ones, clip_by_own_norm):
         with offload.initialize(spread(2)(), keys) as engine:
