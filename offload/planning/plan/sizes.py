@@ -148,15 +148,15 @@ def _group_bytes(
     """`several`: the group gets more gradients per step than the configuration says. Those of
     experts that are spread over ranks are kept until the step where they are reduced."""
     layout = group.layout
-    is_kept = group.ep_size > 1 and sharding.world_size > 1
-    before = layout.numel_trainable if is_kept else 0
     itemsize = 4 if several else sizes.gradient_itemsize
+    is_kept = group.ep_size > 1 and sharding.world_size > 1
+    before = pages(layout.numel_trainable * itemsize) if is_kept else 0
     here = layout.shard_numel if sharding.parameters else layout.numel
     return GroupBytes(
         name=group.name or "(root)",
         layout=layout,
         parameters=pages(here * sizes.itemsize),
-        gradients=pages(layout.shard_trainable * itemsize) + pages(before * itemsize),
+        gradients=pages(layout.shard_trainable * itemsize) + before,
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
