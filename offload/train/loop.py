@@ -20,7 +20,7 @@ from torch import nn
 from offload.child import ChildFailed
 from offload.config import OffloadConfig
 from offload.display.panel import LossWarning, Run
-from offload.gpt import LanguageModel, build_meta_model, generate, parameter_count
+from offload.gpt import LanguageModel, build_meta_model, evaluating, generate, parameter_count
 from offload.homes import compute_device
 from offload.loggers import Logger, check_names, closing_all
 from offload.machine import peak_rss_nbytes, rss_nbytes
@@ -309,7 +309,7 @@ class Trainer:
             last or (every and not self._steps_done % every)
         ):
             return None
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(self._model):
             losses = [
                 float(self._model(*self._batches.validation_at(index)).loss)
                 for index in range(self._train.evaluate_batches)
