@@ -2,10 +2,10 @@
 
     python -m benchmarks.mixture [-o train.steps=100 ...] [--json FILE] [--page FILE]
 
-Trains `examples/moe.yaml` and `examples/moe-dense.yaml` in turn, a step of each, on the same batches:
-a machine whose speed drifts treats both alike. Then the dense model again for as many steps as it
-makes in the time of the mixture, with a schedule of that length. Validation losses are those of the
-tokens alone, without the balancing loss.
+Trains `examples/moe.yaml` and `examples/moe-dense.yaml` in turn, a step of each, on the same
+batches: a machine whose speed drifts treats both alike. Then the dense model again for as many
+steps as it makes in the time of the mixture, with a schedule of that length. Validation losses are
+those of the tokens alone, without the balancing loss.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def measure(overrides: list[str]) -> Record:
     curves = train_in_turn(configs)
     pairs = zip(curves[MIXTURE].seconds, curves[DENSE].seconds, strict=True)
     ratio = statistics.median(a / b for a, b in pairs)
-    steps = round(configs[DENSE].train.steps * ratio)
+    steps = max(1, round(configs[DENSE].train.steps * ratio))
     configs[LONGER] = OffloadConfig.load(configs[DENSE], [f"train.steps={steps}"])
     curves[LONGER] = train_alone(configs[LONGER])
     record = Record("mixture", {"configs": sorted(files.values()), "overrides": overrides})
@@ -123,10 +123,11 @@ def measure(overrides: list[str]) -> Record:
     record.details["step_ratio"] = ratio
     train = configs[MIXTURE].train
     record.notes += [
-        f"{train.text}, {train.batch} x {train.sequence} bytes a step, seed {configs[MIXTURE].seed}; "
-        f"validation: {train.evaluate_batches} batches of text that is not trained on",
-        f"a step of the mixture takes {ratio:.2f} x the dense one's (median of {train.steps} pairs), "
-        f"so the dense model makes {steps} steps in as many seconds",
+        f"{train.text}, {train.batch} x {train.sequence} bytes a step, seed "
+        f"{configs[MIXTURE].seed}; validation: {train.evaluate_batches} batches of text that is "
+        "not trained on",
+        f"a step of the mixture takes {ratio:.2f} x the dense one's (median of {train.steps} "
+        f"pairs), so the dense model makes {steps} steps in as many seconds",
     ]
     return record
 
@@ -158,7 +159,7 @@ def page_of(record: Record) -> str:
     )  # fmt: skip
     drawn = "".join(
         f'<div class="card"><h3>{title}</h3>'
-        f'{line_chart(each, "{:.3g}".format, base=None, x_name=x)}</div>'
+        f"{line_chart(each, '{:.3g}'.format, base=None, x_name=x)}</div>"
         for title, each, x in charts
     )
     rows = [[row.name, *(column.text(row) for column in COLUMNS)] for row in record.rows]
@@ -166,7 +167,8 @@ def page_of(record: Record) -> str:
     about = "".join(f'<p class="quiet">{note}</p>' for note in record.notes)
     body = (
         "<h1>Validation loss: 12 experts, two per byte, and a dense model of equal compute</h1>"
-        f'{about}<div class="charts">{drawn}</div><div class="card after">{table(heads, rows)}</div>'
+        f'{about}<div class="charts">{drawn}</div>'
+        f'<div class="card after">{table(heads, rows)}</div>'
     )
     return page("A mixture of experts beside a dense model", body, by="benchmarks/mixture.py")
 

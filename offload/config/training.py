@@ -92,8 +92,8 @@ class ModelConfig(Section):
         ge=0,
         allow_inf_nan=False,
         description="Coefficient of the load-balancing loss in a training loss: the mean over "
-        "blocks of E / k sum(P f), with E experts and k per token, f the share of tokens that chose "
-        "an expert and P its mean probability; 1 where all are chosen alike.",
+        "blocks of E / k sum(P f), with E experts and k per token, f the share of tokens that "
+        "chose an expert and P its mean probability; 1 where all are chosen alike.",
         examples=[0.001],
         json_schema_extra=about(see=["train.model.experts"]),
     )
@@ -169,9 +169,11 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_numel(self) -> Self:
         if self.numel > MOST_PARAMS:
+            experts = f", experts: {self.experts}" if self.experts else ""
             raise KeyedError(
                 f"hidden: {self.hidden} makes {self.numel:.3g} parameters with layers: "
-                f"{self.layers} and vocab: {self.vocab}; at most {MOST_PARAMS:.0e} are counted",
+                f"{self.layers}{experts} and vocab: {self.vocab}; at most {MOST_PARAMS:.0e} are "
+                "counted",
                 ("hidden",),
                 ("layers",),
             )

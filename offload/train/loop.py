@@ -397,8 +397,10 @@ def _announce(
     console: Console, config: OffloadConfig, parameters: int, batches: Batches, world: World
 ) -> None:
     states = format_bytes(plain_state_nbytes(config, parameters))
+    model = config.train.model
+    active = f" ({model.active_numel:,} of them for a token)" if model.experts else ""
     console.print(
-        f"model: {config.train.model.shape}, {parameters:,} parameters, {config.precision}; "
+        f"model: {model.shape}, {parameters:,} parameters{active}, {config.precision}; "
         f"states under plain PyTorch: {states}",
         soft_wrap=True,
     )

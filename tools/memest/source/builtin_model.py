@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from offload.config.training import ModelConfig
 from offload.tools.memest.source.tree_pieces import (
     embedding,
@@ -12,7 +15,14 @@ from offload.tools.memest.source.tree_pieces import (
     tie,
     weights,
 )
-from offload.zero.module_tree import ModuleTree
+from offload.zero.model_shape import ModelShape
+from offload.zero.module_tree import ModuleTree, shape_of
+
+
+def builtin_shape(config: ModelConfig, blocks: Sequence[str] = ()) -> ModelShape:
+    """Its groups and units; where experts are groups of their own, how many compute a token."""
+    shape = shape_of(builtin_tree(config), blocks)
+    return replace(shape, experts_per_token=config.experts_per_token) if shape.tables else shape
 
 
 def builtin_tree(config: ModelConfig) -> ModuleTree:
