@@ -174,7 +174,8 @@ class WithoutValues(TorchDispatchMode):
             most = -(-tensor.numel() // minlength)
             counts = torch.full((minlength,), most)
             counts[tensor.numel() - (most - 1) * minlength :] -= 1
-        return self._wrapped(counts, counts, {})
+        made: torch.Tensor = self._wrapped(counts, counts, {})
+        return made
 
     def _wrapped(self, result: Any, known: Any, given: dict[int, torch.Tensor]) -> Any:
         """With tensors of ours for those of the result; `given` are those that came in."""
