@@ -156,10 +156,16 @@ def test_plain_pytorch_trains_it_in_16_bits_where_an_expert_has_no_tokens() -> N
     assert not all(still)
 
 
+@pytest.mark.parametrize("checkpoint", ["false", "true", "selective"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_trace_is_the_real_pass_where_routing_is_even(micro_batches: int) -> None:
-    """Every token goes to all experts."""
-    config = config_of(f"micro_batches={micro_batches}", experts=3, experts_per_token=3)
+def test_a_trace_is_the_real_pass_where_routing_is_even(
+    micro_batches: int, checkpoint: str
+) -> None:
+    """Every token goes to all experts. A block that is computed again has copies of its buffers."""
+    config = config_of(
+        f"micro_batches={micro_batches}", f"placement.activations.checkpoint={checkpoint}",
+        experts=3, experts_per_token=3,
+    )  # fmt: skip
     workload = Workload(4, 16)
     traced = trace_activations(build_meta_model(config), config, workload)
     assert traced == real_facts(LanguageModel(config.train.model), config, workload)

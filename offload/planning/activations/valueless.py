@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.planning.activations.kernel_shapes import run_on_meta
 from offload.tiers.errors import UnsupportedError
+from offload.zero.block_state import ValuesUnknown
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ _DETACH = _aten.detach.default
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default})
 
 
-class ValuelessTensor(torch.Tensor):
+class ValuelessTensor(ValuesUnknown, torch.Tensor):
     """Shape, type, strides and a storage; `known` are its values where code may need them."""
 
     owner: WithoutValues
