@@ -207,7 +207,9 @@ def _units(
     for child_name, child in module.distinct_children():
         path = f"{name}.{child_name}" if name else child_name
         if id(child) in repeated:
-            yield from _whole(child, path, tables, repeated=True)
+            # experts are no blocks: what each is called with are tokens, not the batch
+            is_block = not _names_experts(name.rpartition(".")[2])
+            yield from _whole(child, path, tables, repeated=is_block)
         else:
             yield from _units(child, path, classes, tables)
 
@@ -233,8 +235,7 @@ class _Tables:
         self._found: set[int] = set()
         for module in root.modules():
             for name, child in module.children.items():
-                is_named = name == "experts" or name.endswith("_experts")
-                if _is_packed(child, names) or (is_named and _is_list(child, names)):
+                if _is_packed(child, names) or (_names_experts(name) and _is_list(child, names)):
                     self._found.add(id(child))
 
     def has(self, module: ModuleTree) -> bool:
@@ -264,6 +265,10 @@ class _Tables:
                 for param in table.parameters()
             ]
             yield TreeUnit(f"{name}.{row}", table, table=name, expert=row), rows
+
+
+def _names_experts(name: str) -> bool:
+    return name == "experts" or name.endswith("_experts")
 
 
 def _is_packed(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:
