@@ -11,6 +11,9 @@ On a CPU with its defaults but for what has to be otherwise for this model to tr
 On a GPU with its documented offload settings: pinned memory, overlapped communication, its CPU Adam
 (compiled beforehand), and the model built inside `zero.Init`, so that it is never whole in device
 memory. Activation checkpointing is the model's own, as ours has it.
+
+A module of experts is a leaf (`set_z3_leaf_modules`, as its documentation asks for): all of its
+experts are gathered when it runs, whichever tokens chose; then there are swap buffers for them all.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch import nn
 
 from offload.bench.systems import moved_by_the_kernel
 from offload.child import Parent
-from offload.gpt import LanguageModel
+from offload.gpt import LanguageModel, Mixture
 from offload.tiers.units import round_up
 from offload.train.batches import Batch
 from offload.train.plain import LossOnly, StepTimes, adamw_arguments, build_model
@@ -58,11 +61,12 @@ class DeepSpeedZero3:
             torch.manual_seed(config.seed)
             with deepspeed.zero.Init(config_dict_or_path=settings):
                 model = LossOnly(_whole_model(config))
+            _make_leaves(deepspeed, model)
         else:
             model = LossOnly(build_model(config))
+            _make_leaves(deepspeed, model)
             if device == "nvme":
-                params = list(model.parameters())
-                _put_on_nvme(settings["zero_optimization"], folder, params, kept=kept)
+                _put_on_nvme(settings["zero_optimization"], folder, model, kept=kept)
             # Without this call its engine takes bf16 for the swapped parameters of an fp32 model on
             # a CPU without fp16 arithmetic, and the first product fails.
             deepspeed.zero.Init(module=model, config_dict_or_path=settings)
@@ -97,6 +101,15 @@ class DeepSpeedZero3:
 
         self._engine.destroy()
         dist.destroy_process_group()
+
+
+def _make_leaves(deepspeed: Any, model: nn.Module) -> None:
+    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+    if mixtures:
+        deepspeed.utils.set_z3_leaf_modules(model, [Mixture])
+    for mixture in mixtures:
+        for param in mixture.experts.parameters():  # its marks of experts that lie on other ranks
+            del param.allreduce, param.group_name  # type: ignore[attr-defined]
 
 
 def _whole_model(config: OffloadConfig) -> LanguageModel:
@@ -155,10 +168,11 @@ def settings_of(config: OffloadConfig, device: str) -> dict[str, Any]:
     return settings
 
 
-def _put_on_nvme(
-    zero: dict[str, Any], folder: Path, params: Sequence[nn.Parameter], *, kept: bool
-) -> None:
+def _put_on_nvme(zero: dict[str, Any], folder: Path, model: nn.Module, *, kept: bool) -> None:
     """Folders and buffers; see the module's docstring for why these."""
+    params = list(model.parameters())
+    mixtures = (each for each in model.modules() if isinstance(each, Mixture))
+    of_a_mixture = max((len(list(mixture.parameters())) for mixture in mixtures), default=0)
     largest = max(param.numel() for param in params)
     zero["stage3_prefetch_bucket_size"] = 0
     if not kept:
@@ -166,7 +180,7 @@ def _put_on_nvme(
     zero["offload_param"] |= {
         "nvme_path": str(folder), "max_in_cpu": 0,
         "buffer_size": round_up(largest, _ALIGNMENT),
-        "buffer_count": len(params) if kept else _BUFFERS_OF_ONE_BLOCK,
+        "buffer_count": len(params) if kept else _BUFFERS_OF_ONE_BLOCK + of_a_mixture,
     }  # fmt: skip
     zero["offload_optimizer"] |= {
         "nvme_path": str(folder), "pipeline_read": True, "pipeline_write": True, "buffer_count": 5,

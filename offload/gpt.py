@@ -1,14 +1,17 @@
-"""The built-in language models: Llama-shaped and GPT-shaped, over bytes.
+"""The built-in language models: Llama-shaped and GPT-shaped, dense or of experts, over bytes.
 
-Built to be offloaded: repeated blocks in one ModuleList, no buffers to carry along, and every
-module that owns parameters can initialise them itself (`reset_parameters`), so that a model on the
-meta device comes to life one module at a time.
+Built to be offloaded: repeated blocks in one ModuleList, and every module that owns parameters can
+initialise them itself (`reset_parameters`), so that a model on the meta device comes to life one
+module at a time.
 
-Shapes: B batch, S sequence, H hidden, N heads, K key/value heads, D head size, V vocabulary.
+Shapes: B batch, S sequence, H hidden, N heads, K key/value heads, D head size, V vocabulary,
+E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +21,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from offload.config.training import ModelConfig
+from offload.moe import MoE
+from offload.moe.gating import balancing_loss
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -108,14 +113,14 @@ class Rotary(NamedTuple):
 class GatedMlp(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        self.gate = Linear(config.hidden, config.mlp_width, config.init_std)
-        self.up = Linear(config.hidden, config.mlp_width, config.init_std)
-        self.down = Linear(config.mlp_width, config.hidden, _residual_std(config))
+        self.gate = Linear(config.hidden, width, config.init_std)
+        self.up = Linear(config.hidden, width, config.init_std)
+        self.down = Linear(width, config.hidden, _residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """BSH to BSH."""
+        """...H to ...H."""
         result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return result
 
@@ -123,15 +128,46 @@ class GatedMlp(nn.Module):
 class GeluMlp(nn.Module):
     """down(gelu(up(x)))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        self.up = Linear(config.hidden, config.mlp_width, config.init_std)
-        self.down = Linear(config.mlp_width, config.hidden, _residual_std(config))
+        self.up = Linear(config.hidden, width, config.init_std)
+        self.down = Linear(width, config.hidden, _residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """BSH to BSH."""
+        """...H to ...H."""
         result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return result
+
+
+class Load(NamedTuple):
+    """How experts are loaded by each sequence of a batch: of the whole batch, a block that computes
+    it in pieces (`micro_batches`) knows no balancing loss."""
+
+    shares: Tensor  # BE fp32: the mean probability of each expert
+    chosen: Tensor  # BE fp32: the share of tokens that chose it, their sum is experts_per_token
+
+
+class Mixture(MoE):
+    """A dropless mixture of MLPs, of which each token is computed by `experts_per_token`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        assert config.experts is not None, "a dense model has none"
+        super().__init__(
+            config.hidden,
+            lambda: _mlp(config, config.expert_width),
+            config.experts,
+            k=config.experts_per_token,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Load]:  # type: ignore[override]
+        """BSH to BSH, and the load of its experts."""
+        B, S, _ = x.shape
+        output, routing = self.routed(x)
+        chosen = torch.zeros_like(routing.shares).scatter(1, routing.experts, 1.0)
+        means = (each.view(B, S, -1).mean(1) for each in (routing.shares, chosen))
+        return output, Load(*means)
 
 
 class Block(nn.Module):
@@ -142,11 +178,14 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.mlp_norm = _norm(config)
-        self.mlp = GatedMlp(config) if config.shape == "llama" else GeluMlp(config)
+        self.mlp = Mixture(config) if config.experts else _mlp(config, config.mlp_width)
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        """BSH to BSH."""
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor | tuple[Tensor, Load]:
+        """BSH to BSH; with experts, also how they were loaded."""
         x = x + self.attention(self.attention_norm(x), rotary)
+        if isinstance(self.mlp, Mixture):
+            output, load = self.mlp(self.mlp_norm(x))
+            return x + output, load
         result: Tensor = x + self.mlp(self.mlp_norm(x))
         return result
 
@@ -171,7 +210,9 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
-        """BS tokens (and BS targets) to a ModelOutput. Sequences over max_sequence: ValueError."""
+        """BS tokens (and BS targets) to a ModelOutput. Sequences over max_sequence: ValueError.
+
+        In training, the loss has `aux_loss` times the balancing loss of the experts."""
         length = tokens.shape[1]
         if length > self.config.max_sequence:
             raise ValueError(
@@ -182,10 +223,22 @@ class LanguageModel(nn.Module):
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))
         rotary = self._rotary(length, x)
+        loads: list[Load] = []
         for layer in self.layers:
-            x = self._through(layer, x, rotary)
+            x = self._through(layer, x, rotary, loads)
         logits = self.head(self.norm(x))
-        return ModelOutput(None if targets is None else _loss(logits, targets), logits)
+        if targets is None:
+            return ModelOutput(None, logits)
+        loss = _loss(logits, targets)
+        if loads and self.training and self.config.aux_loss:
+            loss = loss + self.config.aux_loss * self._balancing(loads)
+        return ModelOutput(loss, logits)
+
+    def _balancing(self, loads: Sequence[Load]) -> Tensor:
+        """Over all sequences of the batch; the mean of all blocks."""
+        k = self.config.experts_per_token
+        each = [balancing_loss(load.shares.mean(0), load.chosen.mean(0), k) for load in loads]
+        return torch.stack(each).mean()
 
     def _rotary(self, length: int, like: Tensor) -> Rotary | None:
         if self.config.shape != "llama":
@@ -193,12 +246,18 @@ class LanguageModel(nn.Module):
         head = self.config.hidden // self.config.heads
         return Rotary.at(length, head, self.config.rope_theta, like)
 
-    def _through(self, layer: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def _through(
+        self, layer: nn.Module, x: Tensor, rotary: Rotary | None, loads: list[Load]
+    ) -> Tensor:
+        """BSH to BSH; adds to `loads` that of the layer's experts."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             # no dropout anywhere, so there is no generator state to carry
             result = checkpoint(layer, x, rotary, use_reentrant=False, preserve_rng_state=False)
         else:
             result = layer(x, rotary)
+        if isinstance(result, tuple):
+            result, load = result
+            loads.append(load)
         assert isinstance(result, Tensor)
         return result
 
@@ -230,11 +289,23 @@ def generate(
     """Continue `prompt` by `length` bytes. Greedy at temperature 0; no key/value cache."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    for _ in range(length):
-        window = torch.tensor([tokens[-model.config.max_sequence :]], device=device)
-        logits = model(window).logits[0, -1, :256].float().cpu()
-        tokens.append(_pick(logits, temperature, generator))
+    with evaluating(model):
+        for _ in range(length):
+            window = torch.tensor([tokens[-model.config.max_sequence :]], device=device)
+            logits = model(window).logits[0, -1, :256].float().cpu()
+            tokens.append(_pick(logits, temperature, generator))
     return bytes(tokens)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode: its loss is that of the tokens alone."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -242,6 +313,10 @@ def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int
         return int(logits.argmax())
     shares = torch.softmax(logits / temperature, dim=-1)
     return int(torch.multinomial(shares, 1, generator=generator))
+
+
+def _mlp(config: ModelConfig, width: int) -> GatedMlp | GeluMlp:
+    return GatedMlp(config, width) if config.shape == "llama" else GeluMlp(config, width)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

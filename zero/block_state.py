@@ -34,6 +34,12 @@ KEPT_NBYTES = 64 << 10
 
 _NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "_compiled_call_impl"}
 _PLAIN = (torch.Tensor, FakeTensor)
+
+
+class ValuesUnknown:
+    """A base of tensor classes for passes without values: they are copied as plain ones are."""
+
+
 _CONTAINERS = frozenset({list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter})
 # most attributes are of these; nothing inside of them changes
 _FIXED = frozenset(
@@ -207,7 +213,8 @@ def _without_graph(value: Any) -> Any:
 
 
 def _is_copied(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    plain = type(tensor) in _PLAIN or isinstance(tensor, ValuesUnknown)
+    plain = plain and tensor.layout is torch.strided
     return plain and not tensor.requires_grad and not tensor.is_quantized
 
 
@@ -219,7 +226,7 @@ def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
             by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     copies: dict[int, torch.Tensor] = {}
     for views in by_memory.values():
-        if len(views) == 1 or isinstance(views[0], FakeTensor):
+        if len(views) == 1 or isinstance(views[0], (FakeTensor, ValuesUnknown)):
             copies.update((id(view), view.clone()) for view in views)
         else:
             memory = views[0].untyped_storage().clone()
@@ -243,7 +250,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Without values nothing differs. Kernels that change a tensor do not always count it (batch
     norm), so versions would not tell."""
-    if isinstance(a, FakeTensor) or a.is_meta:
+    if isinstance(a, (FakeTensor, ValuesUnknown)) or a.is_meta:
         return True
     flat_a, flat_b = (each.reshape(-1).view(torch.uint8) for each in (a, b))
     return torch.equal(flat_a, flat_b)

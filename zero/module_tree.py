@@ -212,7 +212,9 @@ def _units(
     for child_name, child in module.distinct_children():
         path = f"{name}.{child_name}" if name else child_name
         if id(child) in repeated:
-            yield from _whole(child, path, tables, repeated=True)
+            # experts are no blocks: what each is called with are tokens, not the batch
+            is_block = not _names_experts(name.rpartition(".")[2])
+            yield from _whole(child, path, tables, repeated=is_block)
         else:
             yield from _units(child, path, classes, tables)
 
@@ -240,12 +242,11 @@ class _Tables:
         self._ep_sizes: dict[str, int] = {}  # by name, of those that are spread over ranks
         for module in root.modules():
             for name, child in module.children.items():
-                is_named = name == "experts" or name.endswith("_experts")
                 if child.ep_size > 1:
                     _check_spread(child, names)
                     self._found.add(id(child))
                 elif all_of_them and (
-                    _is_packed(child, names) or (is_named and _is_list(child, names))
+                    _is_packed(child, names) or (_names_experts(name) and _is_list(child, names))
                 ):
                     self._found.add(id(child))
 
@@ -292,6 +293,10 @@ def _check_spread(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> None
                 f"over {module.ep_size} ranks; give each expert parameters of its own, or set "
                 "ep_size=1"
             )
+
+
+def _names_experts(name: str) -> bool:
+    return name == "experts" or name.endswith("_experts")
 
 
 def _is_packed(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:

@@ -153,8 +153,11 @@ class _Question:
                 "are mixed where no value shows it are not noticed", self._unit.name, error,
             )  # fmt: skip
             return
-        for what, (value, dtype) in found.items():
-            other = others[what][0]
+        for what in found | others:
+            # a gradient that came in one of the two alone, like that of an expert which no sample
+            # of the first piece chose, is zero in the other
+            value, dtype = found.get(what) or _zeros_like(others[what])
+            other, _ = others.get(what) or _zeros_like(found[what])
             if value.shape != other.shape or not is_close(value, other, dtype):
                 self._refuse(f"the {what} of the first samples of a batch depends on the others")
 
@@ -224,6 +227,10 @@ class _Question:
 
 def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _zeros_like(sketch: tuple[Tensor, torch.dtype]) -> tuple[Tensor, torch.dtype]:
+    return torch.zeros_like(sketch[0]), sketch[1]
 
 
 def _is_float(leaf: Any) -> bool:

@@ -11,6 +11,7 @@ from offload.config.fields import KeyedError, PathText, Section, about
 MOST_LAYERS = 4096  # deeper is a mistake, and would take long to count
 MOST_WIDTH = 1 << 24
 MOST_SIZE = 1 << 26  # of any one dimension; the largest vocabularies have 2^18
+MOST_EXPERTS = 1 << 16
 MOST_PARAMS = 10**15
 MOST_TOKENS = 1 << 32  # of a pass
 
@@ -58,6 +59,44 @@ class ModelConfig(Section):
             absent="4 x hidden (gpt), 8/3 x hidden (llama)", see=["train.model.hidden"]
         ),
     )
+    experts: int | None = Field(
+        None,
+        ge=2,
+        le=MOST_EXPERTS,
+        description="Experts in the place of each MLP, of which every token is computed by "
+        "experts_per_token.",
+        examples=[8],
+        json_schema_extra=about(
+            absent="one MLP, which computes every token",
+            see=["train.model.experts_per_token", "train.model.expert_mlp"],
+        ),
+    )
+    experts_per_token: int = Field(
+        2,
+        ge=1,
+        description="Experts that a router chooses for a token. The weights of several add up to "
+        "1, that of a single one is its probability.",
+        examples=[4],
+        json_schema_extra=about(see=["train.model.experts"]),
+    )
+    expert_mlp: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_SIZE,
+        description="Width of one expert.",
+        examples=[512],
+        json_schema_extra=about(absent="that of mlp", see=["train.model.experts"]),
+    )
+    aux_loss: float = Field(
+        0.01,
+        ge=0,
+        allow_inf_nan=False,
+        description="Coefficient of the load-balancing loss in a training loss: the mean over "
+        "blocks of E / k sum(P f), with E experts and k per token, f the share of tokens that "
+        "chose an expert and P its mean probability; 1 where all are chosen alike.",
+        examples=[0.001],
+        json_schema_extra=about(see=["train.model.experts"]),
+    )
     vocab: int = Field(
         256,
         ge=256,
@@ -102,11 +141,27 @@ class ModelConfig(Section):
         return 4 * self.hidden if self.shape == "gpt" else -(-8 * self.hidden // (3 * 64)) * 64
 
     @property
+    def expert_width(self) -> int:
+        """Width of one expert with the default filled in."""
+        return self.mlp_width if self.expert_mlp is None else self.expert_mlp
+
+    @property
     def numel(self) -> int:
         """Parameters, those of norms left out."""
+        return self._numel(self.experts)
+
+    @property
+    def active_numel(self) -> int:
+        """Those that compute one token."""
+        return self._numel(None if self.experts is None else self.experts_per_token)
+
+    def _numel(self, experts: int | None) -> int:
+        """With so many of the experts."""
         products = 2 + 2 * self.kv_head_count / self.heads
         gated = 3 if self.shape == "llama" else 2
-        block = products * self.hidden**2 + gated * self.hidden * self.mlp_width
+        width = self.mlp_width if experts is None else experts * self.expert_width
+        router = (self.experts or 0) * self.hidden
+        block = products * self.hidden**2 + gated * self.hidden * width + router
         positions = self.max_sequence if self.shape == "gpt" else 0
         tables = self.vocab * (1 if self.tied else 2) + positions
         return int(self.layers * block) + tables * self.hidden
@@ -114,12 +169,34 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_numel(self) -> Self:
         if self.numel > MOST_PARAMS:
+            experts = f", experts: {self.experts}" if self.experts else ""
             raise KeyedError(
                 f"hidden: {self.hidden} makes {self.numel:.3g} parameters with layers: "
-                f"{self.layers} and vocab: {self.vocab}; at most {MOST_PARAMS:.0e} are counted",
+                f"{self.layers}{experts} and vocab: {self.vocab}; at most {MOST_PARAMS:.0e} are "
+                "counted",
                 ("hidden",),
                 ("layers",),
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.experts is not None:
+            if self.experts_per_token > self.experts:
+                raise KeyedError(
+                    f"experts_per_token: {self.experts_per_token} of experts: {self.experts}; a "
+                    "token is computed by at most all of them",
+                    ("experts_per_token",),
+                    ("experts",),
+                )
+            return self
+        for name in ("experts_per_token", "expert_mlp", "aux_loss"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise KeyedError(
+                    f"{name}: {value} is for a mixture of experts; set experts, or remove {name}",
+                    (name,),
+                )
         return self
 
     @model_validator(mode="after")

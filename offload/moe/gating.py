@@ -51,7 +51,7 @@ def top_1(
     slots = torch.cumsum(mask, dim=0) - 1
     kept = mask.bool().gather(1, experts)
     weights = gates.gather(1, experts) * kept
-    return Routing(experts, weights, kept, slots.gather(1, experts), capacity, l_aux, counts)
+    return Routing(experts, weights, kept, slots.gather(1, experts), capacity, l_aux, gates, counts)
 
 
 def top_2(
@@ -72,7 +72,7 @@ def top_2(
     mask1, mask2 = _without(mask1, used), _without(F.one_hot(second, E), used)
     places1 = torch.cumsum(mask1, dim=0) - 1
     places2 = torch.cumsum(mask2, dim=0) - 1 + mask1.sum(0, keepdim=True)
-    l_aux = torch.mean(_mean(gates) * _mean(mask1.float())) * E * E
+    l_aux = balancing_loss(_mean(gates), _mean(mask1.float()), 1)
     counts = torch.sum(mask1 + mask2, dim=0)
     capacity = capacity_of(T, E, capacity_factor * 2, min_capacity) if drop else None
     if capacity is not None:
@@ -83,7 +83,7 @@ def top_2(
     slots = torch.stack([_at(places1, first), _at(places2, second)], 1)
     weights = gates.gather(1, experts) * kept
     weights = weights / _nonzero(weights[:, :1] + weights[:, 1:])
-    return Routing(experts, weights, kept, slots, capacity, l_aux, counts)
+    return Routing(experts, weights, kept, slots, capacity, l_aux, gates, counts)
 
 
 def top_k(
@@ -106,7 +106,7 @@ def top_k(
     mask = mask if used is None else mask & used.unsqueeze(1)
     counts = mask.sum(0)
     shares = scores / _nonzero(scores.sum(1, keepdim=True)) if sigmoid else scores
-    l_aux = torch.mean(_mean(shares) * _mean(mask.float())) * E * E / k
+    l_aux = balancing_loss(_mean(shares), _mean(mask.float()), k)
     capacity = capacity_of(T, E, capacity_factor * k, min_capacity) if drop else None
     slots = torch.cumsum(mask, dim=0) - 1
     if capacity is not None and drop_policy == "position":
@@ -121,8 +121,15 @@ def top_k(
         weights = weights / _nonzero(weights.sum(1, keepdim=True))
     return Routing(
         experts, weights.gather(1, experts), mask.gather(1, experts), slots.gather(1, experts),
-        capacity, l_aux, counts,
+        capacity, l_aux, shares, counts,
     )  # fmt: skip
+
+
+def balancing_loss(shares: Tensor, chosen: Tensor, k: int) -> Tensor:
+    """E / k sum(P f): `shares` (P) and `chosen` (f), both E, are the mean probability of each
+    expert and the share of tokens that chose it. 1 where all are chosen alike."""
+    E = shares.shape[0]
+    return torch.mean(shares * chosen) * E * E / k
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from offload.moe.exchange import Exchange
 from offload.moe.expert_groups import expert_groups
 from offload.moe.experts import Experts
 from offload.moe.gate import Gate, GateOptions
-from offload.moe.routing import Dispatch
+from offload.moe.routing import Dispatch, Routing
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.random_state import RandomState, default_generators
 
@@ -125,6 +125,13 @@ class MoE(nn.Module):
         `used_token`, of the input's leading sizes, is 0 for tokens that go to no expert (padding).
         A token with logits that are not finite has a NaN output, and so has the loss.
         """
+        output, routing = self.routed(hidden_states, used_token)
+        return output, routing.l_aux, routing.exp_counts
+
+    def routed(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        """The output, and all that the gate decided."""
         self._check(hidden_states, used_token)
         x = hidden_states.reshape(-1, self.hidden_size)
         used = None if used_token is None else used_token.reshape(-1) != 0
@@ -138,7 +145,7 @@ class MoE(nn.Module):
             output = output * share[..., 0:1] + dense * share[..., 1:]
         if self.shared_expert is not None:
             output = output + _tensor_of(self.shared_expert(hidden_states))
-        return output, routing.l_aux, routing.exp_counts
+        return output, routing
 
     def _compute(self, x: Tensor, counts: list[int]) -> Tensor:
         """NH, sorted by expert, to the same of what experts make of it, here or elsewhere."""

@@ -26,6 +26,7 @@ class Routing:
     slots: Tensor  # TK int64, the place in the expert's buffer, where kept
     capacity: int | None  # places of an expert; None: as many as it needs
     l_aux: Tensor  # fp32 scalar, differentiable
+    shares: Tensor  # TE fp32, differentiable: what the loss takes for probabilities
     exp_counts: Tensor  # E int64, routes to each expert before any was dropped
 
     def combine_weights(self) -> Tensor:
@@ -51,7 +52,7 @@ class Dispatch:
         self._routing = routing
         experts = torch.where(routing.kept, routing.experts, E).flatten()
         order = experts.argsort(stable=True)
-        self.counts: list[int] = torch.bincount(experts, minlength=E + 1)[:E].tolist()
+        self.counts: list[int] = torch.bincount(experts, minlength=E)[:E].tolist()
         total = sum(self.counts)
         self._order = order[:total]
         places = torch.empty_like(order)

@@ -142,7 +142,9 @@ def _about(run: _Run) -> Iterator[str]:
         yield "; ".join(found)
 
 
-_SIZES = {"layers": "layers", "hidden": "wide", "heads": "heads", "vocab": "tokens"}
+_SIZES = {
+    "layers": "layers", "hidden": "wide", "heads": "heads", "experts": "experts", "vocab": "tokens",
+}  # fmt: skip
 
 
 def _place(where: Any) -> str:

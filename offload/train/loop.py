@@ -20,7 +20,7 @@ from torch import nn
 from offload.child import ChildFailed
 from offload.config import OffloadConfig
 from offload.display.panel import LossWarning, Run
-from offload.gpt import LanguageModel, build_meta_model, generate, parameter_count
+from offload.gpt import LanguageModel, build_meta_model, evaluating, generate, parameter_count
 from offload.homes import compute_device
 from offload.loggers import Logger, check_names, closing_all
 from offload.machine import peak_rss_nbytes, rss_nbytes
@@ -309,7 +309,7 @@ class Trainer:
             last or (every and not self._steps_done % every)
         ):
             return None
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(self._model):
             losses = [
                 float(self._model(*self._batches.validation_at(index)).loss)
                 for index in range(self._train.evaluate_batches)
@@ -397,8 +397,10 @@ def _announce(
     console: Console, config: OffloadConfig, parameters: int, batches: Batches, world: World
 ) -> None:
     states = format_bytes(plain_state_nbytes(config, parameters))
+    model = config.train.model
+    active = f" ({model.active_numel:,} of them for a token)" if model.experts else ""
     console.print(
-        f"model: {config.train.model.shape}, {parameters:,} parameters, {config.precision}; "
+        f"model: {model.shape}, {parameters:,} parameters{active}, {config.precision}; "
         f"states under plain PyTorch: {states}",
         soft_wrap=True,
     )

@@ -20,13 +20,12 @@ from offload.gpt import build_meta_model
 from offload.planning.machine.disk_cache import cache_folder, remembered
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
-from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.builtin_model import builtin_shape
 from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
-from offload.zero.module_tree import shape_of
 from tests.tools.model_files import (
     TINY_LLAMA,
     TINY_LLAMA_NUMEL,
@@ -389,11 +388,14 @@ def test_an_offload_configuration_names_the_built_in_model(text: str, tmp_path: 
         {"shape": "gpt", "layers": 3, "hidden": 256, "heads": 4},
         {"tied": False, "hidden": 512, "heads": 8, "kv_heads": 2, "mlp": 777, "layers": 1},
         {"hidden": 8, "heads": 2, "layers": 5},
+        {"hidden": 128, "heads": 4, "experts": 6, "experts_per_token": 3, "expert_mlp": 48},
+        {"shape": "gpt", "hidden": 128, "heads": 4, "mlp": 64, "experts": 5, "layers": 2},
+        {"hidden": 16, "heads": 2, "mlp": 24, "experts": 4},  # no groups of their own
     ],
 )
 def test_the_built_in_model_is_described_as_it_is_built(values: dict[str, Any]) -> None:
     config = OffloadConfig.load({"train": {"model": values, "sequence": 8}})
-    described = shape_of(builtin_tree(ModelConfig(**values)))
+    described = builtin_shape(ModelConfig(**values))
     assert described == discover(build_meta_model(config)).shape()
 
 

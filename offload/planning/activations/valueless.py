@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.planning.activations.kernel_shapes import run_on_meta
 from offload.tiers.errors import UnsupportedError
+from offload.zero.block_state import ValuesUnknown
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ _DETACH = _aten.detach.default
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default})
 
 
-class ValuelessTensor(torch.Tensor):
+class ValuelessTensor(ValuesUnknown, torch.Tensor):
     """Shape, type, strides and a storage; `known` are its values where code may need them."""
 
     owner: WithoutValues
@@ -51,6 +52,10 @@ class ValuelessTensor(torch.Tensor):
         return self.owner.device
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def tolist(self) -> Any:
+        """torch has none for subclasses."""
+        return self.owner.read(self, "tolist", self.known).tolist()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -104,7 +109,10 @@ class WithoutValues(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         inputs = list(tensors_of((args, tuple(kwargs.values()))))
         if func in _READS:
-            return self._read(func, args, self._known_result(func, inputs, args, kwargs))
+            known = self._known_result(func, inputs, args, kwargs)
+            return self._wrapped(self.read(args[0], func, known), known, {})
+        if func is _aten.bincount.default:
+            return self._counted(*args, **kwargs)
         if func.overloadpacket is _aten.arange:  # small, and on meta it is Python
             kwargs["device"] = _CPU
             made = func(*args, **kwargs)
@@ -145,13 +153,30 @@ class WithoutValues(TorchDispatchMode):
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
 
-    def _read(self, func: Any, args: Sequence[Any], known: Any) -> Any:
+    def read(self, tensor: torch.Tensor, func: Any, known: Any) -> Any:
+        """What is known. UnsupportedError if nothing is."""
         if known is None:
             raise UnsupportedError(
-                f"its code depends on values ({func} of a tensor of shape {tuple(args[0].shape)}), "
+                f"its code depends on values ({func} of a tensor of shape {tuple(tensor.shape)}), "
                 "and a count without values has none"
             )
-        return self._wrapped(known, known, {})
+        return known
+
+    def _counted(
+        self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+    ) -> torch.Tensor:
+        """`bincount`. Of values that are not known, as even as can be: so a layer of experts counts
+        the tokens of each, and they are as many as routing that is balanced gives it."""
+        if _is_known(tensor) and weights is None:
+            counts = torch.bincount(getattr(tensor, "known", tensor), minlength=minlength)
+        else:
+            if weights is not None or minlength < 1:
+                self.read(tensor, _aten.bincount.default, None)
+            most = -(-tensor.numel() // minlength)
+            counts = torch.full((minlength,), most)
+            counts[tensor.numel() - (most - 1) * minlength :] -= 1
+        made: torch.Tensor = self._wrapped(counts, counts, {})
+        return made
 
     def _wrapped(self, result: Any, known: Any, given: dict[int, torch.Tensor]) -> Any:
         """With tensors of ours for those of the result; `given` are those that came in."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from offload.config.training import ModelConfig
 from offload.tools.memest.source.tree_pieces import (
     embedding,
@@ -12,7 +15,14 @@ from offload.tools.memest.source.tree_pieces import (
     tie,
     weights,
 )
-from offload.zero.module_tree import ModuleTree
+from offload.zero.model_shape import ModelShape
+from offload.zero.module_tree import ModuleTree, shape_of
+
+
+def builtin_shape(config: ModelConfig, blocks: Sequence[str] = ()) -> ModelShape:
+    """Its groups and units; where experts are groups of their own, how many compute a token."""
+    shape = shape_of(builtin_tree(config), blocks)
+    return replace(shape, experts_per_token=config.experts_per_token) if shape.tables else shape
 
 
 def builtin_tree(config: ModelConfig) -> ModuleTree:
@@ -34,7 +44,7 @@ def builtin_tree(config: ModelConfig) -> ModuleTree:
 
 
 def _block(config: ModelConfig) -> ModuleTree:
-    hidden, width = config.hidden, config.mlp_width
+    hidden = config.hidden
     kv_width = config.kv_head_count * (hidden // config.heads)
     attention = module(
         "Attention",
@@ -43,15 +53,27 @@ def _block(config: ModelConfig) -> ModuleTree:
         value=linear(hidden, kv_width),
         output=linear(hidden, hidden),
     )
-    gate = {"gate": linear(hidden, width)} if config.shape == "llama" else {}
-    mlp = module(
-        "GatedMlp" if gate else "GeluMlp",
-        **gate,
-        up=linear(hidden, width),
-        down=linear(width, hidden),
-    )
+    mlp = _mixture(config) if config.experts else _mlp(config, config.mlp_width)
     return module(
         "Block", attention_norm=_norm(config), attention=attention, mlp_norm=_norm(config), mlp=mlp
+    )
+
+
+def _mixture(config: ModelConfig) -> ModuleTree:
+    assert config.experts is not None, "a dense model has none"
+    gate = weights("Gate", weight=(config.experts, config.hidden))
+    experts = repeat(config.experts, lambda expert: _mlp(config, config.expert_width))
+    experts.class_name = "Experts"
+    return module("Mixture", gate=gate, experts=experts)
+
+
+def _mlp(config: ModelConfig, width: int) -> ModuleTree:
+    gate = {"gate": linear(config.hidden, width)} if config.shape == "llama" else {}
+    return module(
+        "GatedMlp" if gate else "GeluMlp",
+        **gate,
+        up=linear(config.hidden, width),
+        down=linear(width, config.hidden),
     )
 
 

@@ -16,7 +16,7 @@ from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.config.written_for import WrittenFor
 from offload.planning.choice.durations import counted
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.source.builtin_model import builtin_tree
+from offload.tools.memest.source.builtin_model import builtin_shape
 from offload.tools.memest.source.decoder_settings import own_model, traced_modules
 from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import (
@@ -129,7 +129,7 @@ def read_yaml(path: Path) -> ModelSource:
     if config.written_for is not None:
         return read_written_for(config, config.written_for)
     stated, model = "train" in config.model_fields_set, config.train.model
-    shape = shape_of(builtin_tree(model), config.groups.blocks)
+    shape = builtin_shape(model, config.groups.blocks)
     notes = () if stated else ("no train: section: the built-in model at its default size",)
     return replace(
         _built_in(path.name, SourceKind.YAML, model, shape, notes),

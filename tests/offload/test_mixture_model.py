@@ -1,0 +1,226 @@
+"""The built-in model with experts: its loss, what trains it, and what plans it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn import functional as F  # noqa: N812
+
+import offload
+from offload.bench.systems import batch_of
+from offload.config import OffloadConfig
+from offload.config.training import ModelConfig
+from offload.gpt import LanguageModel, Mixture, build_meta_model, evaluating, generate
+from offload.planning.activations.trace import trace_activations
+from offload.planning.plan.workload import Workload
+from offload.tiers.errors import UnsupportedError
+from offload.train.plain import Plain
+from offload.zero.discovery import discover
+from tests.offload.engine_cases import assert_same_bits
+from tests.planning.real_pass import real_facts
+
+MODEL: dict[str, Any] = {
+    "layers": 2, "hidden": 32, "heads": 2, "max_sequence": 32, "experts": 12, "expert_mlp": 64,
+}  # fmt: skip
+
+
+def config_of(*overrides: str, **model: Any) -> OffloadConfig:
+    train = {"model": {**MODEL, **model}, "batch": 4, "sequence": 16}
+    values = {"budget": {"host": "64MiB", "nvme": "64MiB"}, "optimizer": {"lr": 0.01}}
+    return OffloadConfig.load({**values, "train": train}, list(overrides))
+
+
+def made(**model: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(config_of(**model).train.model)
+
+
+def mixtures(model: LanguageModel) -> list[Mixture]:
+    return [layer.mlp for layer in model.layers if isinstance(layer.mlp, Mixture)]
+
+
+def trained(
+    steps: int, *overrides: str, **model: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    config = config_of(*overrides, **model)
+    built = build_meta_model(config)
+    losses = []
+    with offload.initialize(built, config) as engine:
+        for step in range(steps):
+            loss = built(*batch_of(config, step)).loss
+            losses.append(loss.item())
+            loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.check_integrity()
+        return losses, {name: value.clone() for name, value in built.state_dict().items()}
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_token_is_the_weighted_sum_of_its_experts(shape: str, k: int) -> None:
+    layer = mixtures(made(shape=shape, experts_per_token=k))[0]
+    x = torch.randn(2, 5, 32)
+    output, load = layer(x)
+    shares = F.softmax(x @ layer.gate.weight.T, dim=-1)
+    best, chosen = shares.topk(k, dim=-1)
+    weights = best / best.sum(-1, keepdim=True) if k > 1 else best
+    every = torch.stack([expert(x) for expert in layer.experts], dim=2)
+    picked = every.gather(2, chosen.unsqueeze(-1).expand(-1, -1, -1, 32))
+    torch.testing.assert_close(output, (picked * weights.unsqueeze(-1)).sum(2))
+    torch.testing.assert_close(load.shares, shares.mean(1))
+    torch.testing.assert_close(load.chosen, F.one_hot(chosen, 12).sum(2).float().mean(1))
+
+
+def test_a_training_loss_has_the_balancing_loss_of_the_whole_batch() -> None:
+    model = made(experts_per_token=3, aux_loss=0.5)
+    inputs, targets = batch_of(config_of(), 0)
+    logits: list[torch.Tensor] = []
+    for layer in mixtures(model):
+        layer.register_forward_pre_hook(
+            lambda layer, args: logits.append(args[0].flatten(0, 1) @ layer.gate.weight.T)
+        )
+    loss = model(inputs, targets).loss
+    with evaluating(model):
+        alone = model(inputs, targets).loss
+    assert model.training
+    expected = torch.zeros(())
+    for each in logits[:2]:
+        chosen = torch.zeros_like(each).scatter(1, each.topk(3).indices, 1.0)
+        expected += 12 / 3 * (chosen.mean(0) * F.softmax(each, 1).mean(0)).sum() / 2
+    expected = expected.detach()
+    assert 0.9 < float(expected) < 2
+    torch.testing.assert_close((loss - alone).detach(), 0.5 * expected)
+    loss.backward()
+    assert mixtures(model)[0].gate.weight.grad is not None
+    without = made(experts_per_token=3, aux_loss=0.0)
+    assert torch.equal(without(inputs, targets).loss, alone)
+
+
+def test_generating_counts_no_tokens_and_leaves_the_mode() -> None:
+    model = made()
+    generate(model, b"ab", 5, temperature=0.0, seed=0)
+    assert model.training
+    assert all(int(layer.gate.load.sum()) == 0 for layer in mixtures(model))
+
+
+def test_each_expert_of_a_large_table_is_a_group() -> None:
+    names = [group.name for group in discover(made()).groups]
+    assert [name for name in names if "experts" in name] == [
+        f"layers.{layer}.mlp.experts.{expert}" for layer in range(2) for expert in range(12)
+    ]
+    small = discover(made(experts=4, expert_mlp=16))
+    assert not any("experts" in group.name for group in small.groups)
+
+
+NVME = tuple(f"placement.{name}=nvme" for name in ("parameters", "gradients", "optimizer"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_placements_train_with_the_same_bits(precision: str) -> None:
+    given = (f"precision={precision}", "clip_grad_norm=1.0")
+    losses, weights = trained(3, *given)
+    for more in (NVME, (*NVME, "placement.activations.checkpoint=true")):
+        others, there = trained(3, *given, *more)
+        assert others == losses
+        assert_same_bits(weights, there)
+
+
+def test_micro_batches_train_with_the_same_bits_everywhere() -> None:
+    """Also where some experts have tokens of one piece alone."""
+    sizes = {"experts": 32}
+    whole, _ = trained(2, **sizes)
+    losses, weights = trained(2, "micro_batches=2", **sizes)
+    others, there = trained(2, "micro_batches=2", *NVME, **sizes)
+    assert others == losses
+    assert_same_bits(weights, there)
+    assert losses == pytest.approx(whole, abs=1e-4)
+
+
+def test_experts_of_a_single_block_are_not_given_a_batch_to_split() -> None:
+    with pytest.raises(UnsupportedError, match="none were found in this model"):
+        trained(1, "micro_batches=2", layers=1)
+
+
+def test_plain_pytorch_trains_it_in_16_bits_where_an_expert_has_no_tokens() -> None:
+    config = config_of("precision=bf16", experts=48, layers=1)
+    plain = Plain(config)
+    before = [param.clone() for param in plain.model.parameters()]
+    plain.step([batch_of(config, 0)])
+    still = [torch.equal(a, b) for a, b in zip(before, plain.model.parameters(), strict=True)]
+    assert any(still)
+    assert not all(still)
+
+
+@pytest.mark.parametrize("checkpoint", ["false", "true", "selective"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_trace_is_the_real_pass_where_routing_is_even(
+    micro_batches: int, checkpoint: str
+) -> None:
+    """Every token goes to all experts. A block that is computed again has copies of its buffers."""
+    config = config_of(
+        f"micro_batches={micro_batches}", f"placement.activations.checkpoint={checkpoint}",
+        experts=3, experts_per_token=3,
+    )  # fmt: skip
+    workload = Workload(4, 16)
+    traced = trace_activations(build_meta_model(config), config, workload)
+    assert traced == real_facts(LanguageModel(config.train.model), config, workload)
+
+
+def test_a_trace_is_close_where_routing_is_not() -> None:
+    config, workload = config_of(), Workload(4, 16)
+    traced = trace_activations(build_meta_model(config), config, workload)
+    real = real_facts(LanguageModel(config.train.model), config, workload)
+    assert traced.saved_nbytes == pytest.approx(real.saved_nbytes, rel=0.03)
+    assert traced.forward.flops == pytest.approx(real.forward.flops, rel=0.03)
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    config = config_of(*NVME)
+    losses = []
+    for resumed in (False, True):
+        model = build_meta_model(config)
+        with offload.initialize(model, config) as engine:
+            if resumed:
+                engine.load_checkpoint(tmp_path / "saved")
+            for step in range(2 if resumed else 0, 4):
+                if step == 2 and not resumed:
+                    engine.save_checkpoint(tmp_path / "saved")
+                loss = model(*batch_of(config, step)).loss
+                losses.append(loss.item())
+                loss.backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+    assert losses[4:] == losses[2:4]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fragment"),
+    [
+        ({"experts": 1}, "greater than or equal to 2"),
+        ({"experts_per_token": 13}, "experts_per_token: 13 of experts: 12"),
+        ({"experts": None}, "expert_mlp: 64 is for a mixture of experts; set experts"),
+        ({"experts": None, "expert_mlp": None, "experts_per_token": 1}, "remove experts_per_token"),
+        ({"aux_loss": float("nan")}, "aux_loss"),
+        ({"aux_loss": -1.0}, "greater than or equal to 0"),
+        (
+            {"layers": 9, "experts": 1 << 16, "expert_mlp": 1 << 26},
+            "parameters with .* experts: 65536",
+        ),
+    ],
+)
+def test_sizes_of_experts_that_cannot_be_are_named(sizes: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ValidationError, match=fragment):
+        ModelConfig(**{**MODEL, **sizes})
+
+
+def test_active_parameters_are_those_that_compute_a_token() -> None:
+    sparse = ModelConfig(**{**MODEL, "experts_per_token": 2})
+    dense = ModelConfig(**{**MODEL, "experts": None, "expert_mlp": None, "mlp": 128 + 4})
+    assert sparse.active_numel == dense.numel == dense.active_numel  # 12 x 32 of a router, 3 x 4
+    norms = 5 * 32
+    assert sparse.numel + norms == sum(p.numel() for p in made().parameters())
