@@ -33,6 +33,7 @@ from offload.materialise import make_real
 from offload.model_state import StateDictHooks
 from offload.model_structure import ModelStructure
 from offload.moe import Experts
+from offload.moe.gate import Gate
 from offload.optimizer import OffloadOptimizer
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.preflight import preflight
@@ -230,6 +231,8 @@ class Engine:
         self._watch_structure(self._runtime)
         self._give_out_values(self._runtime)
         self._attach_experts(self._runtime)
+        if self._ranks is not None:
+            self._share_loads(self._ranks)
         self._keep_activations(config, discovery, self._runtime)
         self._runtime.start(model, self.values, weakref.ref(self))
         self._refuse_foreign(self._runtime)
@@ -277,6 +280,23 @@ class Engine:
             if isinstance(experts, Experts) and len(experts) == len(table.groups):
                 experts.on_chosen = partial(_announce, store, table.groups, experts.first)
                 store.on_close.append(partial(setattr, experts, "on_chosen", None))
+
+    def _share_loads(self, ranks: Ranks) -> None:
+        """Gates that balance by their experts' loads count all ranks' tokens, or each rank would
+        choose by a bias of its own."""
+        modules = self.module.modules()
+        gates = [each for each in modules if isinstance(each, Gate) and each.balances]
+
+        def share(optimizer: Any, *_: Any) -> None:
+            if not optimizer.step_was_skipped:  # loads of a skipped step count with the next one's
+                loads = torch.cat([gate.load for gate in gates]).tolist()
+                total = ranks.exchange(loads, "the loads of experts").sum(axis=0)
+                for gate in gates:
+                    mine, total = total[: len(gate.load)], total[len(gate.load) :]
+                    gate.load.copy_(torch.from_numpy(mine))
+
+        if gates:
+            self.optimizer.register_step_post_hook(share)
 
     def _keep_activations(
         self, config: OffloadConfig, discovery: Discovery, runtime: Runtime

@@ -150,6 +150,11 @@ class Gate(nn.Module):
             self.choice_bias.zero_()
             self.stepped_from.zero_()
 
+    @property
+    def balances(self) -> bool:
+        """Whether a bias balances the experts' loads."""
+        return self.options.bias_update_rate > 0
+
     def forward(self, x: Tensor, used: Tensor | None = None) -> Routing:
         """`x` is TH, `used` T bool: other tokens go nowhere."""
         noise = self.noise_for(x) if self._draws() and len(x) else None

@@ -15,7 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import offload
 from offload.errors import OffloadError
 from offload.moe import MoE
-from tests.offload.engine_cases import NVME, WIDTH, TinyLM, batches, config, states_of
+from tests.offload.engine_cases import (
+    NVME,
+    WIDTH,
+    TinyLM,
+    batches,
+    config,
+    seeded,
+    states_of,
+)
 from tests.ranks.programs import BUDGET, OPTIMIZER, Case
 
 EXPERTS = 4
@@ -86,6 +94,15 @@ def keys_of(folder: str, stage: int, **keys: Any) -> dict[str, Any]:
         Path(folder), NVME, budget=BUDGET, optimizer=OPTIMIZER, zero={"stage": stage},
         clip_grad_norm=0.5, **keys,
     )  # fmt: skip
+
+
+def balanced_biases(folder: str) -> list[Tensor]:
+    """After steps with other data on each rank, and a forward, which takes the last one in."""
+    model = seeded(spread(2, bias_update_rate=0.01))
+    with offload.initialize(model, keys_of(folder, 1)) as engine:
+        steps(engine, 0, 3)
+        model.loss(batches(1)[0])
+        return [module.choice_bias for module in model.modules() if hasattr(module, "choice_bias")]
 
 
 def steps(engine: offload.Engine, first: int, last: int) -> None:

@@ -16,6 +16,7 @@ from tests.offload.engine_cases import HOST, NVME, assert_same_bits, states_of
 from tests.ranks.expert_programs import (
     EXPERTS,
     BranchingLM,
+    balanced_biases,
     case,
     keys_of,
     refusals,
@@ -84,6 +85,13 @@ def test_whatever_else_a_step_does_experts_are_as_on_each_rank(tmp_path: Path, l
     for number in range(0, len(cases), 2):
         one, two = ([rank[number + ep] for rank in ranks] for ep in (0, 1))
         assert_close(two, one)
+
+
+def test_gates_balance_by_the_tokens_of_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, tmp_path, balanced_biases, str(tmp_path))
+    assert len(first) > 1
+    assert all(bias.any() for bias in first)
+    assert all(torch.equal(here, there) for here, there in zip(first, second, strict=True))
 
 
 def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path, long: bool) -> None:
