@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
+from offload.zero.paged import PagedTensor
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -48,11 +50,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that holds the memory of a tensor's values; None where it has no memory of its own
-    (the result of a collective under way, other wrappers)."""
+    (the result of a collective under way, values in a tier, other wrappers)."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
-    wraps_another: bool = is_traceable_wrapper_subclass(tensor)
-    return None if wraps_another else tensor
+    has_none: bool = isinstance(tensor, PagedTensor) or is_traceable_wrapper_subclass(tensor)
+    return None if has_none else tensor
 
 
 def hold(param: torch.Tensor, values: torch.Tensor) -> None:

@@ -337,12 +337,6 @@ def test_evaluation(pair: Pair, mode: Callable[[], Any]) -> None:
     pair.train()
 
 
-def test_another_implementation_is_chosen_later(pair: Pair) -> None:
-    for engine in pair.make():
-        engine.module.set_experts_implementation("eager")
-    pair.train()
-
-
 def test_state_dicts(pair: Pair) -> None:
     other = {name: value * 1.01 for name, value in tiny(3).state_dict().items()}
     kept = []
@@ -378,6 +372,13 @@ def _freeze(part: str) -> Callable[[nn.Module], None]:
 )  # fmt: skip
 def test_param_groups_and_frozen_experts(pair: Pair, prepare: Any) -> None:
     pair.make(prepare=prepare)
+    pair.train()
+
+
+@pytest.mark.parametrize("frozen", ["", "experts"], ids=["trained", "frozen"])
+def test_another_implementation_is_chosen_later(frozen: str, pair: Pair) -> None:
+    for engine in pair.make(prepare=_freeze(frozen or "none")):
+        engine.module.set_experts_implementation("eager")
     pair.train()
 
 
