@@ -362,7 +362,8 @@ def _check_experts(config: OffloadConfig, model: ModelShape, sharding: Sharding)
             "stay with their block; set zero.stage: 2 or less, or remove placement.experts"
         )
     raise ConfigError(
-        "placement.experts: the model has no experts that move one by one: a list of equal modules "
-        "called experts, or parameters with a row per expert as transformers has them, with more "
-        f"than {SMALL_TABLE_NUMEL:,} parameters per table; remove placement.experts"
+        "placement.experts: the model has no experts that move one by one: modules of one class in "
+        "a list called experts, or parameters with a row per expert under transformers' default "
+        f"implementation (grouped_mm), with more than {SMALL_TABLE_NUMEL:,} parameters per table; "
+        "remove placement.experts"
     )
