@@ -194,6 +194,10 @@ def _maker(expert: nn.Module | MakeExpert) -> Callable[[int], nn.Module]:
     """What makes the expert of a number."""
     if isinstance(expert, nn.Module):
         return lambda number: copy.deepcopy(expert)
+    if not callable(expert):
+        raise ConfigError(
+            f"MoE: expert is a {type(expert).__name__}; a module, or a function that makes one"
+        )
     base = int(torch.randint(2**62, (), device="cpu"))
 
     def make(number: int) -> nn.Module:

@@ -274,10 +274,13 @@ def test_an_expert_with_another_output_shape_is_named() -> None:
 def test_arguments_that_cannot_work_are_named() -> None:
     for options, says in (
         ({"k": 7}, "1 to 6 of 6"), ({"capacity_factor": 0}, "capacity_factor is 0"),
-        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_experts": 0}, "num_experts is 0"), ({"num_experts": 8.0}, "8.0; a whole number"),
+        ({"k": True}, "k is True"), ({"capacity_factor": "1.0"}, "capacity_factor is '1.0'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             layer(**options)
+    with pytest.raises(ConfigError, match="expert is a list"):
+        MoE(WIDTH, [Expert()], num_experts=2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="made a Tensor"):
         MoE(WIDTH, lambda: torch.ones(3), num_experts=2)
     with pytest.raises(ConfigError, match="hidden_size, 16"):
