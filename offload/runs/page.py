@@ -137,7 +137,10 @@ def _about(run: _Run) -> Iterator[str]:
     found = [f"{said}{run.at(key)}" for key, said in keys.items() if run.at(key) is not None]
     placement = run.at("placement")
     if isinstance(placement, Mapping):
-        found += [f"{name} {_place(where)}" for name, where in placement.items() if where]
+        found += [
+            f"{name} {(_place_of_experts if name == 'experts' else _place)(where)}"
+            for name, where in placement.items() if where
+        ]  # fmt: skip
     if found:
         yield "; ".join(found)
 
@@ -153,6 +156,15 @@ def _place(where: Any) -> str:
     if isinstance(where, Mapping):
         return " + ".join(f"{tier} {share}" for tier, share in where.items())
     return str(where)
+
+
+def _place_of_experts(by_class: Any) -> str:
+    if not isinstance(by_class, Mapping):
+        return _place(by_class)
+    places = {name: _place(where) for name, where in by_class.items()}
+    if len(set(places.values())) == 1:
+        return next(iter(places.values()))
+    return ", ".join(f"{name} {place}" for name, place in places.items())
 
 
 def _state(run: _Run) -> tuple[str, str]:

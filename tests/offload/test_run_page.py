@@ -122,6 +122,25 @@ def test_a_run_is_on_the_page(tmp_path: Path) -> None:
     assert any("nvme 20.0 %; update 10.0 %; not waiting 70.0 %" in said for said in pictures)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ("{host: 25%, nvme: 75%}", "parameters nvme; experts host 25% + nvme 75%; activations"),
+        ("nvme", "experts parameters host 25% + nvme 75%, gradients host 25% + nvme 75%, "
+                 "optimizer nvme; activations host"),
+    ],
+    ids=["one home", "by class"],
+)  # fmt: skip
+def test_homes_of_experts_are_said_in_words(optimizer: str, said: str, tmp_path: Path) -> None:
+    shares = "{host: 25%, nvme: 75%}"
+    settings = (
+        f"placement:\n  parameters: nvme\n  experts: {{parameters: {shares}, "
+        f"gradients: {shares}, optimizer: {optimizer}}}\n  activations: {{tier: host}}\n"
+    )
+    text, _ = check(run_page(write(tmp_path / "run", rows(3), config__resolved__yaml=settings)))
+    assert said in text
+
+
 CASES: dict[str, tuple[Any, dict[str, str]]] = {
     "no step": ([], {"config__resolved__yaml": SETTINGS}),
     "one step": (rows(1), {}),
