@@ -161,6 +161,7 @@ def test_no_gpu_means_that_the_cpu_computes() -> None:
     ("options", "says"),
     [
         ({"gpu": "RTX 4080"}, "did you mean 'RTX 4090'"),
+        ({"gpu": "H100 80GB"}, "did you mean 'H100'"),
         ({"gpu": "A100"}, "A100-40 or A100-80"),
         ({"gpu": "24"}, "24 B is not between"),
         ({"gpu": "24 parsecs"}, "not a unit"),

@@ -280,7 +280,8 @@ def unknown_part(text: str, parts: Sequence[Named]) -> str:
     several = [name for name in names if plain_name(name).startswith(plain_name(text))]
     if plain_name(text) and len(several) > 1:
         return f"it could be {' or '.join(several)}; say which"
-    like = difflib.get_close_matches(text.strip(), names, n=1, cutoff=0.4)
+    begins = [name for name in names if plain_name(text).startswith(plain_name(name))]
+    like = begins or difflib.get_close_matches(text.strip(), names, n=1, cutoff=0.4)
     hint = f"; did you mean {like[0]!r}?" if like else ""
     known_names = ", ".join(dict.fromkeys(names))
     return f"no such part{hint}; known are {known_names}, or write a size like 24GiB"
