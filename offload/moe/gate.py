@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -50,9 +49,9 @@ class GateOptions:
 
     def _rules(self) -> list[tuple[bool, str]]:
         E, k, policy = self.num_experts, self.k, self.noisy_gate_policy
-        counts = {"num_experts": E, "k": k, "min_capacity": self.min_capacity}
+        counts: dict[str, Any] = {"num_experts": E, "k": k, "min_capacity": self.min_capacity}
         for name, count in counts.items():  # what follows compares them
-            if isinstance(count, bool) or not isinstance(count, Integral):
+            if isinstance(count, bool) or not isinstance(count, int):
                 return [(False, f"{name} is {count!r}; a whole number")]
         rules = [
             (E >= 1, f"num_experts is {E}; one is the least"),
@@ -72,7 +71,7 @@ class GateOptions:
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
             allowed = f"{name} is {factor!r}; a finite number above 0 (drop_tokens=False: no limit)"
-            rules.append((isinstance(factor, Real) and 0 < factor < math.inf, allowed))
+            rules.append((isinstance(factor, (int, float)) and 0 < factor < math.inf, allowed))
         for name in ("bias_update_rate", "z_loss_weight"):
             value = getattr(self, name)
             rules.append((0 <= value < math.inf, f"{name} is {value}; 0 (off) or a number above"))

@@ -280,7 +280,7 @@ def test_arguments_that_cannot_work_are_named() -> None:
         with pytest.raises(ConfigError, match=says):
             layer(**options)
     with pytest.raises(ConfigError, match="expert is a list"):
-        MoE(WIDTH, [Expert()], num_experts=2)  # type: ignore[arg-type]
+        MoE(WIDTH, [Expert()], num_experts=2)
     with pytest.raises(ConfigError, match="made a Tensor"):
         MoE(WIDTH, lambda: torch.ones(3), num_experts=2)
     with pytest.raises(ConfigError, match="hidden_size, 16"):
