@@ -32,6 +32,13 @@ class ZeroCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        experts = sorted(path.name for path in folder.glob("*expert_*_model_states.pt"))
+        if experts:
+            raise CheckpointError(
+                f"{folder}: a mixture of experts ({len(experts)} files of experts, the first "
+                f"{experts[0]}), which is not imported; load the weights of these files into the "
+                "model, by their names there, and begin a new optimizer"
+            )
         parts = sorted(folder.glob("*_optim_states.pt"), key=_rank_of)
         if not parts or any("mp_rank_00" not in path.name for path in parts):
             raise CheckpointError(

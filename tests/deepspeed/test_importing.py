@@ -149,6 +149,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         import_checkpoint(folder, tmp_path / "out")
     with pytest.raises(CheckpointError, match="and sgd keeps none"):
         import_checkpoint(folder, tmp_path / "out", kind="sgd")
+    experts = folder / "layer_0_expert_0_mp_rank_00_model_states.pt"
+    experts.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="1 files of experts, the first layer_0_expert_0"):
+        import_checkpoint(folder, tmp_path / "out", kind="adamw")
+    experts.unlink()
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match="files of 1 ranks, 2 had written"):
         import_checkpoint(folder, tmp_path / "out", kind="adamw")
