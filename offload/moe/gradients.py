@@ -13,11 +13,12 @@ from offload.moe.expert_groups import ExpertGroups, Group, expert_groups
 from offload.moe.gate import Gate
 from offload.moe.layer import MoE
 from offload.tiers.errors import StateError
+from offload.zero.paged import PagedTensor
 
 
 def average_gradients(model: nn.Module) -> None:
     """Make every gradient that of the mean loss over all ranks. Call it once per step, on every
-    rank, after the last backward.
+    rank, after the last backward. StateError where an engine trains the model: it does that itself.
 
     Experts that are spread over ranks are summed over those that have the same ones, and divided by
     the number of all ranks: their gradients have come from the losses of all. A gradient that no
@@ -75,9 +76,14 @@ def _spread(model: nn.Module) -> Iterator[tuple[nn.Parameter, ExpertGroups]]:
 
 def _gradients(params: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
     """Those that some rank has; zeros where it is another one."""
-    there = torch.tensor([p.grad is not None for p in params], dtype=torch.int32)
-    there = there.to(params[0].device)
+    kinds = [0 if p.grad is None else 2 if isinstance(p.grad, PagedTensor) else 1 for p in params]
+    there = torch.tensor(kinds, dtype=torch.int32).to(params[0].device)
     dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
+    if 2 in there:
+        raise StateError(
+            "average_gradients: an engine trains this model, and averages its gradients over ranks "
+            "in its step; leave the call out"
+        )
     for param, somewhere in zip(params, there.tolist(), strict=True):
         if somewhere and param.grad is None:
             param.grad = torch.zeros_like(param)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offload
 from offload.errors import OffloadError
-from offload.moe import MoE
+from offload.moe import MoE, average_gradients
 from tests.offload.engine_cases import (
     NVME,
     WIDTH,
@@ -179,6 +179,10 @@ def set_ones(engine: offload.Engine) -> None:
     engine.optimizer.step()
 
 
+def average(engine: offload.Engine) -> None:
+    average_gradients(engine.module)
+
+
 def clip_by_own_norm(engine: offload.Engine) -> None:
     nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
     engine.optimizer.step()
@@ -222,7 +226,7 @@ def refusals(folder: str) -> list[str]:
         said(partial(offload.initialize, spread(2)(), keys, mesh=mesh)),
         said(partial(offload.initialize, MoE(WIDTH, expert, EXPERTS, ep_size=2).experts, keys)),
     ]
-    for act in (offload.Engine.idle, set_ones, clip_by_own_norm):
+    for act in (offload.Engine.idle, set_ones, average, clip_by_own_norm):
         with offload.initialize(spread(2)(), keys) as engine:
             steps(engine, 0, 1)
             engine.backward(engine.module.loss(batches(2)[dist.get_rank()]))  # type: ignore[operator]

@@ -131,6 +131,7 @@ def test_what_does_not_go_with_experts_of_other_ranks_is_said(tmp_path: Path) ->
         assert "give offload.initialize the model around" in next(says)
         assert "UnsupportedError: idle: blocks.1.moe.experts" in next(says)
         assert ".grad was set to a tensor" in next(says)
+        assert "average_gradients: an engine trains this model" in next(says)
         assert "the ranks went different ways" in next(says)
 
 
