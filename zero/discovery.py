@@ -203,13 +203,14 @@ def _kind_of(module: nn.Module) -> ModuleKind:
 
 def _is_packed(module: nn.Module) -> bool:
     """Experts of transformers 5, whose implementation can be chosen, and is the one that computes
-    with one expert's rows at a time."""
+    with one expert's rows at a time; or a module that says of itself that it stands for such ones.
+    """
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     params = list(module.parameters())
+    # its default, and ours, which has the same bits
+    ours = chosen in ("grouped_mm", "offload") and _asks_the_registry(module)
     return (
-        chosen in ("grouped_mm", "offload")  # its default, and ours, which has the same bits
-        and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
-        and _asks_the_registry(module)
+        (ours or getattr(module, "stands_for_packed_experts", False))
         and len(params) == len(module._parameters) > 0
         and all(param.dim() >= 2 and not is_dtensor(param) for param in params)
         and any(param.dim() == 3 for param in params)

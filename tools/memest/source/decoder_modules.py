@@ -336,9 +336,7 @@ class _PhiMLP(_Module):
 class _Experts(_Module):
     """As one grouped product (`grouped_mm_experts_forward`)."""
 
-    # by which `discover` knows experts of transformers
-    config = SimpleNamespace(_experts_implementation="grouped_mm")
-    has_gate, is_transposed = True, False
+    stands_for_packed_experts = True  # for `discover`
 
     def forward(self, hidden_states: Tensor, top_index: Tensor, top_weights: Tensor) -> Tensor:
         count, chosen = self.down_proj.shape[0], top_index.size(-1)
