@@ -168,6 +168,7 @@ class GradientHandles:
             self._put(key)
             param.grad = None
         self._sources.clear()
+        self.packed.prepare()
 
     def _put(self, key: Place) -> None:
         param = self._params[key]
@@ -441,8 +442,8 @@ class GradientHandles:
             return
         self._check_writable(source)
         self._agree(source)
-        if source.zeroed and not math.isfinite(factor):
-            self.write(source, self.value_of(source) * factor)  # NaN
+        if not math.isfinite(factor):  # updates take numbers, and zero becomes NaN
+            self.write(source, self.value_of(source) * factor)
         elif not source.zeroed:
             source.state.gradients.scale(source.index, factor)
             self._note(source, f"times {factor}")
