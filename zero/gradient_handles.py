@@ -18,7 +18,6 @@ gradients would keep the C library's heap from returning those.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from offload.zero.session import in_backward
 from offload.zero.stepper import Stepper
 
 aten = torch.ops.aten
+_MOST = torch.finfo(torch.float32).max
 
 
 class GradientSource:
@@ -442,7 +442,8 @@ class GradientHandles:
             return
         self._check_writable(source)
         self._agree(source)
-        if not math.isfinite(factor):  # updates take numbers, and zero becomes NaN
+        # updates take numbers of fp32, and zero times another is NaN
+        if not abs(factor * source.state.gradients.factor(source.index)) <= _MOST:
             self.write(source, self.value_of(source) * factor)
         elif not source.zeroed:
             source.state.gradients.scale(source.index, factor)
