@@ -259,6 +259,7 @@ class GradientHandles:
                 key = state.group.index, index
                 if passes and key not in self._sources and self._params[key].grad is None:
                     self._put(key)
+                    self.packed.came(self._params[key])
 
     def repeat(self) -> None:
         """For a rank without data: the parameters of the last pass get gradients, as on other
@@ -267,6 +268,7 @@ class GradientHandles:
         for key in self._last:
             if key not in self._sources and self._params[key].grad is None:
                 self._put(key)
+                self.packed.came(self._params[key])
 
     def clear(self, why: str) -> None:
         """Clear every parameter's gradient."""

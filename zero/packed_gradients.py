@@ -111,7 +111,8 @@ class PackedGradients:
             for packed in self._all:
                 gradient = packed.param.grad
                 if gradient is None or self._shown.get(packed) is gradient:
-                    if packed in self._given:
+                    # what a row has beside it is of a backward that was interrupted
+                    if gradient is None or packed in self._given:
                         self._given.discard(packed)
                         _clear_rows(packed)
                     continue
@@ -218,7 +219,8 @@ def _keeps_zeros(args: Sequence[Any]) -> bool:
 
 def _clear_rows(packed: PackedParam) -> None:
     for row in packed.rows:
-        row.grad = None
+        if row.grad is not None:
+            row.grad = None
 
 
 _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)

@@ -275,6 +275,24 @@ def test_a_gradient_that_an_update_used_up_says_so(pair: Pair) -> None:
         engine.optimizer.zero_grad()
 
 
+def test_a_gradient_of_a_backward_that_was_interrupted_is_cleared(pair: Pair) -> None:
+    _, split = pair.make()
+    rows = {id(row) for packed in split.runtime.store.packed for row in packed.rows}
+
+    def before_it_is_taken(frame: FrameType, event: str, _: object) -> None:
+        given = frame.f_locals.get("args", ()) if event == "call" else ()
+        if any(id(each) in rows and each.grad is not None for each in given):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    loss = loss_of(split, data(1)[0])
+    sys.setprofile(before_it_is_taken)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    split.optimizer.zero_grad()
+    pair.train()
+
+
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e30])
 def test_a_factor_that_is_not_finite_spoils_every_expert(pair: Pair, factor: float) -> None:
     found = []
