@@ -73,14 +73,23 @@ def attach(module: nn.Module, weights: ExpertWeights) -> None:
     `detach`. Its configuration's experts implementation is ours then, also for the other modules
     that share it: those compute as by default."""
     vars(module)[_ATTRIBUTE] = _Attached(module, weights)
-    _choose(module, _Chosen(NAME))
+    config: Any = module.config
+    chosen = config._experts_implementation
+    if not isinstance(chosen, _Chosen):
+        chosen = _Chosen(NAME)
+        _choose(module, chosen)
+    chosen.modules += 1
 
 
 def detach(module: nn.Module) -> None:
-    """Undo `attach`. What was chosen in between stays chosen."""
+    """Undo `attach`. What was chosen in between stays chosen, and ours for as long as modules with
+    the same configuration have it attached."""
     del vars(module)[_ATTRIBUTE]
     config: Any = module.config
-    if config._experts_implementation == NAME:
+    chosen = config._experts_implementation
+    if isinstance(chosen, _Chosen):
+        chosen.modules -= 1
+    if chosen == NAME and getattr(chosen, "modules", 0) <= 0:
         _choose(module, DEFAULT)
 
 
@@ -92,6 +101,8 @@ def _choose(module: nn.Module, implementation: str) -> None:
 
 class _Chosen(str):
     """Our name in a configuration, of which copies, pickled ones too, have the default's."""
+
+    modules = 0  # that have weights attached, maybe of several models
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (DEFAULT,)

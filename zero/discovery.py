@@ -214,6 +214,8 @@ def _is_packed(module: nn.Module) -> bool:
         and len(params) == len(module._parameters) > 0
         and all(param.dim() >= 2 and not is_dtensor(param) for param in params)
         and any(param.dim() == 3 for param in params)
+        # a hook wants the gradient of the whole
+        and not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params)
     )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ gradients would keep the C library's heap from returning those.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from offload.zero.session import in_backward
 from offload.zero.stepper import Stepper
 
 aten = torch.ops.aten
+_MOST = torch.finfo(torch.float32).max
 
 
 class GradientSource:
@@ -168,6 +168,7 @@ class GradientHandles:
             self._put(key)
             param.grad = None
         self._sources.clear()
+        self.packed.prepare()
 
     def _put(self, key: Place) -> None:
         param = self._params[key]
@@ -258,6 +259,7 @@ class GradientHandles:
                 key = state.group.index, index
                 if passes and key not in self._sources and self._params[key].grad is None:
                     self._put(key)
+                    self.packed.came(self._params[key])
 
     def repeat(self) -> None:
         """For a rank without data: the parameters of the last pass get gradients, as on other
@@ -266,6 +268,7 @@ class GradientHandles:
         for key in self._last:
             if key not in self._sources and self._params[key].grad is None:
                 self._put(key)
+                self.packed.came(self._params[key])
 
     def clear(self, why: str) -> None:
         """Clear every parameter's gradient."""
@@ -441,8 +444,9 @@ class GradientHandles:
             return
         self._check_writable(source)
         self._agree(source)
-        if source.zeroed and not math.isfinite(factor):
-            self.write(source, self.value_of(source) * factor)  # NaN
+        # updates take numbers of fp32, and zero times another is NaN
+        if not abs(factor * source.state.gradients.factor(source.index)) <= _MOST:
+            self.write(source, self.value_of(source) * factor)
         elif not source.zeroed:
             source.state.gradients.scale(source.index, factor)
             self._note(source, f"times {factor}")

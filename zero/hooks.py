@@ -168,6 +168,8 @@ class UnitHooks:
             call = self._calls[-1]
             if call.thread != get_ident():  # this call was refused
                 return
+            while call.experts:
+                self._end_expert(call.experts[-1], [call])
             call.leave_expert()
             if call.session is not None:
                 call.session.abandon()
@@ -198,9 +200,35 @@ class UnitHooks:
 
     @contextmanager
     def expert(self, group: ParamGroup) -> Iterator[None]:
-        """Around the computation of one expert that is no module."""
-        with self._handles.of_expert(), self.held([group]):
+        """Around the computation of one expert that is no module. What an interrupt leaves of it
+        ends with the call that it is in."""
+        user = _User()
+        calls = self._calls[-1:]
+        for call in calls:
+            call.experts.append(user)
+        try:
+            self._begin_expert(group, user)
             yield
+        finally:
+            try:
+                self._end_expert(user, calls)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._end_expert(user, calls)
+                raise
+
+    @interrupted_in_waits
+    def _begin_expert(self, group: ParamGroup, user: _User) -> None:
+        user.expert = self._handles.of_expert()
+        user.expert.__enter__()
+        self._enter([group], user)
+
+    @uninterrupted
+    def _end_expert(self, user: _User, calls: Sequence[_Call]) -> None:
+        user.leave_expert()
+        self._leave(user)
+        for call in calls:
+            if user in call.experts:
+                call.experts.remove(user)
 
     @contextmanager
     def held(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
@@ -354,6 +382,12 @@ class _User:
     """A user of groups: it enters them and has to leave them."""
 
     groups: list[ParamGroup] = field(default_factory=list)
+    expert: AbstractContextManager[None] | None = None  # around the computation of one
+
+    def leave_expert(self) -> None:
+        if self.expert is not None:
+            expert, self.expert = self.expert, None
+            expert.__exit__(None, None, None)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -363,10 +397,5 @@ class _Call(_User):
     module: nn.Module
     thread: int = field(default_factory=get_ident)
     session: Session | None = None
-    expert: AbstractContextManager[None] | None = None  # around the call of one
+    experts: list[_User] = field(default_factory=list)  # within it
     owner: object | None = None  # kept while the outermost call lasts
-
-    def leave_expert(self) -> None:
-        if self.expert is not None:
-            expert, self.expert = self.expert, None
-            expert.__exit__(None, None, None)

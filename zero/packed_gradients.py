@@ -80,6 +80,12 @@ class PackedGradients:
         self._shown: dict[PackedParam, PagedTensor] = {}
         self._given: set[PackedParam] = set()  # rows' gradients are views of a user's tensor
 
+    def prepare(self) -> None:
+        """Forget what `.grad` was before there was an engine, as that of other parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for packed in self._all:
+                packed.param.grad = None
+
     def came(self, row: torch.Tensor) -> None:
         """A parameter got a gradient; perhaps it is a row."""
         packed = self._of_row.get(id(row))
@@ -105,7 +111,8 @@ class PackedGradients:
             for packed in self._all:
                 gradient = packed.param.grad
                 if gradient is None or self._shown.get(packed) is gradient:
-                    if packed in self._given:
+                    # what a row has beside it is of a backward that was interrupted
+                    if gradient is None or packed in self._given:
                         self._given.discard(packed)
                         _clear_rows(packed)
                     continue
@@ -180,6 +187,8 @@ class PackedGradients:
             return self._of_zeros(source, operation, args)
         if operation in _NORMS:
             return self._norm(rows, operation, args, kwargs)
+        if len(rows) < len(source.packed.rows) and not _keeps_zeros(args):
+            return NotImplemented
         answers = [row.answer(operation, args, kwargs) for row in rows]
         # rules of rows answer all alike, for they look at the arguments alone
         return NotImplemented if answers[0] is NotImplemented else source
@@ -203,9 +212,15 @@ class PackedGradients:
         return answer if answer is NotImplemented else self._rows.norm_of(rows)
 
 
+def _keeps_zeros(args: Sequence[Any]) -> bool:
+    """Whether rows without a gradient stay zero times (or by) these."""
+    return all(bool(torch.as_tensor(each).isfinite().all()) for each in args)
+
+
 def _clear_rows(packed: PackedParam) -> None:
     for row in packed.rows:
-        row.grad = None
+        if row.grad is not None:
+            row.grad = None
 
 
 _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)

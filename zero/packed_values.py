@@ -51,21 +51,40 @@ class PackedValues:
         try:
             for packed in fresh:
                 self._show(packed)
+        except BaseException:
+            self._hide(fresh)
+            raise
+        kept = params if keep else []
+        try:
             yield
         finally:
-            if keep:
-                self.adopt(params)
-            self._hide(fresh)
+            try:
+                self._end(kept, fresh)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._end(kept, fresh)
+                raise
 
     @torch.no_grad()
     def _show(self, packed: PackedParam) -> None:
         with torch.inference_mode(False):
             values = self.whole(packed)
-            self._shown[packed] = [digest(row) for row in values]
-            with torch._C.DisableTorchFunctionSubclass():
-                packed.param.data = values
-                packed.param.__class__ = packed.own_class
-            packed.is_shown = True
+            self._reveal(packed, values, [digest(row) for row in values])
+
+    @uninterrupted
+    def _reveal(self, packed: PackedParam, values: torch.Tensor, digests: list[int]) -> None:
+        self._shown[packed] = digests
+        with torch._C.DisableTorchFunctionSubclass():
+            packed.param.data = values
+            packed.param.__class__ = packed.own_class
+        packed.is_shown = True
+
+    @uninterrupted
+    def _end(self, kept: Sequence[PackedParam], fresh: Sequence[PackedParam]) -> None:
+        try:
+            if self._store.unusable is None:  # else there is nothing to write to any more
+                self.adopt([packed for packed in kept if packed in self._shown])
+        finally:
+            self._hide(fresh)
 
     @uninterrupted
     def _hide(self, params: Sequence[PackedParam]) -> None:

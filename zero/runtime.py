@@ -428,13 +428,12 @@ class Runtime:
             self.gradients.drop_cleared()
 
     def _refuse_amid_use(self) -> None:
-        for group in self.groups:
-            if group.is_entered:
-                raise StateError(
-                    f"optimizer.step() while {group.name} is gathered: inside `with "
-                    "engine.gathered(...)`, or amid a forward, an update would change what is "
-                    "being read, and what is written there would undo it; leave the block first"
-                )
+        for name in self.store.in_use():
+            raise StateError(
+                f"optimizer.step() while {name} is gathered: inside `with "
+                "engine.gathered(...)`, or amid a forward, an update would change what is "
+                "being read, and what is written there would undo it; leave the block first"
+            )
 
     def _check_params(self) -> None:
         for packed in self.store.packed:

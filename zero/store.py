@@ -294,6 +294,11 @@ class WeightStore:
         found = self.group_of(param)
         return None if found is None else found[0].layout.params[found[1]]
 
+    def in_use(self) -> list[str]:
+        """Names of what a forward or `gathered` has entered and not left."""
+        used = [group.name or "the model" for group in self.groups if group.is_entered]
+        return used + [packed.name for packed in self.packed if packed.is_shown]
+
     def check_usable(self) -> None:
         """StateError if the states are a mixture (a load that failed half-way), or another
         process's; UnsupportedError where the device records a graph."""

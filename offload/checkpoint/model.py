@@ -47,10 +47,7 @@ _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U
 
 def check_at_rest(engine: Engine, doing: str) -> None:
     """StateError while parameters are in use and might be changed."""
-    runtime = engine.runtime
-    used = [group.name or "the model" for group in runtime.groups if group.is_entered]
-    used += [packed.name for packed in runtime.store.packed if packed.is_shown]
-    for name in used:
+    for name in engine.runtime.store.in_use():
         raise StateError(
             f"{doing} while {name} is in use; leave engine.gathered (or the forward) first"
         )

@@ -279,6 +279,18 @@ def test_detached_it_is_as_before_but_for_what_was_chosen_since() -> None:
     assert modules_of(model) == []
 
 
+def test_models_with_one_configuration_are_detached_one_after_the_other() -> None:
+    first, second = tiny_mixtral(), tiny_mixtral()
+    for module in modules_of(second):
+        module.config = modules_of(first)[0].config
+    with sliced(modules_of(second)) as made:
+        with sliced(modules_of(first)):
+            pass
+        logits_of(second)
+        assert all(slices.announced for slices in made)
+    assert first.get_experts_implementation() == {"": "grouped_mm"}
+
+
 class Twice(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight

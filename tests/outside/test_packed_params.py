@@ -4,8 +4,11 @@ one tensor that it is without: split and whole, a model trains to the same bits.
 from __future__ import annotations
 
 import random
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 import offload
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero import module_tree
+from offload.zero.packed_values import PackedValues
 
 transformers = pytest.importorskip("transformers")
 
@@ -271,6 +275,63 @@ def test_a_gradient_that_an_update_used_up_says_so(pair: Pair) -> None:
         engine.optimizer.zero_grad()
 
 
+def test_a_gradient_of_a_backward_that_was_interrupted_is_cleared(pair: Pair) -> None:
+    _, split = pair.make()
+    rows = {id(row) for packed in split.runtime.store.packed for row in packed.rows}
+
+    def before_it_is_taken(frame: FrameType, event: str, _: object) -> None:
+        given = frame.f_locals.get("args", ()) if event == "call" else ()
+        if any(id(each) in rows and each.grad is not None for each in given):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    loss = loss_of(split, data(1)[0])
+    sys.setprofile(before_it_is_taken)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    split.optimizer.zero_grad()
+    pair.train()
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e30])
+def test_a_factor_that_is_not_finite_spoils_every_expert(pair: Pair, factor: float) -> None:
+    found = []
+    for engine in pair.make():
+        loss_of(engine, data(1)[0]).backward()
+        param(engine).grad.mul_(factor).mul_(factor)
+        param(engine, OTHER).grad.div_(factor)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        found.append(engine.module.state_dict())
+    assert found[0][NAME].isnan().any() or factor == 1e30
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_from_before_the_engine_are_forgotten(pair: Pair) -> None:
+    def prepare(model: nn.Module) -> None:
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+
+    for engine in pair.make(prepare=prepare):
+        assert all(each.grad is None for each in engine.module.parameters())
+    pair.train()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_table_with_hooks_from_before_the_engine_stays_with_its_block(
+    pair: Pair, kind: str
+) -> None:
+    came: list[int] = []
+
+    def prepare(model: nn.Module) -> None:
+        getattr(model.get_parameter(NAME), kind)(lambda _: came.append(1))
+
+    pair.make(prepare=prepare)
+    pair.train(steps=2)
+    assert len(came) == 2 * 2
+
+
 def test_parameters_in_the_loss(pair: Pair) -> None:
     def with_l2(engine: Engine, tokens: Tensor) -> Tensor:
         squares = sum((each**2).sum() for each in engine.module.parameters())
@@ -323,6 +384,59 @@ def test_a_forward_inside_of_gathered_sees_what_was_written(pair: Pair) -> None:
     for whole, split in zip(*found, strict=True):
         assert torch.equal(whole, split)
     pair.train()
+
+
+def test_what_ends_gathered_or_its_beginning_leaves_nothing_of_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def halve(engine: Engine, then: Callable[[], None]) -> None:
+        with torch.no_grad(), engine.gathered(param(engine)):
+            param(engine)[2] *= 0.5
+            param(engine)[5] *= 0.5
+            then()
+
+    whole, split = pair.make()
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedValues, "whole", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            halve(split, interrupt)
+    halve(whole, lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        halve(split, lambda: sys.setprofile(at_the_end_of_gathered))
+    for engine in pair.engines:
+        with pytest.raises(KeyboardInterrupt):
+            halve(engine, interrupt)
+    pair.train()
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def at_the_end_of_gathered(frame: FrameType, event: str, _: object) -> None:
+    """Ctrl-C amid the rows that take over what was written."""
+    if event == "call" and frame.f_code.co_name == "_accept_changes":
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_step_inside_of_gathered_is_refused(pair: Pair) -> None:
+    for engine in pair.make():
+        loss_of(engine, data(1)[0]).backward()
+        with engine.gathered(param(engine)), pytest.raises(StateError, match="is gathered"):
+            engine.optimizer.step()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    pair.train()
+
+
+def test_an_engine_is_closed_inside_of_gathered(pair: Pair) -> None:
+    for engine in pair.make():
+        with torch.no_grad(), engine.gathered(param(engine)):
+            param(engine).mul_(0.5)
+            engine.close()
+        with pytest.raises(StateError, match="closed"):
+            param(engine).sum()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
