@@ -179,7 +179,7 @@ def test_experts_over_ranks_are_of_one_rank_and_the_model_s(
     dense = whole["model"]["parameters"] - 32 * EXPERT
     expected = 2 * (8 * EXPERT + dense // (8 if stage == 3 else 1))
     assert held == pytest.approx(expected, rel=0.05)
-    assert any("2 ranks have each expert" in note for note in spread["notes"])
+    assert any("each expert is on 2 of them" in note for note in spread["notes"])
     said = next(note for note in spread["notes"] if "exchange of tokens would take" in note)
     # 4 calls for each of 2 tables, of 16 KiB at 600 GB/s: latency alone
     assert re.search(r" take [1-9]\d\d µs of a step", said), said

@@ -68,11 +68,9 @@ def spread_notes(case: Case) -> Iterator[str]:
     """What is assumed, and what is left out, where experts are spread over ranks."""
     if case.ep_size == 1:
         return
-    same = case.sharding.of_experts(case.ep_size).world_size
     yield (
         f"experts over {case.ep_size} ranks: the model's layers of experts are taken to be "
-        f"offload.moe.MoE(..., ep_size={case.ep_size}), with balanced routing; {same} "
-        f"{'ranks have' if same > 1 else 'rank has'} each expert"
+        f"offload.moe.MoE(..., ep_size={case.ep_size}), with balanced routing"
     )
     yield (
         "not counted of experts over ranks: memory for tokens on their way; not timed: the "
@@ -101,9 +99,11 @@ def _ranks(case: Case, *, by_node: bool) -> Iterator[str]:
     sharding, stage = case.sharding, case.config.zero.stage
     groups = "" if sharding.replicas == 1 else f" in {sharding.replicas} shard groups"
     if not by_node:
+        same = sharding.of_experts(case.ep_size).world_size
+        experts = f"; each expert is on {same} of them" if case.ep_size > 1 else ""
         yield (
             f"memory and disk (but for the checkpoint) are of one of {case.profile.ranks} ranks"
-            f"{groups}, ZeRO stage {stage}"
+            f"{groups}, ZeRO stage {stage}{experts}"
         )
     yield from spread_notes(case)
     if stage in (1, 2):
