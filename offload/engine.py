@@ -242,7 +242,7 @@ class Engine:
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         shape = discovery.shape()
-        _say_if_another(config, self.module, shape.numel)
+        _say_if_another(config, self.module, shape.numel_of_all_ranks)
         self.plan: Plan = make_plan(config, shape, hardware)
         self.config = resolved_config(config, self.plan, self.device.type, ranks_here())
         _look_ahead(self.plan, config, self.module)

@@ -91,6 +91,23 @@ class ModelShape:
         )
         return replace(self, groups=tuple(groups), units=tuple(units))
 
+    def spread(self, ep_size: int) -> ModelShape:
+        """What the first of `ep_size` ranks has of the model when the experts of every table are
+        spread over them, which they divide: others have as many, under other numbers."""
+        here = {index for t in self.tables.values() for index in t[: len(t) // ep_size]}
+        kept = [i for i, group in enumerate(self.groups) if not group.table or i in here]
+        numbers = {index: number for number, index in enumerate(kept)}
+        groups = (
+            replace(group, ep_size=ep_size) if group.table else group
+            for group in (self.groups[index] for index in kept)
+        )
+        units = (
+            replace(unit, groups=tuple(numbers[index] for index in unit.groups))
+            for unit in self.units
+            if not unit.table or here.issuperset(unit.groups)
+        )
+        return replace(self, groups=tuple(groups), units=tuple(units))
+
     def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
         """The same model, every group in equal shards for `ranks`, `replicas` times;
         experts that are spread over ranks for those that have the same ones."""
@@ -106,6 +123,11 @@ class ModelShape:
     def numel(self) -> int:
         """Parameters; tied ones count once."""
         return sum(group.numel for group in self.groups)
+
+    @property
+    def numel_of_all_ranks(self) -> int:
+        """With the experts that are on other ranks alone."""
+        return sum(group.numel * group.ep_size for group in self.groups)
 
     @property
     def numel_trainable(self) -> int:

@@ -104,11 +104,14 @@ def plan(
             "Default: what FILE was written for, or the built-in model.",
         ),
     ] = None,
+    ep_size: Annotated[
+        int, typer.Option(metavar="N", help="Ranks that share the experts of a layer.")
+    ] = 1,
 ) -> None:
     """Print where everything would live and how many bytes that takes; train nothing."""
     from offload.cli.plan import print_plan
 
-    print_plan(file, option or [], ranks, nodes, model)
+    print_plan(file, option or [], ranks, nodes, model, ep_size)
 
 
 @app.command()

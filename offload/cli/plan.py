@@ -21,10 +21,12 @@ _MOST = 1 << 16  # ranks on a machine, or machines
 
 
 def print_plan(
-    file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1, model: str | None = None
-) -> None:
+    file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1, model: str | None = None,
+    ep_size: int = 1,
+) -> None:  # fmt: skip
     """Describe the run of `file` without starting it: that of one of `ranks` on each of `nodes`,
-    of `model`, by default of the one that the file was written for, or the built-in one."""
+    of `model`, by default of the one that the file was written for, or the built-in one; `ep_size`
+    ranks share the experts of a layer."""
     for option, number in (("--ranks", ranks), ("--nodes", nodes)):
         if not 1 <= number <= _MOST:
             raise ConfigError(f"{option} {number}: write 1 to {_MOST}")
@@ -35,18 +37,19 @@ def print_plan(
     with located(file, overrides):
         other = model is not None or config.written_for is not None
         found = named(config, model) if other else built_in(config)
-        planned = _plan(found, ranks, nodes)
+        planned = _plan(found, ranks, nodes, ep_size)
     Console().print(describe(planned))
 
 
-def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
+def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:
     """As the loop plans. Raises what it would raise before anything is allocated."""
     from offload.homes import compute_device, nvme_paths, this_machine
     from offload.planning.choice.plan_text import Planned
     from offload.planning.choice.planner import check_plan
     from offload.planning.choice.solver import solve
     from offload.planning.machine.preflight import preflight
-    from offload.planning.plan.experts import estimate_experts
+    from offload.planning.plan.experts import check_ranks, check_spread, estimate_experts
+    from offload.planning.plan.sizes import ITEMSIZE
     from offload.runs.forecast import forecast_of
     from offload.zero.sharding import Sharding
 
@@ -56,7 +59,11 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     sharding = Sharding.of(zero.stage, zero.shard_group, ranks * nodes, 0)
     hardware = this_machine(config.nvme, device, sharding, ranks)
     shape, facts = model.shape, model.facts
-    if not config.splits_experts(sharding.world_size):
+    check_spread(shape, config, ep_size)
+    check_ranks(sharding.world_size, ep_size)
+    if ep_size > 1:
+        shape = shape.spread(ep_size)
+    elif not config.splits_experts(sharding.world_size):
         shape = shape.joined
     found = None
     if facts is not None:
@@ -69,7 +76,8 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     )  # fmt: skip
     looked.refuse()
     timed = found is not None and found.timed
-    experts = estimate_experts(solution.best.plan, shape, model.workload)
+    itemsize = ITEMSIZE[config.precision]
+    experts = estimate_experts(solution.best.plan, shape, model.workload, itemsize)
     return Planned(
         model.name, config, model.workload, solution, device.type, looked, timed, ranks, experts
     )  # fmt: skip

@@ -16,10 +16,12 @@ import offload.homes
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
 from offload.planning.choice.solver import RunFacts, _choices
+from offload.planning.plan.checkpoint_size import checkpoint_nbytes
 from offload.planning.plan.experts import active_numel, estimate_experts, touched, touched_whole
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.sizes import CLASSES, pages
 from offload.planning.plan.workload import Workload
+from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.program import write_program
 from offload.planning.step.stand_ins import MOST_GROUPS, stand_ins
 from offload.planning.step.step_time import estimate_step
@@ -30,6 +32,7 @@ from offload.tools.memest.source.family import FAMILIES
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 from offload.zero.module_tree import shape_of
+from offload.zero.sharding import Sharding
 from tests.planning.test_step_time import FACTS, SPEEDS, AtOnce
 
 HARDWARE = Hardware(0, 1 << 36, 1 << 36, 1 << 38)
@@ -95,11 +98,11 @@ def test_a_token_is_computed_with_the_experts_chosen_for_it() -> None:
 def test_of_a_switch_with_few_tokens_half_of_the_bytes_do_not_move() -> None:
     shape = model(1, num_local_experts=128)
     plan, _ = plan_of(shape, **NVME)
-    found = estimate_experts(plan, shape, Workload(1, 64))
+    found = estimate_experts(plan, shape, Workload(1, 64), 4)
     assert found is not None
     assert found.touched_pass == pytest.approx(1 - (127 / 128) ** 64)
     assert found.touched_nbytes <= 0.45 * found.all_nbytes
-    more = estimate_experts(plan, shape, Workload(1, 64, passes=4))
+    more = estimate_experts(plan, shape, Workload(1, 64, passes=4), 4)
     assert more is not None
     assert more.touched_step == pytest.approx(1 - (127 / 128) ** 256)
     assert more.touched_pass == found.touched_pass
@@ -108,7 +111,7 @@ def test_of_a_switch_with_few_tokens_half_of_the_bytes_do_not_move() -> None:
 def test_bytes_of_experts_are_counted_from_their_groups() -> None:
     shape = model()
     plan, _ = plan_of(shape, **NVME)
-    found = estimate_experts(plan, shape, Workload(4, 64))
+    found = estimate_experts(plan, shape, Workload(4, 64), 4)
     assert found is not None
     groups = [g for g, s in zip(plan.groups, shape.groups, strict=True) if s.table]
     assert (found.tables, found.experts, len(groups)) == (4, 256, 256)
@@ -123,7 +126,7 @@ def test_bytes_of_experts_are_counted_from_their_groups() -> None:
 def test_a_dense_model_has_no_experts() -> None:
     shape = model(experts=False)
     plan, _ = plan_of(shape)
-    assert estimate_experts(plan, shape, Workload(1, 64)) is None
+    assert estimate_experts(plan, shape, Workload(1, 64), 4) is None
 
 
 # ---------------------------------------------------------------- memory
@@ -151,6 +154,99 @@ def test_the_least_memory_is_one_expert_s_beside_its_block_not_a_table_s() -> No
     block = next(g for g in apart.groups if g.name == "model.layers.0")
     expert = next(g for g, s in zip(apart.groups, shape.groups, strict=True) if s.table)
     assert apart.unit_nbytes >= block.parameters + expert.parameters
+
+
+# ---------------------------------------------------------------- over ranks
+class _Listed(nn.ModuleList):
+    def __init__(self, count: int, ep_size: int) -> None:
+        super().__init__(nn.Linear(64, 64) for _ in range(count))
+        self.ep_size = ep_size
+
+
+def _net(ep_size: int) -> nn.Module:
+    """As one of `ep_size` ranks has it."""
+    layers = []
+    for _ in range(2):
+        layer = nn.Module()
+        layer.top_k, layer.gate = 2, nn.Linear(64, 32, bias=False)  # type: ignore[assignment]
+        layer.experts = _Listed(32 // ep_size, ep_size)
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("ep_size", [2, 8])
+def test_a_spread_shape_is_that_of_a_rank_s_own_modules(ep_size: int) -> None:
+    whole, own = discover(_net(1)).shape(), discover(_net(ep_size), experts=False).shape()
+    assert whole.spread(ep_size) == own
+    assert own.numel_of_all_ranks == whole.numel
+    assert active_numel(own) == active_numel(whole)
+
+
+RANKS = [(stage, ep_size) for stage in range(4) for ep_size in (2, 4)]
+
+
+@pytest.mark.parametrize(("stage", "ep_size"), RANKS)
+def test_a_rank_has_its_experts_and_a_part_of_their_states(stage: int, ep_size: int) -> None:
+    shape, sharding = model(), Sharding.of(stage, None, 4, 0)
+    config = OffloadConfig.load(
+        {"budget": {"host": "1GiB"}, "zero": {"stage": stage}, "optimizer": {"chunk": 65536}}
+    )
+    plan = make_plan(config, shape.spread(ep_size), replace(HARDWARE, sharding=sharding))
+    experts = [group for group in plan.groups if group.table]
+    assert len(experts) == 4 * 64 // ep_size
+    numel, same = 3 * 64 * 64, 4 // ep_size
+    part = same if stage else 1
+    for group in experts:
+        assert group.parameters == pages(numel * 4)
+        kept = pages(numel * 4) if same > 1 else 0
+        assert group.gradients == pages(numel * 4 // part) + kept
+        assert 0 <= sum(group.records) - 8 * numel // part <= 4096  # two moments, and a page
+    dense = next(group for group in plan.groups if group.name == "model.layers.0")
+    whole = make_plan(config, shape.joined, HARDWARE)
+    assert dense.home_numel * (4 if stage == 3 else 1) == dense.layout.numel
+    assert len(whole.groups) == len(plan.groups) - len(experts)
+
+
+def test_a_checkpoint_has_the_experts_of_all_ranks() -> None:
+    shape = model()
+    plan, config = plan_of(shape)
+    spread, _ = plan_of(shape.spread(4))
+    assert checkpoint_nbytes(spread, config, shape.spread(4)) == pytest.approx(
+        checkpoint_nbytes(plan, config, shape), rel=1e-3
+    )
+
+
+def test_tokens_of_all_ranks_come_to_the_experts_of_one() -> None:
+    shape = model()
+    plan, _ = plan_of(shape.spread(4), **NVME)
+    found = estimate_experts(plan, shape.spread(4), Workload(1, 8), 2)
+    assert found is not None
+    assert (found.experts, found.experts_per_rank, found.ep_size) == (256, 64, 4)
+    assert (found.numel, found.active_numel) == (4 * 64 * 3 * 64 * 64, active_numel(shape))
+    assert found.touched_pass == pytest.approx(1 - (60 / 64) ** 32)
+    # tokens x k x width x 2 bytes, there and back, twice, in four tables; a quarter stays
+    assert found.sent_nbytes == 8 * 4 * 64 * 2 * 4 * 4 * 3 // 4
+    alone = estimate_experts(plan_of(shape, **NVME)[0], shape, Workload(1, 8), 2)
+    assert alone is not None
+    assert (alone.sent_nbytes, alone.ep_size) == (0, 1)
+    unknown = replace(shape, experts_per_token=None).spread(4)
+    found = estimate_experts(plan, unknown, Workload(1, 8), 2)
+    assert found is not None
+    assert found.sent_nbytes is None
+    used = stand_ins(plan, shape.spread(4), Workload(1, 8)).used
+    tables = shape.spread(4).tables.values()
+    assert {sum(used[i] for i in t) for t in tables} == {touched_whole(64, 4, 32, 4)}
+
+
+def test_stage_3_gathers_no_experts_that_are_spread() -> None:
+    shape, sharding = model().spread(4), Sharding.of(3, None, 4, 0)
+    config = OffloadConfig.load({"budget": {"host": "1GiB"}, "zero": {"stage": 3}})
+    found = collective_sequence(config, shape, sharding, 1)
+    dense = {index for index, group in enumerate(shape.groups) if not group.table}
+    assert {each.group for each in found.gathers} == dense
+    apart = model(experts=False)  # of the same blocks, with all of their experts
+    more = collective_sequence(config, apart, sharding, 1)
+    assert 0 < found.gathered_nbytes < more.gathered_nbytes / 4
 
 
 # ---------------------------------------------------------------- stand-ins

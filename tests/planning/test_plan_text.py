@@ -48,7 +48,7 @@ def test_experts_have_a_table_and_others_do_not():
     assert "Experts" not in said(TIGHT)
     shape = experts_model()
     plan, _ = plan_of(shape)
-    found = estimate_experts(plan, shape, Workload(1, 4))
+    found = estimate_experts(plan, shape, Workload(1, 4), 4)
     assert found is not None
     text = " ".join(said(TIGHT, experts=found, width=120).split())
     for name, *cells in expert_rows(found):

@@ -76,6 +76,7 @@ CASES = {
     "huge": estimate(gpu=True, scale=1e4),
     "no times": estimate(step=None),
     "experts": estimate(experts=EXPERTS),
+    "experts over ranks": estimate(experts=replace(EXPERTS, ep_size=8, sent_nbytes=29 * GiB)),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -477,6 +478,10 @@ def test_table_page_and_picture_have_the_same_numbers_and_those_are_json_s(case:
             expected += [each["name"], *(format_bytes(nbytes) for nbytes in sizes)]
         active, there = value["experts"]["active_parameters"], value["experts"]["experts"]
         expected += [f"{view.counted(active)} active per token", f"{there:,} experts"]
+        ep_size, here = (value["experts"][key] for key in ("ep_size", "experts_per_rank"))
+        if ep_size > 1:
+            expected.append(f"ep_size {ep_size}, of offload.moe.MoE: a rank has {here:,} of")
+            expected.append(f"sends {format_bytes(value['experts']['sent_nbytes'])}")
     for change in value["changes"]:
         expected.append(view.factor_of_time(change["step_factor"]))
         expected += [f"{key}" for key in change["settings"]]

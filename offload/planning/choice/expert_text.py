@@ -18,6 +18,7 @@ def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
         return (
             f"{there} with {counted(found.numel)} parameters; how many are chosen for a token is "
             "not known: all are counted as touched",
+            *_spread_facts(found),
         )
     return (
         f"{there} with {counted(found.numel)} parameters; a token is sent to {found.chosen} of "
@@ -25,7 +26,23 @@ def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
         f"expected to be touched, if routers prefer none: {_share(found.touched_pass)} in a pass "
         f"of {found.tokens:,} tokens, {_share(found.touched_step)} in a step",
         "bytes as if no copy of an expert were kept anywhere",
+        *_spread_facts(found),
     )
+
+
+def _spread_facts(found: ExpertEstimate) -> Iterator[str]:
+    if found.ep_size == 1:
+        return
+    yield (
+        f"ep_size {found.ep_size}, of offload.moe.MoE: a rank has {found.experts_per_rank:,} of "
+        f"the experts, {counted(found.numel // found.ep_size)} parameters of them; the bytes above "
+        f"are its own, the tokens those of {found.ep_size} ranks"
+    )
+    if found.sent_nbytes is not None:
+        yield (
+            f"a rank sends {format_bytes(found.sent_nbytes)} to others in a step (all_to_all: "
+            "tokens, results and their gradients); blocks that are recomputed, half as much again"
+        )
 
 
 def expert_rows(found: ExpertEstimate) -> Iterator[tuple[str, str, str]]:

@@ -89,11 +89,14 @@ def _headline(planned: Planned) -> RenderableType:
     specs = [spec for group in plan.groups for spec in group.layout.params]
     numel = sum(spec.numel for spec in specs)
     trainable = sum(spec.numel for spec in specs if spec.trainable)
+    whose = ""
+    if planned.experts is not None and planned.experts.ep_size > 1:
+        whose = " on this rank"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
     table.add_row("model", Text(planned.model))
-    table.add_row("", f"{numel:,} parameters ({trainable:,} trainable)")
+    table.add_row("", f"{numel:,} parameters ({trainable:,} trainable){whose}")
     table.add_row("a step", _work(planned.workload))
     table.add_row("groups", f"{len(plan.groups)}, the largest {_largest(plan)}")
     if plan.sharding.world_size > 1:

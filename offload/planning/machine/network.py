@@ -66,6 +66,10 @@ class Network:
             return self._ring_s(exchange.nbytes, members)
         return self._all_to_all_s(exchange.nbytes, members)
 
+    def all_to_all_s(self, nbytes: int, ranks: int) -> float:
+        """Of one call among each `ranks` neighbours, who have a buffer of `nbytes` each."""
+        return self._all_to_all_s(nbytes, Members(ranks, min(ranks, self.ranks_per_machine)))
+
     def _ring_s(self, nbytes: int, members: Members) -> float:
         n, m = members.ranks, members.per_machine
         inside_s = nbytes * (n - 1) / n / self.inside_bytes_per_s if m > 1 else 0.0

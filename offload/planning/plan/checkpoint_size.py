@@ -26,7 +26,8 @@ Sections = Mapping[str, Sequence[TensorInfo]]
 
 
 def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> int:
-    """Bytes of all files of one checkpoint. While one replaces another, there are two of them.
+    """Bytes of all files of one checkpoint, with all ranks' experts. While one replaces another,
+    there are two of them.
 
     Persistent buffers of the model are not in a `ModelShape` and not counted.
     """
@@ -34,10 +35,11 @@ def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> i
     total = _MANIFEST_NBYTES + file_nbytes({"tensors": []}, {"format": "pt"})
     for index, group in enumerate(model.groups):
         records = list(_records(group, _DTYPES[config.precision], index))
+        one = sum(_PARAMETER_NBYTES + 2 * len(json.dumps(r.names)) for r in records)
         for file, sections, metadata in _files(group, records, kept, index):
-            total += file_nbytes(sections, metadata)
-            total += _FILE_NBYTES + len(file) + _SECTION_NBYTES * (1 + len(sections))
-        total += sum(_PARAMETER_NBYTES + 2 * len(json.dumps(r.names)) for r in records)
+            one += file_nbytes(sections, metadata)
+            one += _FILE_NBYTES + len(file) + _SECTION_NBYTES * (1 + len(sections))
+        total += group.ep_size * one
     return total + len(BUFFERS)
 
 

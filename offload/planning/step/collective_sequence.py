@@ -192,6 +192,7 @@ class _GatheredGroups:
         self, model: ModelShape, layouts: Sequence[Layout], wire: _Format, room_nbytes: int
     ) -> None:
         self._layouts = layouts
+        self._whole = {index for index, group in enumerate(model.groups) if group.ep_size > 1}
         self._wire = wire
         self._room = room_nbytes
         roots = [unit.groups for unit in model.units if not unit.name]
@@ -248,7 +249,8 @@ class _GatheredGroups:
         return Collective(action, group, tuple(exchanges))
 
     def _nbytes_of(self, group: int) -> int:
-        return self._layouts[group].numel * self._wire.weight_nbytes
+        whole = group in self._whole  # without a gather
+        return 0 if whole else self._layouts[group].numel * self._wire.weight_nbytes
 
     def _make_room(self, nbytes: int, kept: Collection[int]) -> None:
         for other in list(self._held):

@@ -115,14 +115,17 @@ class PlannedMemory:
         exact = {tier: _no_bytes() for tier in Tier}
         whole = dict.fromkeys(Tier, 0)
         for index, (group, shape) in enumerate(zip(plan.groups, self._model.groups, strict=True)):
-            trainable, frozen = own_numel(group.layout, plan.sharding.rank)
-            numel = trainable + frozen if plan.sharding.parameters else shape.numel
+            sharding = plan.sharding.of_experts(shape.ep_size)
+            trainable, frozen = own_numel(group.layout, sharding.rank)
+            numel = trainable + frozen if sharding.parameters else shape.numel
             home = plan.parameters[index]
             exact[home][MemoryClass.PARAMETERS] += numel * self._itemsize
             whole[home] += group.parameters
             home = plan.gradients[index]
             itemsize = 4 if group.summed else self._itemsize
-            exact[home][MemoryClass.GRADIENTS] += trainable * itemsize
+            is_kept = shape.ep_size > 1 and sharding.world_size > 1  # whole, until the step
+            before = sum(group.trained_numels) if is_kept else 0
+            exact[home][MemoryClass.GRADIENTS] += (trainable + before) * itemsize
             whole[home] += group.gradients
             # gaps between parameters are spread over the chunks
             share = trainable / max(1, group.layout.shard_trainable)

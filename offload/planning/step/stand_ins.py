@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from offload.planning.plan.experts import touched_whole
+from offload.planning.plan.experts import tables_of
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.workload import Workload
 from offload.zero.model_shape import ModelShape
@@ -49,15 +49,16 @@ def stand_ins(
         else (workload.batch * workload.sequence, workload.tokens * plan.sharding.world_size)
     )
     is_large = len(model.groups) > most_groups
-    for table in model.tables.values():
+    for table in tables_of(model):
         bundles = max(1, (most_groups - len(alone)) // len(model.tables)) if is_large else None
-        together = dict(_bundles(plan, table, bundles))
-        experts = len(table)
-        in_step = _spread(together, touched_whole(experts, chosen, step_tokens), experts)
+        together = dict(_bundles(plan, table.indices, bundles))
+        here = len(table.indices)
+        in_step = _spread(together, table.touched(chosen, step_tokens), here)
         touched = sum(in_step.values())
         alike.update(together)
         updated.update(in_step)
-        used.update(_spread(in_step, touched_whole(experts, chosen, pass_tokens), touched))
+        sent_here = pass_tokens * table.ep_size
+        used.update(_spread(in_step, table.touched(chosen, sent_here), touched))
     units = (
         replace(unit, groups=tuple(index for index in unit.groups if updated.get(index)))
         for unit in model.units

@@ -171,11 +171,13 @@ class _Pipeline:
 
     def _active_numel(self, model: ModelShape, group: int) -> float:
         """Parameters, of experts a token's share of those that a pass uses."""
-        numel, used = model.groups[group].numel, self._experts.used[group]
-        chosen, table = model.experts_per_token, model.groups[group].table
+        shape, used = model.groups[group], self._experts.used[group]
+        chosen, table = model.experts_per_token, shape.table
         if chosen is None or not table:
-            return numel * used
-        return numel * used * min(1.0, chosen / max(1, self._used_of_tables[table]))
+            return shape.numel * used
+        # tokens of other ranks come to fewer experts
+        share = min(shape.ep_size, chosen / max(1, self._used_of_tables[table]))
+        return shape.numel * used * share
 
     # ---------------------------------------------------------------- running
     def estimate(self) -> StepEstimate:

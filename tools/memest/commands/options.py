@@ -115,6 +115,7 @@ class WorkOptions:
     accumulate: Annotated[int | None, _given(_WORK, "Passes per step.")] = None
     precision: Annotated[Precision | None, _given(_WORK, "Of the weights.")] = None
     checkpoint: Annotated[Recompute | None, _given(_WORK, "Recompute activations.")] = None
+    ep_size: Annotated[int, _given(_WORK, "Ranks that share the experts of a layer.")] = 1
 
     @property
     def all_overrides(self) -> tuple[str, ...]:

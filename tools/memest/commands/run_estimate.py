@@ -47,7 +47,8 @@ def read_question(asked: EstimateOptions) -> Question:
     speeds = speeds_of(profile, config, measure=source.has_graph and not asked.output.no_measure)
     # `offload train` takes every step it begins; whose loop the others are in is not known
     planned = config.owning_the_loop() if source.kind is SourceKind.YAML else config
-    case = Case(source, planned, workload, profile, speeds)
+    case = Case(source, planned, workload, profile, speeds, asked.work.ep_size)
+    case.check_ep_size()
     return Question(case, config, (*assumed, *more))
 
 

@@ -60,7 +60,8 @@ def run_compare(asked: EstimateOptions) -> int:
     case = question.case
     facts = estimator.facts(case, ours.config)
     speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times
-    found = Comparison(ours, compare(case.source.shape, facts, ours, case.profile, speeds))
+    model = case.shape if case.ep_size > 1 else case.source.shape
+    found = Comparison(ours, compare(model, facts, ours, case.profile, speeds))
     show_answer(
         output, table=lambda: comparison_table(found), values=lambda: to_values(found),
         sheet=lambda: compare_sheet(found),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from offload.planning.choice.durations import duration
 from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.step.step_time import MOST_PASSES
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.changes import changes
@@ -25,7 +27,9 @@ def estimate(
     """
     estimator = estimator or Estimator()
     found = estimator(case)
-    notes = (*_notes(case), *found.notes, *_missing(case), *_ranks(case, by_node=by_node))
+    ranks = tuple(_ranks(case, by_node=by_node))
+    ranks += () if by_node else tuple(_exchange(case, found.experts))
+    notes = (*_notes(case), *found.notes, *_missing(case), *ranks)
     if not found.fits:
         return replace(found, notes=notes, changes=changes(case, found, estimator))
     return replace(found, notes=notes, changes=estimator.advice(case) if advise else ())
@@ -60,6 +64,34 @@ def _missing(case: Case) -> Iterator[str]:
         yield "no times: speeds are not known; `memest calibrate` measures this machine's"
 
 
+def spread_notes(case: Case) -> Iterator[str]:
+    """What is assumed, and what is left out, where experts are spread over ranks."""
+    if case.ep_size == 1:
+        return
+    yield (
+        f"experts over {case.ep_size} ranks: the model's layers of experts are taken to be "
+        f"offload.moe.MoE(..., ep_size={case.ep_size}), with balanced routing"
+    )
+    yield (
+        "not counted of experts over ranks: memory for tokens on their way; not timed: the "
+        "exchange of tokens, and gradients and parameters among ranks with the same experts"
+    )
+
+
+def _exchange(case: Case, found: ExpertEstimate | None) -> Iterator[str]:
+    """How long tokens would be on their way, which no step has."""
+    network = case.speeds.network if case.speeds is not None and case.timed else None
+    if found is None or network is None or not found.sent_nbytes:
+        return
+    calls = 4 * found.tables * case.workload.passes
+    each = found.sent_nbytes * found.ep_size // (found.ep_size - 1) // calls
+    seconds = calls * network.all_to_all_s(each, found.ep_size)
+    yield (
+        f"the exchange of tokens would take {duration(seconds)} of a step by the ratings of the "
+        "links; the times above are without it"
+    )
+
+
 def _ranks(case: Case, *, by_node: bool) -> Iterator[str]:
     """Who the numbers are of, and what is not known of the others."""
     if case.profile.ranks == 1:
@@ -67,10 +99,13 @@ def _ranks(case: Case, *, by_node: bool) -> Iterator[str]:
     sharding, stage = case.sharding, case.config.zero.stage
     groups = "" if sharding.replicas == 1 else f" in {sharding.replicas} shard groups"
     if not by_node:
+        same = sharding.of_experts(case.ep_size).world_size
+        experts = f"; each expert is on {same} of them" if case.ep_size > 1 else ""
         yield (
             f"memory and disk (but for the checkpoint) are of one of {case.profile.ranks} ranks"
-            f"{groups}, ZeRO stage {stage}"
+            f"{groups}, ZeRO stage {stage}{experts}"
         )
+    yield from spread_notes(case)
     if stage in (1, 2):
         yield "under `no_sync` a rank holds whole gradients, which are not counted here"
     if by_node:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from offload.config import OffloadConfig
 from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.experts import check_ranks, check_spread
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Workload
 from offload.tools.memest.hardware.profiles import HardwareProfile
@@ -23,19 +25,28 @@ class Case:
     workload: Workload
     profile: HardwareProfile
     speeds: Speeds | None
+    ep_size: int = 1  # ranks that share the experts of each table
 
-    @property
+    @cached_property
     def shape(self) -> ModelShape:
-        """The model, its experts one by one where the configuration lets them be."""
+        """What a rank has of the model; its experts one by one where the configuration lets them
+        be, and where they are spread over ranks."""
         shape = self.source.shape
+        if self.ep_size > 1:
+            return shape.spread(self.ep_size)
         return shape if self.config.splits_experts(self.profile.ranks) else shape.joined
 
     @property
     def sharding(self) -> Sharding:
-        """Of the first rank, whose shards are as long as all others'. ConfigError if shard groups
-        do not come out even."""
-        zero = self.config.zero
-        return Sharding.of(zero.stage, zero.shard_group, self.profile.ranks, 0)
+        """Of the first rank, whose shards are as long as all others'. ConfigError if shard groups,
+        or groups of `ep_size` ranks, do not come out even."""
+        zero, ranks = self.config.zero, self.profile.ranks
+        check_ranks(ranks, self.ep_size)
+        return Sharding.of(zero.stage, zero.shard_group, ranks, 0)
+
+    def check_ep_size(self) -> None:
+        """ConfigError where the experts of this model cannot be spread as asked."""
+        check_spread(self.source.shape, self.config, self.ep_size)
 
     @property
     def timed(self) -> bool:

@@ -94,7 +94,7 @@ def _micro_batches(case: Case, peak_at: str) -> Knob:
     if not any(place == name or place.startswith(f"{name}.") for name in names):
         return ()
     now, batch = case.config.micro_batches, case.workload.batch
-    if not isinstance(now, int) or now < 1:
+    if not isinstance(now, int) or now < 1 or case.ep_size > 1:
         return ()
     pieces = [n for n in divisors(batch) if n >= 2 * now]
     return [

@@ -179,12 +179,17 @@ def _series(case: Case, estimator: Estimator, most_ranks: int) -> Series:
     sizes = _sizes(case.profile.ranks_per_node, most_ranks)
     points: list[Point] = []
     for ranks in sizes:
-        if zero.stage == 0 or ranks % group == 0:
+        if ranks % case.ep_size == 0 and (zero.stage == 0 or ranks % group == 0):
             points.append(_point(_as_before(case, points), estimator, ranks))
             if not points[-1].found.fits:  # what fitted before does not: all is open again
                 points[-1] = _point(case, estimator, ranks)
     if not points:
         tried = ", ".join(f"{ranks:,}" for ranks in sizes)
+        if not any(ranks % case.ep_size == 0 for ranks in sizes):
+            raise ConfigError(
+                f"--ep-size {case.ep_size} divides none of the numbers of ranks that are gone "
+                f"through ({tried}); give a divisor of one of them, or more --nodes"
+            )
         raise ConfigError(
             f"zero.shard_group: {group} divides none of the numbers of ranks that are gone through "
             f"({tried}); set it to a divisor of one of them"
@@ -227,7 +232,7 @@ def _point(case: Case, estimator: Estimator, ranks: int) -> Point:
     shape, sharding = case.shape, case.sharding
     sequence = collective_sequence(found.config, shape, sharding, case.workload.passes)
     shards = check_shards(shape, sharding)
-    times_model = sequence.nbytes / (shards.numel * ITEMSIZE[found.config.precision])
+    times_model = sequence.nbytes / (shape.numel_of_all_ranks * ITEMSIZE[found.config.precision])
     calls = tuple(_calls(sequence, network, sharding))
     return Point(sharding, shards, calls, times_model, found, found.step)
 
@@ -251,17 +256,18 @@ class Shards:
 
 
 def check_shards(model: ModelShape, sharding: Sharding) -> Shards:
-    """Every shard of every group, from the layouts that training uses: nothing left out, nothing
-    twice. Groups that are laid out alike (a model's blocks) are gone through once.
+    """Every shard of every group of a rank, from the layouts that training uses: nothing left out,
+    nothing twice. Groups that are laid out alike (a model's blocks) are gone through once.
 
     StateError, naming the group and the rank, where the shards do not make up the whole.
     """
     found: dict[object, int] = {}
     padded = parts = 0
     for group in model.sharded(sharding.ranks, sharding.replicas).groups:
-        key = tuple((param.shape, param.trainable) for param in group.params)
+        key = group.ep_size, tuple((param.shape, param.trainable) for param in group.params)
         if key not in found:
-            found[key] = _check_group(group.name, group.layout, sharding)
+            its = sharding.of_experts(group.ep_size)
+            found[key] = _check_group(group.name, group.layout, its)
         parts += found[key]
         padded += group.layout.numel
     return Shards(model.numel, padded, parts)

@@ -86,6 +86,9 @@ def _experts(found: ExpertEstimate) -> dict[str, Any]:
         "touched_per_pass": found.touched_pass,
         "touched_per_step": found.touched_step,
         "moved": [asdict(each) for each in found.moved],
+        "ep_size": found.ep_size,
+        "experts_per_rank": found.experts_per_rank,
+        "sent_nbytes": found.sent_nbytes,
     }
 
 

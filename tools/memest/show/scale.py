@@ -12,6 +12,7 @@ from rich.text import Text
 
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import format_bytes
+from offload.tools.memest.estimate.answer import spread_notes
 from offload.tools.memest.estimate.case import Question
 from offload.tools.memest.estimate.scaling import Point, Series
 from offload.tools.memest.hardware.parts import NCCL
@@ -54,6 +55,7 @@ def statements(question: Question, found: Sequence[Series]) -> Iterator[str]:
         "between machines than a ring, which sums within a machine first"
     )
     yield "The batch is per rank: with more ranks a step has more tokens (weak scaling)"
+    yield from spread_notes(question.case)
     yield from question.assumed
 
 

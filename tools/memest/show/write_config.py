@@ -63,7 +63,10 @@ def _header(
     if ranks.count > 1:
         whose = f"one of {ranks.count} ranks"
         yield f"# all of this is of {whose}; start one process per rank (torchrun)"
-    if source.train_model is not None and estimate.fits:
+    ep_size = 1 if estimate.experts is None else estimate.experts.ep_size
+    if ep_size > 1:
+        yield f"# layers of experts: offload.moe.MoE(..., ep_size={ep_size})"
+    if source.train_model is not None and estimate.fits and ep_size == 1:
         yield from _train_lines(f"offload train {_one_line(file_name)}", ranks)
     else:
         yield "# Use:"

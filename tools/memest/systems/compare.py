@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.machine.speeds import Speeds
@@ -55,12 +55,14 @@ def compare(
     """All systems with the model, batch, precision and recomputation of `ours`, which comes last.
 
     `ours`: what `memest` said of the model, of one rank; what libraries take is for every system as
-    there.
+    there. `model`: as one rank has it, its experts spread over as many ranks as those of `ours`.
     """
     config, workload = ours.config, ours.workload
     recomputed = config.placement.activations.checkpoint is True
     subject = subject_of(model, facts, recomputed=recomputed)
     ranks, room = ranks_of(profile), room_of(profile)
+    if ours.experts is not None:
+        ranks = replace(ranks, experts=ours.experts.ep_size)
     numbers = Numbers(ITEMSIZE[config.precision], 4 * len(config.optimizer.state_names))
     framework = _framework(ours)
     rows = []

@@ -52,7 +52,7 @@ class Ranks:
 
 
 def subject_of(model: ModelShape, facts: ActivationFacts, *, recomputed: bool) -> Subject:
-    """The numbers of a model's shape and of one forward and backward pass."""
+    """The numbers of a model's shape, as one rank has it, and of one forward and backward pass."""
     numels = [group.numel for group in model.groups]
     root = sum(numels[index] for unit in model.units if not unit.name for index in unit.groups)
     units: list[int] = []  # others gather a block with its experts
@@ -69,14 +69,18 @@ def subject_of(model: ModelShape, facts: ActivationFacts, *, recomputed: bool) -
                 param.numel
             )
     return Subject(
-        numel=model.numel,
-        numel_trainable=model.numel_trainable,
+        numel=model.numel_of_all_ranks,
+        numel_trainable=sum(
+            group.ep_size * param.numel
+            for group in model.groups for param in group.params if param.trainable
+        ),
+        expert_numel=sum(g.ep_size * g.numel for g in model.groups if g.ep_size > 1),
         block_numel=root + max(units, default=0),
         operator_numel=max(weights.values(), default=0),
         saved_nbytes=facts.saved_nbytes,
         working_nbytes=max(0, facts.peak_nbytes - facts.saved_nbytes),
         recomputed=recomputed,
-    )
+    )  # fmt: skip
 
 
 def ranks_of(profile: HardwareProfile) -> Ranks:
