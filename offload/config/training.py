@@ -77,7 +77,7 @@ class ModelConfig(Section):
         description="Experts that a router chooses for a token. The weights of several add up to "
         "1, that of a single one is its probability.",
         examples=[4],
-        json_schema_extra=about(see=["train.model.experts"]),
+        json_schema_extra=about(needs={"train.model.experts": 8}),
     )
     expert_mlp: int | None = Field(
         None,
@@ -85,7 +85,7 @@ class ModelConfig(Section):
         le=MOST_SIZE,
         description="Width of one expert.",
         examples=[512],
-        json_schema_extra=about(absent="that of mlp", see=["train.model.experts"]),
+        json_schema_extra=about(absent="that of mlp", needs={"train.model.experts": 8}),
     )
     aux_loss: float = Field(
         0.01,
@@ -95,7 +95,7 @@ class ModelConfig(Section):
         "blocks of E / k sum(P f), with E experts and k per token, f the share of tokens that "
         "chose an expert and P its mean probability; 1 where all are chosen alike.",
         examples=[0.001],
-        json_schema_extra=about(see=["train.model.experts"]),
+        json_schema_extra=about(needs={"train.model.experts": 8}),
     )
     vocab: int = Field(
         256,

@@ -136,7 +136,7 @@ def test_on_a_tight_machine_train_plan_and_memest_choose_the_same_plan(
 
     model = built_in(config)
     trained = forecast_of(model.config, model.shape, model.facts, model.workload)
-    shown = _plan(model, 1, 1).solution.best
+    shown = _plan(model, 1, 1, 1).solution.best
     source = read_yaml(file)
     found = Estimator()(Case(source, config.owning_the_loop(), model.workload, profile, None))
 

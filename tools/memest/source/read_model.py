@@ -220,7 +220,8 @@ def _from_configuration(
         assert configuration.family is not None, "it has a tree"
         values = {**configuration.family.defaults, **configuration.values}
         shape = shape_of(tree, blocks)
-        shape = replace(shape, experts_per_token=experts_per_token(values))
+        if shape.tables:
+            shape = replace(shape, experts_per_token=experts_per_token(values))
     else:
         found, built = library_model(configuration, blocks, library)
         shape, context, notes = found.shape, context or found.context, (*notes, *built)
