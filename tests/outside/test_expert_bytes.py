@@ -147,8 +147,10 @@ def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stay
             assert Moved.until_now(engine) - before == said, number
 
 
-def test_few_tokens_move_few_experts(tmp_path: Path) -> None:
+def test_few_tokens_move_few_experts(tmp_path: Path, long: bool) -> None:
     """Switch, whose experts are in a module dictionary: 64 tokens, one of 128 experts each."""
+    if not long:
+        pytest.skip("six seconds: --long")
     few, whole = (
         expert_bytes.measure(
             seeded(lambda: expert_bytes.switch(32)), tmp_path, to_all=to_all, settling=0, steps=1
