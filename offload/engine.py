@@ -282,18 +282,17 @@ class Engine:
                 store.on_close.append(partial(setattr, experts, "on_chosen", None))
 
     def _share_loads(self, ranks: Ranks) -> None:
-        """Gates that balance by their experts' loads count all ranks' tokens, or each rank would
-        choose by a bias of its own."""
+        """After each step gates that balance by their experts' loads count all ranks' tokens."""
         modules = self.module.modules()
         gates = [each for each in modules if isinstance(each, Gate) and each.balances]
 
-        def share(optimizer: Any, *_: Any) -> None:
-            if not optimizer.step_was_skipped:  # loads of a skipped step count with the next one's
-                loads = torch.cat([gate.load for gate in gates]).tolist()
-                total = ranks.exchange(loads, "the loads of experts").sum(axis=0)
-                for gate in gates:
-                    mine, total = total[: len(gate.load)], total[len(gate.load) :]
-                    gate.load.copy_(torch.from_numpy(mine))
+        def share(*_: Any) -> None:
+            loads = torch.cat([gate.own_load for gate in gates]).tolist()
+            rows = ranks.exchange(loads, "the loads of experts")
+            total = torch.from_numpy(rows.sum(axis=0, dtype="int64"))
+            sizes = [len(gate.load) for gate in gates]
+            for gate, part in zip(gates, total.split(sizes), strict=True):
+                gate.share_load(part)
 
         if gates:
             self.optimizer.register_step_post_hook(share)

@@ -184,9 +184,10 @@ class PackedGradients:
         """Of an operation on the whole gradient, from the rows' answers."""
         rows = self._sources_of(source.packed)
         if operation is aten.add_.Tensor or not rows:
-            return self._of_zeros(source, operation, args)
+            return source if operation is aten.zero_.default else NotImplemented
         if operation in _NORMS:
-            return self._norm(rows, operation, args, kwargs)
+            answer = rows[0].answer(operation, args, kwargs)
+            return answer if answer is NotImplemented else self._rows.norm_of(rows)
         if len(rows) < len(source.packed.rows) and not _keeps_zeros(args):
             return NotImplemented
         answers = [row.answer(operation, args, kwargs) for row in rows]
@@ -197,19 +198,6 @@ class PackedGradients:
         """Of those rows that have a gradient."""
         found = [self._rows.source_of(row) for row in packed.rows]
         return [source for source in found if source is not None]
-
-    def _of_zeros(
-        self, source: PackedGradientSource, operation: Operation, args: Sequence[Any]
-    ) -> Any:
-        if operation is aten.zero_.default:
-            return source
-        return NotImplemented
-
-    def _norm(
-        self, rows: Sequence[GradientSource], operation: Operation, args: Any, kwargs: Any
-    ) -> Any:
-        answer = rows[0].answer(operation, args, kwargs)
-        return answer if answer is NotImplemented else self._rows.norm_of(rows)
 
 
 def _keeps_zeros(args: Sequence[Any]) -> bool:

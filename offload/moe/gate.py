@@ -121,6 +121,7 @@ class Gate(nn.Module):
     load: Tensor
     choice_bias: Tensor
     stepped_from: Tensor  # fingerprint of the weight when the bias was updated last
+    shared_load: Tensor  # of `load`, what is of all ranks already
 
     def __init__(self, hidden_size: int, options: GateOptions, seed: int | None = None) -> None:
         """Without `seed` it is drawn from torch's generator."""
@@ -139,6 +140,8 @@ class Gate(nn.Module):
             bias = torch.empty(options.num_experts, dtype=torch.float32)
             self.register_buffer("choice_bias", bias)
             self.register_buffer("stepped_from", torch.empty((), dtype=torch.int64))
+            shared = torch.empty(options.num_experts, dtype=torch.int64)
+            self.register_buffer("shared_load", shared)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -153,11 +156,23 @@ class Gate(nn.Module):
         if self.options.bias_update_rate:
             self.choice_bias.zero_()
             self.stepped_from.zero_()
+            self.shared_load.zero_()
 
     @property
     def balances(self) -> bool:
         """Whether a bias balances the experts' loads."""
         return self.options.bias_update_rate > 0
+
+    @property
+    def own_load(self) -> Tensor:
+        """Of `load`, what this rank has counted since `share_load`. For a gate that balances."""
+        return self.load - self.shared_load
+
+    def share_load(self, total: Tensor) -> None:
+        """Count for this rank what all ranks' tokens chose: `total` is the sum of their `own_load`.
+        Ranks with other loads would choose by other biases."""
+        self.shared_load += total.to(self.load.device)
+        self.load.copy_(self.shared_load)
 
     def forward(self, x: Tensor, used: Tensor | None = None) -> Routing:
         """`x` is TH, `used` T bool: other tokens go nowhere."""
@@ -232,6 +247,7 @@ class Gate(nn.Module):
             missing = self.load.sum() - self.load * len(self.load)
             self.choice_bias += self.options.bias_update_rate * torch.sign(missing) * stepped
             self.load *= ~stepped
+            self.shared_load *= ~stepped
             self.stepped_from.copy_(weight)
         return self.choice_bias
 

@@ -35,9 +35,10 @@ def average_gradients(model: nn.Module) -> None:
             by_group[spread.get(param, world)].append(param)
     for group, params in by_group.items():
         _sum(_gradients(params, group), group, divisor=world.size())
-    for gate in (m for m in model.modules() if isinstance(m, Gate)):
-        if gate.options.bias_update_rate:
-            dist.all_reduce(gate.load)
+    for gate in (m for m in model.modules() if isinstance(m, Gate) and m.balances):
+        total = gate.own_load
+        dist.all_reduce(total)
+        gate.share_load(total)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:

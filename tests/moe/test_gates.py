@@ -307,6 +307,27 @@ def test_the_bias_moves_once_per_step_by_the_sign_of_the_error() -> None:
     assert one.load.tolist() == [3, 1, 0, 0]
 
 
+def test_what_ranks_have_counted_is_added_up_once() -> None:
+    """Also by steps that leave the weight as it is: frozen, or with a learning rate of 0."""
+    options: dict[str, Any] = {"num_experts": 4, "hidden": 4, "bias_update_rate": 0.01}
+    ranks = [gate(k=1, drop_tokens=False, **options) for _ in range(2)]
+    for each in ranks:
+        each.weight.data.copy_(torch.eye(4) * 5)
+    for steps in (1, 2, 3):
+        ranks[0](torch.eye(4)[[0, 0, 1]])
+        ranks[1](torch.eye(4)[[2]])
+        total = ranks[0].own_load + ranks[1].own_load
+        for each in ranks:
+            each.share_load(total)
+            assert each.load.tolist() == [2 * steps, steps, steps, 0]
+    for each in ranks:
+        with torch.no_grad():
+            each.weight += 1e-3
+        each(torch.eye(4)[[3]])
+        assert each.choice_bias.tolist() == pytest.approx([-0.01, 0.0, 0.0, 0.01])
+        assert each.own_load.tolist() == each.load.tolist() == [0, 0, 0, 1]
+
+
 def test_balancing_balances() -> None:
     torch.manual_seed(0)
     one = gate(num_experts=8, k=2, bias_update_rate=0.01, scores="sigmoid", drop_tokens=False)

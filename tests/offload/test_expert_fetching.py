@@ -25,21 +25,9 @@ from tests.offload.engine_cases import (
     least_budget,
     seeded,
 )
+from tests.ranks.programs import Expert
 
 EXPERTS = 8
-
-
-class Expert(nn.Module):
-    """As large as makes a table of experts move one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 1200, bias=False)
-        self.down = nn.Linear(1200, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.relu(self.up(x)))
-        return y
 
 
 class Routed(nn.Module):

@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import offload
-import offload.homes
 from offload.config import OffloadConfig
 from offload.planning.choice.evaluator import AS_FAST
 from offload.planning.choice.plan_reasons import reasons
@@ -24,16 +20,19 @@ from offload.planning.plan.plan import Plan, home_nbytes
 from offload.planning.plan.sizes import CLASSES, PLACED, ExpertClass, class_of
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import estimate_step
-from offload.planning.step.traffic import step_traffic
 from offload.tiers.errors import ConfigError
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tools.memest.cli import main
-from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 from offload.zero.sharding import Sharding
-from tests.planning.test_experts import HARDWARE, _Block, model, plan_of
-from tests.planning.test_step_time import FACTS, SPEEDS, AtOnce
+from tests.planning.test_experts import (
+    HARDWARE,
+    assert_a_step_moves_what_is_predicted,
+    model,
+    plan_of,
+)
+from tests.planning.test_step_time import FACTS, SPEEDS
 
 BUDGET = {"host": "8MiB", "nvme": "8GiB"}
 TIGHT = {"budget": BUDGET, "optimizer": {"chunk": 65536}}
@@ -142,25 +141,10 @@ def test_a_step_of_experts_on_nvme_moves_the_predicted_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rest in memory: nothing but experts with tokens crosses."""
-    monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
-    torch.manual_seed(0)
-    net = nn.Sequential(*(_Block() for _ in range(3)))
     rest = {"parameters": "host", "gradients": "host", "optimizer": "host"}
     keys = {"budget": {"host": "8MiB", "nvme": "1GiB"}, "optimizer": {"chunk": 65536}}
     config = OffloadConfig.load({**keys, "placement": {**rest, "experts": "nvme"}})
-    shape = discover(net).shape()
-    moved = []
-    with offload.initialize(net, config) as engine:
-        for _ in range(4):
-            engine.module(torch.randn(256, 64)).square().mean().backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            engine.settle()
-            moved.append(engine.report().bytes_moved)
-        said = step_traffic(engine.plan, engine.config, shape, None, Workload(1, 256)).total
-    read, written = (moved[-1][link] - moved[-2][link] for link in ("nvme read", "nvme write"))
-    assert said.written == written
-    assert said.read == pytest.approx(read, rel=0.02)
+    assert_a_step_moves_what_is_predicted(monkeypatch, config)
 
 
 def test_experts_elsewhere_take_longer_by_what_is_touched() -> None:

@@ -385,13 +385,13 @@ class _Block(nn.Module):
         return out
 
 
-def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_a_step_moves_what_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, config: OffloadConfig
+) -> None:
+    """In training three blocks of experts, of which all get tokens."""
     monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
     torch.manual_seed(0)
-    layers = nn.ModuleList(_Block() for _ in range(3))
-    net = nn.Sequential(*layers)
-    budget = {"host": "6MiB", "nvme": "1GiB"}
-    config = OffloadConfig.load({"budget": budget, "optimizer": {"chunk": 65536}, **NVME})
+    net = nn.Sequential(*(_Block() for _ in range(3)))
     shape = discover(net).shape()
     assert (len(shape.tables), shape.experts_per_token) == (3, 2)
     moved = []
@@ -406,3 +406,9 @@ def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.Monke
     read, written = (moved[-1][link] - moved[-2][link] for link in ("nvme read", "nvme write"))
     assert said.written == written
     assert said.read == pytest.approx(read, rel=0.02)
+
+
+def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = {"host": "6MiB", "nvme": "1GiB"}
+    config = OffloadConfig.load({"budget": budget, "optimizer": {"chunk": 65536}, **NVME})
+    assert_a_step_moves_what_is_predicted(monkeypatch, config)
