@@ -56,8 +56,8 @@ def ptx(compiled: Callable[[str], Compiled]) -> dict[str, str]:
 def test_every_kernel_is_machine_code_that_spills_no_register(
     compiled: Callable[[str], Compiled], target: str, long: bool
 ) -> None:
-    if target in ("sm_80", "sm_100") and not long:
-        pytest.skip("another generation: with --long")
+    if target != "sm_90" and not long:
+        pytest.skip("another generation, or another maker's: with --long")
     spilled = {name: each["spilled"] for name, each in compiled(target).items()}
     assert spilled.pop(SQUEEZED, 1) > 0  # a spill is seen
     assert len(spilled) == 14

@@ -100,8 +100,10 @@ def test_killed_at_any_moment_a_save_leaves_a_checkpoint_that_loads(
 
 @pytest.mark.parametrize("exchange", [True, False])
 def test_killed_before_each_system_call_of_the_end_of_a_save(
-    victim: Victim, tmp_path: Path, exchange: bool
+    victim: Victim, tmp_path: Path, exchange: bool, long: bool
 ) -> None:
+    if not exchange and not long:
+        pytest.skip("where folders cannot be exchanged: --long")
     path = tmp_path / "checkpoints" / "saved"
     first = Request(str(path), str(tmp_path), fresh=True, exchange=exchange, stop_at=-1)
     victim.start(first)

@@ -32,6 +32,8 @@ def test_savers_in_one_folder_succeed_and_touch_nothing_of_anybody_else(
     tmp_path: Path, exchange: bool, long: bool
 ) -> None:
     """Some are killed at random moments, and others take their place."""
+    if not exchange and not long:
+        pytest.skip("where folders cannot be exchanged: --long")
     foreign = tmp_path / "backup.old-0123456789ab" / "optimizer" / "000.safetensors"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("precious")

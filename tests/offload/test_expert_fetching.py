@@ -36,7 +36,7 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(Expert(1200) for _ in range(EXPERTS))
         self.order: Callable[[list[int]], list[int]] = list
 
     def forward(self, x: Tensor) -> Tensor:

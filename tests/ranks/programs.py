@@ -87,12 +87,12 @@ class Branches(nn.Module):
 
 
 class Expert(nn.Module):
-    """As large as makes a table of experts move one by one."""
+    """Of a table that is large enough to move one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 1200, bias=False)
-        self.down = nn.Linear(1200, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, inner, bias=False)
+        self.down = nn.Linear(inner, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(torch.relu(self.up(x)))
@@ -105,7 +105,7 @@ class ExpertBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, 12, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(12))
+        self.experts = nn.ModuleList(Expert(100) for _ in range(12))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).max(-1)
