@@ -15,6 +15,9 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 NULL_GPU_PYTHON ?= $(BIN)/python
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 
+# a fifth of the tests' time would be the compiling of our sources, again in each process that they start
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-long docs lint typecheck bench null-gpu gpu-check clean
 
