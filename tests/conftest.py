@@ -85,6 +85,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    # thousands of tests and imported libraries, which each full collection would go through, and
+    # each forked child would copy
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries look for what is left at the end
+
+
 def begin_long_files_first(items: list[pytest.Item]) -> None:
     """Then the files by their number of tests. Within a file nothing moves."""
     number = Counter(item.path for item in items)

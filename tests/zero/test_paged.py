@@ -285,9 +285,9 @@ def test_nothing_imports_the_compiler() -> None:
         "    model(torch.ones(1, 4)).sum().backward()\n"
         "    model.weight.grad.mul_(2).norm()\n"
         "    e.optimizer.step(); e.optimizer.zero_grad()\n"
-        "print('torch._dynamo' in sys.modules)"
+        "print(sorted({'torch._dynamo', 'sympy'} & sys.modules.keys()))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
-    assert ended.stdout.strip() == "False", ended.stderr
+    assert ended.stdout.strip() == "[]", ended.stderr
