@@ -1,0 +1,419 @@
+"""Weights in 8 and 4 bits: groups of consecutive elements with one scale each.
+
+A group has a 32-bit word and a code per element. A code q stands, in fp32, for
+
+    INT8   q * s                q from -127 to 127, an int8; the word has the bits of s
+    INT4   (q - z) * s          q from 0 to 15; the word's low 4 bits are z, the others those of s
+    NF4    NF4_LEVELS[q] * s    q from 0 to 15; the word has the bits of s
+
+rounded to nearest even in the format asked for. INT4 is kept within the largest finite numbers of
+that format; the product is exact before. Two codes share a byte: of INT4 the first one has the low
+bits, of NF4 the high ones, as in bitsandbytes.
+
+Encoding takes two magnitudes of a group as integers, the largest of those that are not negative
+and of those that are (fp32 bits without their sign are ordered like the numbers, a NaN above
+infinity; zero always counts):
+
+    up = max(x, 0),  down = max(-x, 0)
+
+    INT8   s = max(up, down) / 127, its low 7 bits cleared
+    INT4   r = (up / 16 + down / 16) * (16 / 15), s = r rounded to 7 significant bits, half up;
+           the next smaller such number if rint(up / s) + rint(down / s) < 15;  z = rint(down / s)
+    NF4    s = max(up, down)
+
+each operation rounded to fp32, rint to nearest even, s at least 2**-100. Then per element
+
+    INT8   q = rint(x / s)
+    INT4   q = rint(x / s) + z, kept within 0 .. 15
+    NF4    q = how many of the 15 midpoints between levels are less than x / s
+
+A group with an infinity or a NaN gets the NaN 0x7fc00000 as its word and codes of z = 0 (of 7 in
+NF4), and reads as NaN everywhere.
+
+Guarantees. Zero stays zero (of pruned weights). Every value is within s / 2 of what is stored (NF4:
+half of the widest gap, 0.152 s), but the ends of an INT4 group within s. In INT8 and NF4 a group's
+largest magnitude is kept exactly in the format that it came from, 127 * s or s, and in INT4 the
+first and the last code are both in use; so s follows from the decoded values and encoding those
+again gives the same ones: decode(encode(decode(c))) == decode(c), in fp32, bf16 and fp16, if
+encode made c from that format. (Not in INT4 where a group reaches 0.97 times the largest finite
+number, nor where its fp16 values are below 2**-14.)
+
+That 7 bits are enough for INT4's scale: the mean squared error over groups of 64 normal numbers is
+1.03 times that of exact ends with a floating-point offset, and 1.08 times the least of any scale.
+
+INT4 is what `torch._weight_int4pack_mm_for_cpu` multiplies: (q - 8) * s + (8 - z) * s. Levels of
+NF4: Dettmers et al., "QLoRA" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from offload.kernels import jit
+from offload.kernels.floats import Array, Float, Runner, check_input, check_output, numel_of, serial
+from offload.kernels.lanes import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    NAN_BITS,
+    WIDTH,
+    Lanes,
+    Value,
+    has_wide_registers,
+)
+from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
+
+NF4_LEVELS = tuple(
+    float(np.float32(level))
+    for level in (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    )
+)  # fmt: skip
+NF4_MIDPOINTS = tuple(
+    float((np.float32(low) + np.float32(high)) / np.float32(2))
+    for low, high in pairwise(NF4_LEVELS)
+)
+LEAST_SCALE_BITS = 27 << 23  # 2**-100
+GRID_STEP_BITS = 1 << 17  # fp32 bits of INT4's scales are multiples of it: 7 significant bits
+SIXTEEN_FIFTEENTHS = float(np.float32(16 / 15))
+INT8_SCALE_MASK = 0xFFFFFF80  # 17 significant bits: 127 times the scale is exact
+MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits of the sum
+_MAGIC_BITS = 0x4B400000
+_INF_BITS = 0x7F800000
+# The largest finite numbers by Float.
+LARGEST = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)
+
+_UINT8 = np.dtype(np.uint8)
+_UINT32 = np.dtype(np.uint32)
+_DIGEST = jit.digest(__file__, "weight_formats.py")
+
+
+class _Action(IntEnum):
+    ENCODE = 0
+    DECODE = 1
+
+
+def encode_weights(
+    values: Array, words: Array, codes: Array, weights: WeightFormat, values_float: Float,
+    run: Runner = serial,
+) -> None:  # fmt: skip
+    """Encode `values` (numel,) of `values_float`: uint32 `words` (groups,), uint8 `codes`."""
+    groups = _groups(values, weights)
+    check_input("values", values, values_float.storage, values.size)
+    check_output("words", words, _UINT32, groups)
+    check_output("codes", codes, _UINT8, weights.codes_nbytes(values.size))
+    kernel = _kernel(_plan_code(_Action.ENCODE, weights, values_float))
+    run(partial(kernel, values, words, codes), groups)
+
+
+def decode_weights(
+    words: Array, codes: Array, values: Array, weights: WeightFormat, values_float: Float,
+    run: Runner = serial,
+) -> None:  # fmt: skip
+    """Fill `values` (numel,) of `values_float` from what `encode_weights` wrote."""
+    groups = _groups(values, weights)
+    check_input("words", words, _UINT32, groups)
+    check_input("codes", codes, _UINT8, weights.codes_nbytes(values.size))
+    check_output("values", values, values_float.storage, values.size)
+    kernel = _kernel(_plan_code(_Action.DECODE, weights, values_float))
+    run(partial(kernel, values, words, codes), groups)
+
+
+def _groups(values: Array, weights: WeightFormat) -> int:
+    groups, rest = divmod(numel_of("values", values), weights.group_size)
+    if rest:
+        raise ValueError(
+            f"values: {values.size} elements are no whole groups of {weights.group_size}"
+        )
+    return groups
+
+
+def _plan_code(action: _Action, weights: WeightFormat, kind: Float) -> int:
+    size = GROUP_SIZES.index(weights.group_size)
+    return action | weights.code << 1 | kind << 3 | size << 5
+
+
+@cache
+def _kernel(code: int) -> jit.Kernel:
+    """kernel(values, words, codes, lo, hi), where lo and hi count groups."""
+    plan = jit.plan(code, _DIGEST)
+
+    def weight_codes(values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
+        _recode(plan, values, words, codes, lo, hi)
+
+    return jit.compiled(weight_codes)
+
+
+@intrinsic(prefer_literal=True)
+def _recode(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
+    code = jit.variant_of(plan)
+    if code is None:
+        return None
+    action, kind = _Action(code & 1), Float(code >> 3 & 3)
+    weights = WeightFormat(Code(code >> 1 & 3), GROUP_SIZES[code >> 5])
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        at = _Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
+        lo, hi = jit.integers(context, builder, signature, args, 4, 6)
+        work = _encode_group if action is _Action.ENCODE else _decode_group
+        with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+            work(_CodeLanes(builder), weights, kind, at, number)
+        return context.get_dummy_value()
+
+    return jit.returns_nothing(plan, values, words, codes, lo, hi), emit
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointers:
+    """Start of each array."""
+
+    values: Value
+    words: Value
+    codes: Value
+
+
+class _CodeLanes(Lanes):
+    """Vectors of WIDTH elements, and the two ways of packing codes."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        super().__init__(builder, WIDTH)
+
+    def lookup(self, table: Value, index: Value) -> Value:
+        """Lanes of a table of 16 i32, by the low 4 bits of `index`.
+
+        Compilers know this pattern as one instruction for as many lanes as a register has.
+        """
+        if has_wide_registers():
+            return self._permuted(table, self.builder.and_(index, self.constant(I32, 15)), WIDTH)
+        half = WIDTH // 2
+        places = Lanes(self.builder, half)
+        low, high = (_part(self.builder, table, range(at, at + half)) for at in (0, half))
+        found = []
+        for at in (0, half):
+            lanes = _part(self.builder, index, range(at, at + half))
+            inner = self.builder.and_(lanes, places.constant(I32, half - 1))
+            is_high = self.builder.icmp_unsigned(
+                "!=", self.builder.and_(lanes, places.constant(I32, half)), places.constant(I32, 0)
+            )
+            either = [self._permuted(each, inner, half) for each in (high, low)]
+            found.append(self.builder.select(is_high, *either))
+        mask = ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH)))
+        return self.builder.shuffle_vector(*found, mask)
+
+    def _permuted(self, table: Value, index: Value, count: int) -> Value:
+        found = ir.Constant(table.type, ir.Undefined)
+        for lane in range(count):
+            place = self.builder.extract_element(index, I32(lane))
+            value = self.builder.extract_element(table, place)
+            found = self.builder.insert_element(found, value, I32(lane))
+        return found
+
+    def load_pairs(self, base: Value, index: Value, code: Code) -> Value:
+        """Codes of 4 bits index .. index + 16, in the low bits of i32 lanes; others undefined."""
+        builder, half = self.builder, WIDTH // 2
+        start = builder.gep(base, [builder.lshr(index, I64(1))])
+        pointer = builder.bitcast(start, ir.VectorType(I8, half).as_pointer())
+        wide = ir.VectorType(I64, half)
+        raw = builder.zext(builder.load(pointer, align=8), wide)
+        # a byte b becomes the lanes (b, b >> 4), or in NF4 (b >> 4, b): little-endian halves
+        if code is Code.INT4:
+            lanes = builder.or_(raw, builder.shl(raw, ir.Constant(wide, [28] * half)))
+        else:
+            upper = builder.shl(raw, ir.Constant(wide, [32] * half))
+            lanes = builder.or_(builder.lshr(raw, ir.Constant(wide, [4] * half)), upper)
+        return builder.bitcast(lanes, self.of(I32))
+
+    def store_pairs(self, lanes: Value, base: Value, index: Value, code: Code) -> None:
+        """The reverse of `load_pairs`, of lanes without other bits."""
+        builder, half = self.builder, WIDTH // 2
+        narrow = builder.bitcast(
+            builder.trunc(lanes, self.of(I8)), ir.VectorType(I16, half)
+        )  # of each pair the first one is the low byte
+        first, second = (4, 8) if code is Code.NF4 else (0, 4)
+        pair = builder.or_(
+            builder.shl(narrow, ir.Constant(narrow.type, [first] * half)),
+            builder.lshr(narrow, ir.Constant(narrow.type, [second] * half)),
+        )
+        start = builder.gep(base, [builder.lshr(index, I64(1))])
+        pointer = builder.bitcast(start, ir.VectorType(I8, half).as_pointer())
+        builder.store(builder.trunc(pair, ir.VectorType(I8, half)), pointer, align=8)
+
+    def rounded(self, value: Value) -> Value:
+        """fp32 below 2**22 in magnitude, to the nearest integer (i32), ties to even."""
+        moved = self.add(value, self.constant(F32, MAGIC))
+        return self.builder.sub(
+            self.builder.bitcast(moved, self.of(I32)), self.constant(I32, _MAGIC_BITS)
+        )
+
+    def signed_max(self, a: Value, b: Value) -> Value:
+        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
+
+    def signed_min(self, a: Value, b: Value) -> Value:
+        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
+
+
+def _part(builder: ir.IRBuilder, value: Value, places: Sequence[int]) -> Value:
+    mask = ir.Constant(ir.VectorType(I32, len(places)), list(places))
+    return builder.shuffle_vector(value, value, mask)
+
+
+# ---------------------------------------------------------------- decoding
+def _decode_group(
+    vector: _CodeLanes, weights: WeightFormat, kind: Float, at: _Pointers, number: Value
+) -> None:
+    builder = vector.builder
+    word = builder.load(builder.gep(at.words, [number]), align=4)
+    first = builder.mul(number, I64(weights.group_size))
+    starts = [builder.add(first, I64(i)) for i in range(0, weights.group_size, WIDTH)]
+    if weights.code is Code.INT8:
+        scale = vector.splat(builder.bitcast(word, F32))
+        for start in starts:
+            raw = builder.sext(vector.load_raw(I8, at.codes, start), vector.of(I32))
+            value = vector.mul(builder.sitofp(raw, vector.of(F32)), scale)
+            vector.store(kind, value, at.values, start)
+        return
+    table = _table(vector, weights.code, kind, word)
+    for start in starts:
+        found = vector.lookup(table, vector.load_pairs(at.codes, start, weights.code))
+        _store_found(vector, kind, found, at.values, start)
+
+
+def _table(vector: _CodeLanes, code: Code, kind: Float, word: Value) -> Value:
+    """What the 16 codes of a group stand for, in the format asked for: i32 lanes."""
+    builder = vector.builder
+    if code is Code.NF4:
+        scale = vector.splat(builder.bitcast(word, F32))
+        value = vector.mul(vector.constants(F32, NF4_LEVELS), scale)
+    else:
+        zero = vector.splat(builder.and_(word, I32(15)))
+        scale = vector.splat(builder.bitcast(builder.and_(word, I32(-16)), F32))
+        steps = builder.sub(vector.constants(I32, range(16)), zero)
+        value = vector.mul(builder.sitofp(steps, vector.of(F32)), scale)
+        value = _within(vector, value, LARGEST[kind])
+    stored = vector.encode(kind, value)
+    if kind is Float.FP32:
+        return builder.bitcast(stored, vector.of(I32))
+    return builder.zext(builder.bitcast(stored, vector.of(I16)), vector.of(I32))
+
+
+def _within(vector: Lanes, value: Value, most: float) -> Value:
+    """Within [-most, most]; a NaN stays one."""
+    upper, lower = vector.constant(F32, most), vector.constant(F32, -most)
+    builder = vector.builder
+    value = builder.select(builder.fcmp_ordered(">", value, upper), upper, value)
+    return builder.select(builder.fcmp_ordered("<", value, lower), lower, value)
+
+
+def _store_found(
+    vector: _CodeLanes, kind: Float, found: Value, values: Value, start: Value
+) -> None:
+    if kind is not Float.FP32:
+        found = vector.builder.trunc(found, vector.of(I16))
+    vector.store_raw(found, values, start)
+
+
+# ---------------------------------------------------------------- encoding
+def _encode_group(
+    vector: _CodeLanes, weights: WeightFormat, kind: Float, at: _Pointers, number: Value
+) -> None:
+    builder = vector.builder
+    first = builder.mul(number, I64(weights.group_size))
+    starts = [builder.add(first, I64(i)) for i in range(0, weights.group_size, WIDTH)]
+    loaded = [vector.load(kind, at.values, start) for start in starts]
+    up, down = _extremes(vector, loaded)
+    finite = builder.and_(
+        *(builder.icmp_unsigned("<", each, I32(_INF_BITS)) for each in (up, down))
+    )
+    scale_bits, zero = _scale(builder, weights.code, up, down)
+    word = builder.select(finite, builder.or_(scale_bits, zero), I32(NAN_BITS))
+    builder.store(word, builder.gep(at.words, [number]), align=4)
+    zero = vector.splat(builder.select(finite, zero, I32(0)))
+    keep = vector.splat(builder.select(finite, I32(-1), I32(0)))  # else codes of zeros
+    divisor = builder.select(finite, scale_bits, I32(LEAST_SCALE_BITS))
+    scale = vector.splat(builder.bitcast(divisor, F32))
+    for start, value in zip(starts, loaded, strict=True):
+        bits = builder.and_(builder.bitcast(value, vector.of(I32)), keep)
+        ratio = vector.div(builder.bitcast(bits, vector.of(F32)), scale)
+        if weights.code is Code.INT8:
+            vector.store_raw(builder.trunc(vector.rounded(ratio), vector.of(I8)), at.codes, start)
+        elif weights.code is Code.INT4:
+            shifted = builder.add(vector.rounded(ratio), zero)
+            inside = vector.signed_max(shifted, vector.constant(I32, 0))
+            inside = vector.signed_min(inside, vector.constant(I32, 15))
+            vector.store_pairs(inside, at.codes, start, weights.code)
+        else:
+            vector.store_pairs(_nf4(vector, ratio), at.codes, start, weights.code)
+
+
+def _nf4(vector: _CodeLanes, ratio: Value) -> Value:
+    """How many midpoints are less."""
+    count = vector.constant(I32, 0)
+    for midpoint in NF4_MIDPOINTS:
+        less = vector.builder.fcmp_ordered(">", ratio, vector.constant(F32, midpoint))
+        count = vector.builder.sub(count, vector.builder.sext(less, vector.of(I32)))
+    return count
+
+
+def _extremes(vector: _CodeLanes, loaded: Sequence[Value]) -> tuple[Value, Value]:
+    """Bits of the largest x and of the largest -x, or of zero; scalars.
+
+    Bits with a sign are less than zero as integers: what has the other sign drops out.
+    """
+    builder = vector.builder
+    ups = [builder.bitcast(value, vector.of(I32)) for value in loaded]
+    sign = vector.constant(I32, 0x80000000)
+    zero = vector.constant(I32, 0)
+    found = []
+    for lanes in (ups, [builder.xor(bits, sign) for bits in ups]):
+        most = zero
+        for bits in lanes:
+            most = vector.signed_max(most, bits)
+        found.append(vector.largest(most))  # none is negative
+    return found[0], found[1]
+
+
+def _scale(builder: ir.IRBuilder, code: Code, up: Value, down: Value) -> tuple[Value, Value]:
+    """Bits of a group's scale, and z of INT4 (else 0); scalars, of use where all is finite."""
+    largest = _max(builder, up, down)
+    if code is Code.NF4:
+        return _max(builder, largest, I32(LEAST_SCALE_BITS)), I32(0)
+    if code is Code.INT8:
+        step = builder.fdiv(builder.bitcast(largest, F32), F32(127.0))
+        bits = builder.and_(builder.bitcast(step, I32), I32(INT8_SCALE_MASK - (1 << 32)))
+        return _max(builder, bits, I32(LEAST_SCALE_BITS)), I32(0)
+    above, below = builder.bitcast(up, F32), builder.bitcast(down, F32)
+    sixteenths = [builder.fmul(each, F32(0.0625)) for each in (above, below)]
+    step = builder.fmul(builder.fadd(*sixteenths), F32(SIXTEEN_FIFTEENTHS))
+    half = I32(GRID_STEP_BITS // 2)
+    bits = builder.and_(builder.add(builder.bitcast(step, I32), half), I32(-GRID_STEP_BITS))
+    bits = _max(builder, bits, I32(LEAST_SCALE_BITS))
+    steps = [_rounded_steps(builder, each, bits) for each in (above, below)]
+    short = builder.icmp_signed("<", builder.add(*steps), I32(15))
+    lower = _max(builder, builder.sub(bits, I32(GRID_STEP_BITS)), I32(LEAST_SCALE_BITS))
+    bits = builder.select(short, lower, bits)
+    zero = _rounded_steps(builder, below, bits)
+    return bits, builder.select(builder.icmp_signed("<", zero, I32(15)), zero, I32(15))
+
+
+def _rounded_steps(builder: ir.IRBuilder, distance: Value, scale_bits: Value) -> Value:
+    moved = builder.fadd(builder.fdiv(distance, builder.bitcast(scale_bits, F32)), F32(MAGIC))
+    return builder.sub(builder.bitcast(moved, I32), I32(_MAGIC_BITS))
+
+
+def _max(builder: ir.IRBuilder, a: Value, b: Value) -> Value:
+    return builder.select(builder.icmp_signed(">", a, b), a, b)

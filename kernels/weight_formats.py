@@ -1,0 +1,61 @@
+"""Formats of weights that are stored in 8 or 4 bits: what is stored, and how many bytes it takes.
+
+`kernels.weight_codes` has the arithmetic. A tensor is cut into groups of `group_size` consecutive
+elements, each with a scale; scales come first, so that a tensor can be decoded while the end of its
+codes is still being read:
+
+    ├─ one 32-bit word per group ─┤ to a multiple of 64 bytes ├─ codes ─┤ to a multiple of 64 bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+GROUP_SIZES = (32, 64, 128, 256)
+LINE_NBYTES = 64  # both parts begin on a cache line
+_SCALE_NBYTES = 4
+
+
+class Code(IntEnum):
+    """What a code stands for; its name in lower case is the one in a configuration."""
+
+    INT8 = 0
+    INT4 = 1
+    NF4 = 2
+
+    @property
+    def bits(self) -> int:
+        """Of one element, without its share of a scale."""
+        return 8 if self is Code.INT8 else 4
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a tensor's elements are stored."""
+
+    code: Code
+    group_size: int = 64  # elements that share a scale
+
+    def __post_init__(self) -> None:
+        if self.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(f"group_size: expected one of {sizes}, got {self.group_size}")
+
+    def scales_nbytes(self, numel: int) -> int:
+        """Bytes before the codes of `numel` elements, whole groups."""
+        return _lines(numel // self.group_size * _SCALE_NBYTES)
+
+    def codes_nbytes(self, numel: int) -> int:
+        """Bytes of the codes alone."""
+        return numel * self.code.bits // 8
+
+    def stored_nbytes(self, numel: int) -> int:
+        """Bytes of a tensor of `numel` elements; ValueError where those are no whole groups."""
+        if numel % self.group_size:
+            raise ValueError(f"{numel} elements are no whole groups of {self.group_size}")
+        return self.scales_nbytes(numel) + _lines(self.codes_nbytes(numel))
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // LINE_NBYTES) * LINE_NBYTES

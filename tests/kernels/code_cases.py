@@ -1,0 +1,82 @@
+"""Values of every kind for codes of weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offload.kernels.floats import Array, Float
+from offload.kernels.weight_codes import decode_weights, encode_weights
+from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
+from tests.kernels import reference
+from tests.kernels.adam_cases import SPECIAL
+from tests.kernels.convert_cases import patterns
+
+FORMATS = [WeightFormat(code, size) for code in Code for size in GROUP_SIZES]
+USUAL = [WeightFormat(code) for code in Code]
+GROUPS = 40
+
+
+def normal(weights: WeightFormat, groups: int = GROUPS, seed: int = 0) -> Array:
+    """fp32 values as weights have them: each group of a width and a centre of its own."""
+    rng = np.random.default_rng(seed)
+    shape = (groups, weights.group_size)
+    width = np.exp2(rng.integers(-20, 4, (groups, 1)))
+    centre = rng.choice([0, 0, 0.1, 1, -30], (groups, 1))
+    return ((rng.standard_normal(shape) + centre) * width).astype(np.float32).reshape(-1)
+
+
+def on_grids(weights: WeightFormat, groups: int = GROUPS, seed: int = 0) -> Array:
+    """Few different values per group, many of them zero: pruned, ternary, coded by others."""
+    rng = np.random.default_rng(seed)
+    shape = (groups, weights.group_size)
+    least = rng.integers(-15, 1, (groups, 1))
+    steps = np.clip(rng.integers(0, 16, shape) + least, least, least + rng.integers(0, 16))
+    step = np.exp2(rng.integers(-9, 2, (groups, 1))) * (1 + rng.random((groups, 1)))
+    values = steps * step * (rng.random(shape) < rng.random((groups, 1)))
+    return values.astype(np.float32).reshape(-1)
+
+
+def wild(weights: WeightFormat) -> Array:
+    """Groups of random bits, of special values, of one special value each, and of huge ones."""
+    rng, size = np.random.default_rng(1), weights.group_size
+    finite = SPECIAL[np.isfinite(SPECIAL)].repeat(size)
+    chosen = [
+        patterns(8 * size),
+        rng.choice(SPECIAL, 8 * size),
+        SPECIAL.repeat(size),
+        finite * rng.random(finite.size).astype(np.float32),
+        rng.uniform(-3.4e38, 3.4e38, 8 * size).astype(np.float32),
+        (rng.standard_normal(8 * size) * 1e-38).astype(np.float32),
+        np.tile(np.array([1, -1], np.float32), size),
+        (rng.standard_normal(4 * size) * 3e4).astype(np.float32),
+    ]
+    return np.concatenate(chosen)
+
+
+def stored(values: Array, kind: Float) -> Array:
+    with np.errstate(over="ignore"):
+        return reference.encode(values, kind)
+
+
+def encoded(values: Array, weights: WeightFormat, kind: Float) -> tuple[Array, Array]:
+    """Words and codes that the kernel makes of stored values."""
+    words = np.full(values.size // weights.group_size, 77, np.uint32)
+    codes = np.full(weights.codes_nbytes(values.size), 77, np.uint8)
+    encode_weights(values, words, codes, weights, kind)
+    return words, codes
+
+
+def decoded(words: Array, codes: Array, weights: WeightFormat, kind: Float) -> Array:
+    """What the kernel makes of codes, as the format stores it."""
+    values = np.full(words.size * weights.group_size, 77, kind.storage)
+    decode_weights(words, codes, values, weights, kind)
+    return values
+
+
+def any_codes(weights: WeightFormat, groups: int = GROUPS) -> tuple[Array, Array]:
+    """Words and codes that nobody has to have encoded."""
+    rng = np.random.default_rng(2)
+    words = rng.integers(0, 1 << 32, groups, dtype=np.uint32)
+    words[: SPECIAL.size] = SPECIAL.view(np.uint32)
+    codes = rng.integers(0, 256, weights.codes_nbytes(groups * weights.group_size))
+    return words, codes.astype(np.uint8)

@@ -1,0 +1,75 @@
+"""Frozen weights in 8 or 4 bits: the codec of a whole group (a `swap.Codec`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from offload.kernels.floats import Array, Float, Runner, serial
+from offload.kernels.weight_codes import decode_weights, encode_weights
+from offload.kernels.weight_formats import WeightFormat
+from offload.zero.bits import array_of
+from offload.zero.coded_layout import CodedLayout, CodedPart
+
+
+@dataclass(frozen=True)
+class WeightCodes:
+    """Codes of one group's buffer, as `layout` places them. `run` shares ranges of groups of
+    elements (tens to hundreds) among threads; who runs which changes no bit."""
+
+    layout: CodedLayout
+    kind: Float  # of the values in a slot
+    run: Runner = serial
+
+    def stored_nbytes(self, nbytes: int) -> int:
+        if nbytes != self.layout.nbytes:
+            raise ValueError(f"a group of {self.layout.nbytes} bytes, got {nbytes} of them")
+        return self.layout.stored_nbytes
+
+    def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        end = 0
+        for part in self.layout.parts:
+            stored[end : part.stored.start].zero_()
+            end = part.stored.stop
+            self.encode_part(part, values[part.values], stored[part.stored])
+        stored[end:].zero_()
+
+    def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
+        end = 0
+        for part in self.layout.parts:
+            values[end : part.values.start].zero_()
+            end = part.values.stop
+            self.decode_part(part, stored[part.stored], values[part.values])
+        values[end:].zero_()
+
+    def encode_part(self, part: CodedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
+        """One parameter; both are its own bytes."""
+        if part.weights is None:
+            stored.copy_(values)
+            return
+        words, codes, rest = _split(stored.numpy(), part.weights, part.spec.numel)
+        for padding in rest:
+            padding[:] = 0
+        source = array_of(values, self.kind)
+        encode_weights(source, words, codes, part.weights, self.kind, self.run)
+
+    def decode_part(self, part: CodedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
+        """The reverse of `encode_part`."""
+        if part.weights is None:
+            values.copy_(stored)
+            return
+        words, codes, _ = _split(stored.numpy(), part.weights, part.spec.numel)
+        target = array_of(values, self.kind)
+        decode_weights(words, codes, target, part.weights, self.kind, self.run)
+
+
+def _split(
+    stored: Array, weights: WeightFormat, numel: int
+) -> tuple[Array, Array, tuple[Array, Array]]:
+    """Words and codes of a stored parameter, and the padding behind each."""
+    first, groups = weights.scales_nbytes(numel), numel // weights.group_size
+    end = first + weights.codes_nbytes(numel)
+    words = stored[: 4 * groups].view(np.uint32)
+    return words, stored[first:end], (stored[4 * groups : first], stored[end:])
