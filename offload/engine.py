@@ -2,69 +2,50 @@
 
 from __future__ import annotations
 
-import _thread
 import logging
-import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from offload import machine
 from offload.activations import Activations
 from offload.config import OffloadConfig
-from offload.display.progress import progress
 from offload.first_values import FirstValues
 from offload.foreign_optimizers import refuse_foreign_optimizers
-from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
-from offload.homes import TieredHomes, compute_device, nvme_paths, ranks_here, this_machine
+from offload.homes import TieredHomes
 from offload.lazy_tensors import LazyWeights
-from offload.materialise import make_real
-from offload.model_state import StateDictHooks
 from offload.model_structure import ModelStructure
-from offload.moe import Experts
 from offload.moe.gate import Gate
 from offload.optimizer import OffloadOptimizer
-from offload.planning.choice.planner import make_plan, resolved_config
-from offload.planning.machine.preflight import preflight
-from offload.planning.plan.plan import Plan, spare_host_nbytes
+from offload.planning.plan.plan import spare_host_nbytes
 from offload.recording import Recording
-from offload.report import Report, tier_reports
+from offload.report import Report
 from offload.spread_experts import SpreadExperts
 from offload.swap.lanes import waits_s
 from offload.swap.recorder import Recorder
-from offload.swap.shield import uninterrupted
 from offload.swap.worker import ParallelRunner
-from offload.tiers.errors import OffloadError, StateError, UnsupportedError
-from offload.zero.closed_engine import Refusal
+from offload.tiered_model import DTYPES, TieredModel, refuse_shared
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.collectives import Wire
-from offload.zero.discovery import Discovery, discover, managed
-from offload.zero.expert_access import ExpertAccess
-from offload.zero.gradient_hooks import is_trained_here
+from offload.zero.discovery import Discovery, managed
 from offload.zero.group import ParamGroup
-from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 from offload.zero.loading import load_group
-from offload.zero.local_tensors import is_dtensor, local_of
+from offload.zero.local_tensors import is_dtensor
 from offload.zero.loss_scale import LossScale
 from offload.zero.model_shape import GroupShape
 from offload.zero.ranks import Ranks, data_ranks
 from offload.zero.runtime import Runtime, RuntimeOptions
-from offload.zero.sharding import ALONE
-from offload.zero.shared_views import refuse_shared_views
 from offload.zero.stepper import StepRules
-from offload.zero.store import WeightStore
-from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.values import ParameterValues
 
 if TYPE_CHECKING:
@@ -75,7 +56,6 @@ if TYPE_CHECKING:
     from offload.runs.watch import Watch
 
 _log = logging.getLogger("offload")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -118,7 +98,7 @@ def initialize(
     engine.
     """
     loaded = OffloadConfig.load({} if config is None else config)
-    _refuse_shared(model)
+    refuse_shared(model)
     with LazyWeights(model) as lazy:
         run = None
         if run_folder is not None:
@@ -154,7 +134,7 @@ _ELSEWHERE = {
 }
 
 
-class Engine:
+class Engine(TieredModel):
     """Owns the tiers of one model. A context manager; `close` gives everything back.
 
     `module` is the model, `optimizer` its `OffloadOptimizer`, `device` where it computes and wants
@@ -164,122 +144,74 @@ class Engine:
     `gradient`, `save_checkpoint` and `load_checkpoint` are for all ranks together.
     """
 
+    values: ParameterValues
+    _CLOSED = "the engine is closed; make a new one with offload.initialize"
+
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
         parameters: ParamGroups | None = None, weights: str | Path | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
         config = config.settled()
-        self.module = model
-        self.device = compute_device(config)
-        self._closed = False
-        self._pid = os.getpid()
-        self._before_close: list[Callable[[], None]] = []
         self.made_at = time.perf_counter()
         self.watching: Watch | None = None
         self.own_run: OwnRun | None = None
         self.last_checkpoint: SavedCheckpoint | None = None
-        self._run: ParallelRunner
-        self._homes: TieredHomes
+        self._run: ParallelRunner | None = None
         self._runtime: Runtime | None = None
         self._activations: Activations | None = None
-        self._refusals: list[RemovableHandle] = []
-        _take_over(model, weights)
-        _check_model(model)
-        self.spread = SpreadExperts(model)
+        super().__init__(model, config, takes_values=weights is not None)
+        _check_trainable(model)
         self.spread.check(
             config, machine.rank_here(), machine.world_size(),
             meshed=mesh is not None or any(is_dtensor(param) for param in model.parameters()),
         )  # fmt: skip
-        discovery = discover(
-            model, config.groups.blocks, experts=config.splits_experts(machine.world_size())
-        )
-        self.spread.check_groups(discovery.groups)
+        discovery = self._discover(config)
+        self._find_tensor_parallel(config, data_ranks(mesh), takes_values=weights is not None)
         zero = config.zero
-        self._tensor_parallel = TensorParallel.find(
-            model.named_parameters(), data_ranks(mesh), self.device, zero.timeout_s
-        )
-        _check_tensor_parallel(self._tensor_parallel, weights)
         self._ranks = Ranks.join(
             zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
             _alike(config, discovery, model, self.spread),
         )  # fmt: skip
         try:
-            self._build(model, config, discovery, parameters, weights, lazy)
+            self._build(config, discovery, parameters, weights, lazy)
         except BaseException:
             self.close()
             raise
         self.optimizer.engine = self  # the optimizer needs the engine, so it keeps it alive
         made = self._runtime, self._run, self._homes
-        self._finalizer = weakref.finalize(self, _close_dropped, os.getpid(), *made)
+        self._close_with(self, partial(_close_all, *made))
 
     # ---------------------------------------------------------------- building
     def _build(
-        self, model: nn.Module, config: OffloadConfig, discovery: Discovery,
-        parameters: ParamGroups | None, weights: str | Path | None, lazy: LazyWeights,
+        self, config: OffloadConfig, discovery: Discovery, parameters: ParamGroups | None,
+        weights: str | Path | None, lazy: LazyWeights,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]
         self._make_plan(config, discovery)
         trained = _listed(parameters)
-        first = FirstValues(model, config.seed, dtype, weights, lazy, discovery.packed)
-        make_real(_named(model, discovery), dtype, self.device)
+        first = self._first_values(discovery, dtype, weights, lazy)
+        self._run = ParallelRunner(int(self.config.threads.optimizer))
         self._open_tiers(config, dtype)
-        self._runtime = self._make_runtime(discovery, dtype)
+        self._runtime = self._make_runtime(discovery, dtype, self._run)
+        self._store = self._runtime.store
         self._load(first)
         self.values = ParameterValues(self._runtime)
         self.optimizer = self._make_optimizer(trained)
         self._watch_structure(self._runtime)
-        self._give_out_values(self._runtime)
-        self._attach_experts(self._runtime)
+        self._give_out_values()
+        self._attach_experts()
         if self._ranks is not None:
             self._share_loads(self._ranks)
         self._keep_activations(config, discovery, self._runtime)
-        self._runtime.start(model, self.values, weakref.ref(self))
-        self._refuse_foreign(self._runtime)
-
-    def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
-        """The plan: each state's tier. BudgetError, ConfigError or PathError if there is none."""
-        sharding = ALONE if self._ranks is None else self._ranks.sharding
-        hardware = this_machine(config.nvme, self.device, sharding)
-        shape = discovery.shape()
-        _say_if_another(config, self.module, shape.numel_of_all_ranks)
-        self.plan: Plan = make_plan(config, shape, hardware)
-        self.config = resolved_config(config, self.plan, self.device.type, ranks_here())
-        _look_ahead(self.plan, config, self.module)
-        _say_slow(config.precision, self.device)
-
-    def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
-        self._run = ParallelRunner(int(self.config.threads.optimizer))
-        if self.config.threads.torch != "auto":
-            torch.set_num_threads(self.config.threads.torch)
-        self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
+        self._runtime.start(self.module, self.values, weakref.ref(self))
+        self._refuse(refuse_foreign_optimizers)
+        self._refuse_wrappers()
 
     def _watch_structure(self, runtime: Runtime) -> None:
         """Before each step: are the parameters still those that the engine was made with?"""
         structure = ModelStructure(self.module, runtime.store.spec_of)
         self.optimizer.register_step_pre_hook(lambda *_: structure.check())
-
-    def _give_out_values(self, runtime: Runtime) -> None:
-        """`state_dict` has values, until another engine gets the model."""
-        hooks = StateDictHooks(self.module, runtime, self.values)
-        runtime.store.on_reuse.append(hooks.remove)
-        self._state_dict_hooks = hooks
-
-    def _attach_experts(self, runtime: Runtime) -> None:
-        """Packed experts compute with the rows that groups have; layers of ours say which of their
-        experts come next."""
-        store = runtime.store
-        for table in store.tables:
-            if table.module is not None:
-                from offload import packed_experts  # transformers is there: it is its module
-
-                packed_experts.attach(table.module, ExpertAccess(store, table))
-                store.on_close.append(partial(packed_experts.detach, table.module))
-                continue
-            experts = self.module.get_submodule(table.name)
-            if isinstance(experts, Experts) and len(experts) == len(table.groups):
-                experts.on_chosen = partial(_announce, store, table.groups, experts.first)
-                store.on_close.append(partial(setattr, experts, "on_chosen", None))
 
     def _share_loads(self, ranks: Ranks) -> None:
         """After each step gates that balance by their experts' loads count all ranks' tokens."""
@@ -304,14 +236,9 @@ class Engine:
             self.module, discovery, config, self._homes.activations, runtime
         )
 
-    def _refuse_foreign(self, runtime: Runtime) -> None:
-        """Other optimizers and wrappers must not take this model's parameters."""
-        for refuse in refuse_foreign_optimizers, refuse_foreign_wrappers:
-            refusal = refuse(runtime)
-            self._refusals.append(refusal)
-            weakref.finalize(self, refusal.remove)
-
-    def _make_runtime(self, discovery: Discovery, dtype: torch.dtype) -> Runtime:
+    def _make_runtime(
+        self, discovery: Discovery, dtype: torch.dtype, run: ParallelRunner
+    ) -> Runtime:
         config = self.config
         options = RuntimeOptions(
             dtype=dtype,
@@ -335,7 +262,7 @@ class Engine:
             discovery,
             options,
             self._homes,
-            self._run,
+            run,
             staging,
             _loss_scale(config),
             self._ranks,
@@ -344,27 +271,26 @@ class Engine:
         self._homes.let_wait(runtime.await_progress)
         return runtime
 
-    def _load(self, first: FirstValues) -> None:
-        """Fill every group's states, one group at a time."""
+    def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
         runtime = self._runtime
         assert runtime is not None, "made just before"
-        states = runtime.optimizer_states
-        with progress(first.doing, sum(state.nbytes for state in states)) as came:
-            for group, state in zip(runtime.groups, states, strict=True):
-                ranks, experts = self._ranks, runtime.rank_work.experts
-                if group.ep_size > 1:
-                    ranks = None if experts is None else experts.ranks
-                values = _agreed(group, first, ranks, self._tensor_parallel)
-                load_group(state, runtime.own, values)
-                runtime.store.adopt(group)
-                machine.trim_memory()  # a group's values are freed before the next ones come
-                came(state.nbytes)
-        others = [p for p in self.module.parameters() if runtime.store.spec_of(p) is None]
-        first.fill_the_rest(others, self.device)
-        if self._ranks is not None:
-            for tensor in (*self.module.buffers(), *others):
-                own = local_of(tensor).detach()
-                own.copy_(self._ranks.from_first(own))
+        load_group(runtime.optimizer_states[group.index], runtime.own, values)
+        runtime.store.adopt(group)
+
+    def _values_of(
+        self, group: ParamGroup, first: FirstValues
+    ) -> Callable[[ParamSpec], torch.Tensor]:
+        """Of ranks that have the same group, what the first one has."""
+        value, ranks = super()._values_of(group, first), self._ranks
+        if group.ep_size > 1:
+            assert self._runtime is not None, "made just before"
+            experts = self._runtime.rank_work.experts
+            ranks = None if experts is None else experts.ranks
+        if ranks is None:
+            return value
+        params = group.layout.params
+        agreed = ranks.as_on_first([value(spec) for spec in params])
+        return dict(zip(params, agreed, strict=True)).__getitem__
 
     def _make_optimizer(self, given: Any) -> OffloadOptimizer:
         assert self._runtime is not None, "made just before"
@@ -411,20 +337,6 @@ class Engine:
         with self._open().reductions.no_sync():
             yield
 
-    @contextmanager
-    def gathered(self, *what: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> Iterator[None]:
-        """Full parameters inside the block, for reading or writing: of their own shape, where the
-        engine computes, in the format it computes in.
-
-        `what` are parameters, modules or iterables of parameters; nothing given means all. Written
-        parameters keep exactly what was written, and so do their masters. It waits for pending
-        updates. TierFullError where the budget cannot hold all of them at once.
-        """
-        runtime = self._open()
-        params = _params_of(what) if what else list(self.module.parameters())
-        with self.values.gathered([p for p in params if runtime.store.spec_of(p) is not None]):
-            yield
-
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of what was accumulated for `param` (`param.grad` is a handle of it), of its
         shape, on its device and in the format it is kept in, without a loss scale; None if there
@@ -438,20 +350,12 @@ class Engine:
         numbers of what is under way may change while they are read."""
         runtime = self._open()
         last = self.optimizer.last_step
-        with self._homes.lock:
-            tiers = tier_reports(self._homes.ledger.accounts)
         return Report(
-            tiers=tiers,
-            bytes_moved={**self._homes.bytes_moved(), **runtime.rank_work.moved_nbytes()},
-            bytes_saved=self._homes.bytes_saved(),
+            **self._seen(),
             steps=runtime.stepper.taken,
             skipped_steps=runtime.stepper.skipped,
             gradient_norm=None if last is None else last.gradient_norm,
             loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
-            prefetch_hits=runtime.trace.hits,
-            prefetch_misses=runtime.trace.misses,
-            evictions=self._homes.pool.evictions,
-            placements={str(c): p.describe() for c, p in self.plan.placements.items()},
             waits=self.waits(),
         )
 
@@ -527,11 +431,6 @@ class Engine:
             if self.own_run is not None:
                 self.own_run.watch()
 
-    def check_integrity(self) -> None:
-        """Raise IntegrityError unless every tier's books balance."""
-        with self._homes.lock:
-            self._homes.ledger.check_integrity()
-
     def settle(self) -> None:
         """Wait for every pending update and every byte on its way. Raises what failed there."""
         self._open().settle()
@@ -575,19 +474,9 @@ class Engine:
 
     # ---------------------------------------------------------------- ending
     def _open(self) -> Runtime:
-        if self._closed or self._runtime is None:
-            raise StateError("the engine is closed; make a new one with offload.initialize")
-        self._runtime.store.one_thread.check_process()
+        self._check_open()
+        assert self._runtime is not None, "made with the store"
         return self._runtime
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    def before_close(self, call: Callable[[], None]) -> None:
-        """`call()` when the engine is about to be closed, while it can still be looked at."""
-        self._before_close.append(call)
 
     if not TYPE_CHECKING:  # type checkers report unknown names themselves
 
@@ -595,48 +484,25 @@ class Engine:
             hint = f"; call {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise AttributeError(f"'Engine' object has no attribute {name!r}{hint}")
 
-    @uninterrupted
-    def close(self) -> None:
-        """Stop threads, close swap files, give back memory. Parameters are not readable after; the
-        model can be given to `offload.initialize` again, with `weights=`.
-
-        Calling it again does nothing.
-        """
-        if self._closed:
-            return
-        if self._pid != os.getpid():  # a forked child: it is the parent's
-            self._closed = True
-            self._finalizer.detach()
-            return
-        with ExitStack() as last_first:  # each one also where another fails
-            last_first.callback(self._close)
-            for call in self._before_close:
-                last_first.callback(call)
-            self._before_close.clear()
-            watch, self.watching = self.watching, None
-            if watch is not None:
-                last_first.callback(watch.close)
+    def _to_be_called(self) -> list[Callable[[], None]]:
+        watch, self.watching = self.watching, None
+        return super()._to_be_called() + ([] if watch is None else [watch.close])
 
     def _close(self) -> None:
         self._closed = True
         if self._ranks is not None:
             self._ranks.watch.leave_after_error()  # before anything waits for the others
-        if hasattr(self, "_finalizer"):
-            self._finalizer.detach()
         if self._activations is not None:
             self._activations.remove()
-        for refusal in self._refusals:
-            refusal.remove()
+        super()._close()
+
+    def _close_all(self) -> None:
         try:
-            made = getattr(self, "_run", None), getattr(self, "_homes", None)
-            _close_all(self._runtime, *made)
+            _close_all(self._runtime, self._run, getattr(self, "_homes", None))
         finally:
             if self._ranks is not None:
                 self._ranks.watch.close()
                 self._ranks.leave()
-
-    def __enter__(self) -> Engine:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
@@ -646,12 +512,7 @@ class Engine:
             self.watching.interrupted()
         if kind is not None and self.own_run is not None:
             self.own_run.cut_short = True
-        try:
-            self.close()
-        except OffloadError as closing:
-            if error is None:
-                raise
-            _log.warning("while closing after an error: %s", closing)
+        super().__exit__(kind, error, trace)
 
 
 def _close_all(
@@ -668,46 +529,18 @@ def _close_all(
             homes.close()
 
 
-def _close_dropped(pid: int, *made: Any) -> None:
-    """Close an engine that was dropped without `close`, or is open when the program ends.
-
-    The garbage collector runs in any thread, also in those that closing waits for, and while locks
-    are held: so a separate thread closes the engine, and no thread waits for it. It is not one of
-    `threading`, which takes locks, too. A forked child leaves its parent's engine alone.
-    """
-    if os.getpid() != pid:
-        return
-    if threading.main_thread().is_alive():
-        _thread.start_new_thread(_close_alone, made)
-    else:  # the program ends
-        _close_alone(*made)
-
-
-def _close_alone(*made: Any) -> None:
-    try:
-        _close_all(*made)
-    except OffloadError as error:
-        _log.warning("while closing an engine that was dropped: %s", error)
-
-
-def _named(model: nn.Module, discovery: Discovery) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's parameters, and the rows of packed ones."""
-    yield from model.named_parameters()
-    for packed in discovery.packed:
-        for number, row in enumerate(packed.rows):
-            yield f"{packed.name}[{number}]", row
-
-
-def _announce(
-    store: WeightStore, groups: Sequence[ParamGroup], first: int, chosen: Sequence[int]
-) -> None:
-    """Begin to bring experts, by their numbers; `first` is that of the first group's."""
-    store.announce([groups[number - first] for number in chosen])
-
-
 def _plain(loss: torch.Tensor) -> torch.Tensor:
     """Of torch's own class: another one's `backward` may scale, too (`deepspeed.fp16_loss`)."""
     return loss.as_subclass(torch.Tensor)
+
+
+def _check_trainable(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.requires_grad and not managed(param):
+            raise UnsupportedError(
+                f"{name} ({param.dtype}, {param.layout}) is trainable but no dense real floating "
+                "point tensor; freeze it, or train this model without offload"
+            )
 
 
 def _listed(parameters: ParamGroups | None) -> Any:
@@ -756,33 +589,6 @@ def _as_on_first(group: GroupShape, spread: SpreadExperts) -> GroupShape:
     return replace(group, name=spread.name_on(0, group.name), params=tuple(params))
 
 
-def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
-    """Before allocating: refuse settings that this machine cannot run, and warn about slow ones."""
-    here = [p for p in model.parameters() if p.device.type == "cpu"]
-    freed = sum(local_of(p).nbytes for p in here)
-    found = preflight(plan, config.nvme, nvme_paths(config.nvme), freed_nbytes=freed)
-    found.refuse()
-    for warning in found.warnings:
-        _log.warning("%s", warning)
-
-
-def _say_if_another(config: OffloadConfig, model: nn.Module, numel: int) -> None:
-    written_for = config.written_for
-    if written_for is not None and written_for.parameters != numel:
-        _log.warning(
-            "this configuration was written for %s, and %s has %s: budgets, placement and chunks "
-            "were chosen for the other one", written_for, type(model).__name__, f"{numel:,}",
-        )  # fmt: skip
-
-
-def _say_slow(precision: str, device: torch.device) -> None:
-    if device.type == "cpu" and precision in machine.slow_matmul_precisions():
-        _log.warning(
-            "precision: %s is computed on this CPU without a fast kernel: matrix products can take "
-            "100 times as long as in fp32; use precision: fp32 here", precision,
-        )  # fmt: skip
-
-
 def _wire(config: OffloadConfig) -> Wire:
     zero = config.zero
     rounded = None if zero.reduce_dtype == "fp32" else DTYPES[zero.reduce_dtype]
@@ -799,64 +605,6 @@ def _loss_scale(config: OffloadConfig) -> LossScale | None:
     )  # fmt: skip
 
 
-def _refuse_shared(model: nn.Module) -> None:
-    """StateError if an engine that is open has a parameter of this model."""
-    closed = Refusal.of(model)
-    for prefix, module in model.named_modules():
-        taken = UnitHooks.has_an_engine(module)
-        for name, param in module.named_parameters(prefix=prefix, recurse=taken):
-            if taken or (is_trained_here(param) and not any(each.has(param) for each in closed)):
-                raise StateError(
-                    f"{name} trains through another engine that is open: one parameter cannot have "
-                    "two. Close that one first (engine.close()), or give offload.initialize one "
-                    "module around all that trains together (and if it was taken out of a closed "
-                    "engine's model: its values are gone, make a new parameter)"
-                )
-
-
-def _take_over(model: nn.Module, weights: str | Path | None) -> None:
-    """Of closed engines: modules whose parameters are gone, and come from `weights`."""
-    closed = Refusal.of(model)
-    if closed and weights is None:
-        raise StateError(
-            "this model was given to an engine before, which was closed, and its parameters went "
-            "with it; say with weights= where their values are (safetensors files; of "
-            'engine.save_checkpoint("checkpoint"): weights="checkpoint/parameters", and then '
-            "engine.load_checkpoint), or build the model anew"
-        )
-    for each in closed:
-        each.lift(model)
-
-
-def _check_model(model: nn.Module) -> None:
-    refuse_wrapped(model)
-    for name, param in model.named_parameters():
-        if param.requires_grad and not managed(param):
-            raise UnsupportedError(
-                f"{name} ({param.dtype}, {param.layout}) is trainable but no dense real floating "
-                "point tensor; freeze it, or train this model without offload"
-            )
-        if param.is_floating_point() and param.dtype.itemsize == 1:  # as managed, it would be cast
-            raise UnsupportedError(
-                f"{name} is {param.dtype}: the engine has all parameters in its precision:, where "
-                "quantised weights lose their scales; dequantise the model first (transformers: "
-                "FineGrainedFP8Config(dequantize=True))"
-            )
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise UnsupportedError(
-                f"{name} has no shape yet (a lazy module); run one forward before initialize"
-            )
-    refuse_shared_views(model)
-
-
-def _check_tensor_parallel(found: TensorParallel | None, weights: str | Path | None) -> None:
-    if found is not None and weights is not None:
-        raise UnsupportedError(
-            "weights= cannot fill a model whose parameters are DTensors; load them before "
-            "parallelize_module, or with torch.distributed.checkpoint after offload.initialize"
-        )
-
-
 def _refuse_parts(what: str, runtime: Runtime) -> None:
     """A checkpoint's files have no place for parts of a parameter: each rank would write its own
     over the others'."""
@@ -866,28 +614,3 @@ def _refuse_parts(what: str, runtime: Runtime) -> None:
             "model.state_dict() and engine.optimizer.state_dict() with "
             "torch.distributed.checkpoint, which knows them"
         )
-
-
-def _agreed(
-    group: ParamGroup, first: FirstValues, ranks: Ranks | None,
-    tensor_parallel: TensorParallel | None,
-) -> Callable[[ParamSpec], torch.Tensor]:  # fmt: skip
-    """A group's first values: of `ranks`, which have the same group, what the first one has."""
-    params = dict(zip(group.layout.params, group.params, strict=True))
-    value = first.of(params, tensor_parallel)
-    if ranks is None:
-        return value
-    agreed = ranks.as_on_first([value(spec) for spec in params])
-    return dict(zip(params, agreed, strict=True)).__getitem__
-
-
-def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:
-    params: list[nn.Parameter] = []
-    for item in what:
-        if isinstance(item, nn.Module):
-            params.extend(item.parameters())
-        elif isinstance(item, torch.Tensor):
-            params.append(cast(nn.Parameter, item))
-        else:
-            params.extend(item)
-    return list({id(param): param for param in params}.values())

@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer import OffloadOptimizer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.runtime import Runtime
+from offload.zero.store import WeightStore
 
 
-def refuse_foreign_optimizers(runtime: Runtime) -> RemovableHandle:
+def refuse_foreign_optimizers(store: WeightStore) -> RemovableHandle:
     """From here on until the handle is removed."""
-    reference = weakref.ref(runtime)
+    reference = weakref.ref(store)
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         watched = reference()
@@ -38,10 +38,10 @@ def _is_ours(optimizer: Any) -> bool:
     return optimizer is not None
 
 
-def _refuse(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+def _refuse(optimizer: torch.optim.Optimizer, store: WeightStore) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            spec = runtime.store.spec_of(param)
+            spec = store.spec_of(param)
             if spec is not None:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}.step(): {spec.name} trains through an offload "

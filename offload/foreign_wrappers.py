@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
-from offload.zero.runtime import Runtime
+from offload.zero.store import WeightStore
 
 # by name: some of them are never imported
 _WRAPPERS = frozenset({
@@ -31,15 +31,15 @@ def refuse_wrapped(model: nn.Module) -> None:
             _refuse(module)
 
 
-def refuse_foreign_wrappers(runtime: Runtime) -> RemovableHandle:
+def refuse_foreign_wrappers(store: WeightStore) -> RemovableHandle:
     """From here on until the handle is removed."""
-    reference = weakref.ref(runtime)
+    reference = weakref.ref(store)
 
     def check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
         watched = reference()
         if watched is None or module is None or not _moves_parameters(parent):
             return
-        if any(watched.store.spec_of(param) is not None for param in module.parameters()):
+        if any(watched.spec_of(param) is not None for param in module.parameters()):
             _refuse(parent)
 
     handle: RemovableHandle = register_module_module_registration_hook(check)

@@ -16,15 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.tiers.errors import UnsupportedError
 from offload.zero.group import NO_COPIES
-from offload.zero.runtime import Runtime
-from offload.zero.values import ParameterValues
+from offload.zero.store import WeightStore
+from offload.zero.weight_values import WeightValues
 
 
 class StateDictHooks:
     """Installed on creation, gone after `remove`."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime, values: ParameterValues) -> None:
-        self._runtime = runtime
+    def __init__(self, model: nn.Module, store: WeightStore, values: WeightValues) -> None:
+        self._store = store
         self._values = values
         self._contexts: dict[int, Any] = {}
         # of tied parameters, by id: what the last state dict has, and of which version
@@ -46,7 +46,7 @@ class StateDictHooks:
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False, remove_duplicate=False)
-        return {name: p for name, p in own if self._runtime.store.spec_of(p) is not None}
+        return {name: p for name, p in own if self._store.spec_of(p) is not None}
 
     def _install(self, module: nn.Module) -> None:
         self._handles += [
@@ -66,7 +66,7 @@ class StateDictHooks:
     def _copy(self, param: nn.Parameter, state_dict: dict[str, Any]) -> torch.Tensor:
         """For all names of a tied parameter over one memory, by which what writes files knows
         it."""
-        found = self._runtime.group_of(param)
+        found = self._store.group_of(param)
         if self._names[id(param)] == 1 or found is None:  # packed ones are not tied
             return self._values.give_out(param)
         known, version = self._copied.get(id(param)), found[0].version

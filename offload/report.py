@@ -39,32 +39,26 @@ def tier_reports(accounts: Mapping[Tier, TierAccount]) -> dict[str, TierReport]:
     return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in Tier}
 
 
-@dataclass(frozen=True)
-class Report:
-    """Tiers, bytes moved so far, and what became of the steps, of this rank.
+@dataclass(frozen=True, kw_only=True)
+class TierTraffic:
+    """What tiers hold, and bytes moved between them so far, of this rank.
 
     `tiers` are device, host and nvme, whether used or not. `bytes_moved` is by link, since the
     beginning (`nvme read`, `nvme write`, `host to device`, ...), `bytes_saved` what did not have to
-    cross it. `steps` were taken, `skipped_steps` not, for infinite or NaN gradients.
-    `gradient_norm` is that of the last step, unscaled and before the engine's clipping (a loop that
-    clips by itself hands over gradients that are clipped already); `loss_scale` is None
-    unless the precision is fp16. A use of a group came in the order of the last step
-    (`prefetch_hits`) or in another (`prefetch_misses`); `evictions` counts copies that made room
-    for others. `placements` says in words where each class of state lives.
+    cross it. A use of a group came in the order of the last step or pass (`prefetch_hits`) or in
+    another (`prefetch_misses`); `evictions` counts copies that made room for others. `placements`
+    says in words where each class of state lives.
 
-    `waits` are seconds for which the thread that trains has waited since the beginning: for `nvme`
-    (transfers from and to files), `link` (copies between host and device), `update` (a group's
-    pending update, whatever that waits for) and `ranks` (collectives, and what their threads wait
-    for). On a GPU the thread queues work and goes on: its own stream's waits are not in here.
+    `waits` are seconds for which the thread that computes has waited since the beginning: for
+    `nvme` (transfers from and to files), `link` (copies between host and device), `update` (a
+    group's pending update, whatever that waits for) and `ranks` (collectives, and what their
+    threads wait for). On a GPU the thread queues work and goes on: its own stream's waits are not
+    in here.
     """
 
     tiers: dict[str, TierReport]
     bytes_moved: dict[str, int]
     bytes_saved: dict[str, int]
-    steps: int
-    skipped_steps: int
-    gradient_norm: float | None
-    loss_scale: float | None
     prefetch_hits: int = 0
     prefetch_misses: int = 0
     evictions: int = 0
@@ -72,7 +66,7 @@ class Report:
     waits: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A few lines to read: what tiers hold, what moved, what the steps did."""
+        """A few lines to read: what tiers hold, what moved, what was waited for."""
         lines = [
             f"{name:<7} {format_bytes(tier.used_nbytes)} held, {format_bytes(tier.peak_nbytes)} at "
             f"most, of {format_bytes(tier.budget_nbytes)}"
@@ -81,9 +75,28 @@ class Report:
         ]
         moved = [f"{name} {format_bytes(n)}" for name, n in self.bytes_moved.items() if n]
         waited = [f"{name} {seconds:.1f} s" for name, seconds in self.waits.items() if seconds]
-        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
         return "\n".join([
             *lines, f"moved   {', '.join(moved) or 'nothing'}",
             f"waited  {', '.join(waited) or 'for nothing'}",
-            f"steps   {self.steps}, {self.skipped_steps} skipped{norm}",
         ])  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(TierTraffic):
+    """The same of an engine, and what became of its steps.
+
+    `steps` were taken, `skipped_steps` not, for infinite or NaN gradients. `gradient_norm` is that
+    of the last step, unscaled and before the engine's clipping (a loop that clips by itself hands
+    over gradients that are clipped already); `loss_scale` is None unless the precision is fp16.
+    """
+
+    steps: int
+    skipped_steps: int
+    gradient_norm: float | None
+    loss_scale: float | None
+
+    def __str__(self) -> str:
+        """A few lines to read: what tiers hold, what moved, what the steps did."""
+        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
+        steps = f"steps   {self.steps}, {self.skipped_steps} skipped{norm}"
+        return f"{super().__str__()}\n{steps}"

@@ -31,6 +31,7 @@ FLOORS: list[set[str]] = [
         "shadows", "spread_experts",
     },
     {"runs"},
+    {"tiered_model"},
     {"engine"},
     {"deepspeed"},
     {"doctor", "train"},

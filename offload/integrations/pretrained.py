@@ -25,8 +25,9 @@ from offload.checkpoint.model_files import (
     weight_files,
 )
 from offload.config import OffloadConfig
-from offload.engine import DTYPES, Engine, ParamGroups, initialize
+from offload.engine import Engine, ParamGroups, initialize
 from offload.lazy_tensors import LazyTensor, lazy_tensors
+from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor, nn
 
 import offload
-import offload.engine
 import offload.homes
 import offload.planning.plan.activation_plan
 import offload.swap.activation_returns
 import offload.swap.activations
+import offload.tiered_model
 import offload.zero.micro_batches
 from offload.errors import BudgetError
 from tests.offload.engine_cases import HOST, VOCABULARY, batches, config, losses_of, seeded
@@ -63,9 +63,9 @@ class Net(nn.Module):
 def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWorld:
     """Engines plan as for a GPU of 1 GiB whose kernels run, and get streams whose order is
     checked. Everything is worth moving; copies may hold little."""
-    real = offload.engine.this_machine
+    real = offload.tiered_model.this_machine
     patch.setattr(
-        offload.engine,
+        offload.tiered_model,
         "this_machine",
         lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30, kernels_missing=None),
     )

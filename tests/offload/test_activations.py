@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-import offload.engine
 import offload.planning.plan.activation_plan
 import offload.swap.activations
+import offload.tiered_model
 from offload.child import child_environment
 from offload.errors import BudgetError, UnsupportedError
 from offload.tiers.units import parse_bytes
@@ -121,9 +121,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as for a machine with a GPU: host memory stands in for its memory."""
-    real = offload.engine.this_machine
+    real = offload.tiered_model.this_machine
     monkeypatch.setattr(
-        offload.engine,
+        offload.tiered_model,
         "this_machine",
         lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
     )

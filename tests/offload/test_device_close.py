@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import offload
-import offload.engine
 import offload.homes
+import offload.tiered_model
 from offload.tiers.memory import HostMemory
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
 from tests.swap.stream_simulation import CUDA, Stream, World
@@ -33,10 +33,10 @@ def broken(*args: Any, **keys: Any) -> Any:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Plans are those of a machine with a GPU of 1 GiB, without Triton."""
-    world, real = World(monkeypatch, eager_model=True), offload.engine.this_machine
+    world, real = World(monkeypatch, eager_model=True), offload.tiered_model.this_machine
     monkeypatch.setattr(offload.homes, "DeviceHomes", world.device_homes)
     monkeypatch.setattr(
-        offload.engine,
+        offload.tiered_model,
         "this_machine",
         lambda *args: dataclasses.replace(
             real(*args), device_nbytes=1 << 30, kernels_missing="the test says so"

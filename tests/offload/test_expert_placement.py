@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor, nn
 
 import offload
-import offload.engine
+import offload.tiered_model
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, UnsupportedError
 from offload.tiers.tier import Tier
@@ -66,11 +66,11 @@ def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def _as_with_a_gpu(mirrored: bool, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Planned as for a GPU, with host memory in its place."""
-    real = offload.engine.this_machine
+    real = offload.tiered_model.this_machine
     with patch.context() as patched:
         if mirrored:
             patched.setattr(
-                offload.engine, "this_machine",
+                offload.tiered_model, "this_machine",
                 lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
             )  # fmt: skip
         yield

@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import offload
 import offload.engine
 import offload.homes
+import offload.tiered_model
 import offload.zero.runtime
 from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, config, on_the_cpu_alone, seeded
 from tests.ranks.processes import run_ranks
@@ -41,7 +42,7 @@ AFTER = {
     "the optimizer": (offload.engine, "OffloadOptimizer"),
     "saved activations": (offload.engine, "Activations"),
     "the hooks": (offload.zero.runtime.Runtime, "start"),
-    "the refusal of wrappers": (offload.engine, "refuse_foreign_wrappers"),
+    "the refusal of wrappers": (offload.tiered_model, "refuse_foreign_wrappers"),
 }
 
 

@@ -19,8 +19,8 @@ import pytest
 from torch import Tensor, nn
 
 import offload
-import offload.engine
 import offload.homes
+import offload.tiered_model
 import offload.zero.update
 from offload.errors import UnsupportedError
 from offload.kernels import triton_gradients, triton_optimizer
@@ -71,9 +71,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if ON_GPU:
         yield "cuda"
         return
-    real = offload.engine.this_machine
+    real = offload.tiered_model.this_machine
     monkeypatch.setattr(
-        offload.engine,
+        offload.tiered_model,
         "this_machine",
         lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30, kernels_missing=None),
     )
@@ -140,10 +140,10 @@ def run(
 @contextmanager
 def no_kernels() -> Iterator[None]:
     """Plans are those of a GPU without Triton."""
-    real = offload.engine.this_machine
+    real = offload.tiered_model.this_machine
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            offload.engine,
+            offload.tiered_model,
             "this_machine",
             lambda *args: dataclasses.replace(real(*args), kernels_missing="the test says so"),
         )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import offload
-import offload.engine
+import offload.tiered_model
 from offload.errors import BudgetError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
@@ -38,9 +38,9 @@ TIGHT, TIGHT_SPLIT = ("84KiB", "120KiB") if ON == "cpu" else ("136KiB", "172KiB"
 @pytest.fixture
 def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as for a machine with a GPU of 1 GiB."""
-    real = offload.engine.this_machine
+    real = offload.tiered_model.this_machine
     monkeypatch.setattr(
-        offload.engine,
+        offload.tiered_model,
         "this_machine",
         lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import offload
-from offload.engine import DTYPES
+from offload.tiered_model import DTYPES
 from tests.offload.engine_cases import HOST, bits, config
 from tests.outside.test_causal_lm_zoo import MOST_NUMEL, NAMES, tiny_config, transformers
 

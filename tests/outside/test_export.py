@@ -18,9 +18,9 @@ import offload
 from offload.checkpoint.exporting import export
 from offload.checkpoint.model_files import cut
 from offload.checkpoint.reader import CheckpointReader
-from offload.engine import DTYPES
 from offload.errors import CheckpointError
 from offload.integrations.hub_export import write_hub_format
+from offload.tiered_model import DTYPES
 from tests.offload.engine_cases import HOST, assert_same_bits, bits, config, seeded
 from tests.offload.test_checkpoint_cli import run
 from tests.outside.pretrained_cases import assert_same_model, opened, saved

@@ -150,12 +150,14 @@ def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
     def allocate(*args: Any) -> None:
         raise AssertionError("allocated")
 
-    monkeypatch.setattr("offload.engine.preflight", full)
-    monkeypatch.setattr("offload.engine.TieredHomes", allocate)
+    monkeypatch.setattr("offload.tiered_model.preflight", full)
+    monkeypatch.setattr("offload.tiered_model.TieredHomes", allocate)
     with pytest.raises(BudgetError, match="nothing is left"):
         offload.initialize(seeded(TinyLM), config(tmp_path))
     monkeypatch.undo()
-    monkeypatch.setattr("offload.engine.preflight", lambda *a, **k: Preflight((), ("slow disk",)))
+    monkeypatch.setattr(
+        "offload.tiered_model.preflight", lambda *a, **k: Preflight((), ("slow disk",))
+    )
     with caplog.at_level(logging.WARNING), offload.initialize(seeded(TinyLM), config(tmp_path)):
         assert "slow disk" in caplog.text
 

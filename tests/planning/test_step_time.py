@@ -176,9 +176,11 @@ def test_a_step_sends_the_predicted_bytes_to_the_device(
     case: str, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host memory stands in for the device's, as in `tests/offload/test_mirror.py`."""
-    real = offload.engine.this_machine
+    real = offload.tiered_model.this_machine
     monkeypatch.setattr(
-        offload.engine, "this_machine", lambda *args: replace(real(*args), device_nbytes=1 << 30)
+        offload.tiered_model,
+        "this_machine",
+        lambda *args: replace(real(*args), device_nbytes=1 << 30),
     )
     config = OffloadConfig.load(BASE, GPU_CASES[case])
     shape = shape_of(config)

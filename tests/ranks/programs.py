@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offload
-import offload.engine
+import offload.tiered_model
 from tests.offload.engine_cases import (
     WIDTH,
     TinyLM,
@@ -183,15 +183,15 @@ def train(case: Case, folder: str) -> Outcome:
 
 @contextmanager
 def _as_with_a_gpu(mirrored: bool) -> Iterator[None]:
-    real = offload.engine.this_machine
+    real = offload.tiered_model.this_machine
     if mirrored:
-        offload.engine.this_machine = lambda *args: dataclasses.replace(
+        offload.tiered_model.this_machine = lambda *args: dataclasses.replace(
             real(*args), device_nbytes=1 << 30
         )
     try:
         yield
     finally:
-        offload.engine.this_machine = real
+        offload.tiered_model.this_machine = real
 
 
 def train_all(cases: Sequence[Case], folder: str) -> list[Outcome]:

@@ -1,0 +1,431 @@
+"""A model whose weights are in tiers: what `engine.py`, which trains, and `dispatch.py` share.
+
+check ▶ discover ▶ plan ▶ open tiers ▶ store ▶ load ▶ experts, state dicts ▶ hooks
+"""
+
+from __future__ import annotations
+
+import _thread
+import abc
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload import machine
+from offload.config import OffloadConfig
+from offload.display.progress import progress
+from offload.first_values import FirstValues
+from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
+from offload.homes import TieredHomes, compute_device, nvme_paths, ranks_here, this_machine
+from offload.lazy_tensors import LazyWeights
+from offload.materialise import make_real
+from offload.model_state import StateDictHooks
+from offload.moe import Experts
+from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.machine.preflight import preflight
+from offload.planning.plan.plan import Plan
+from offload.report import tier_reports
+from offload.spread_experts import SpreadExperts
+from offload.swap.shield import uninterrupted
+from offload.tiers.errors import OffloadError, StateError, UnsupportedError
+from offload.zero.closed_engine import Refusal
+from offload.zero.discovery import Discovery, discover
+from offload.zero.expert_access import ExpertAccess
+from offload.zero.gradient_hooks import is_trained_here
+from offload.zero.group import ParamGroup
+from offload.zero.hooks import UnitHooks
+from offload.zero.layout import ParamSpec
+from offload.zero.local_tensors import local_of
+from offload.zero.ranks import Ranks
+from offload.zero.sharding import ALONE
+from offload.zero.shared_views import refuse_shared_views
+from offload.zero.store import WeightStore
+from offload.zero.tensor_parallel import TensorParallel
+from offload.zero.weight_values import WeightValues
+
+_log = logging.getLogger("offload")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TieredModel(abc.ABC):
+    """Owns the tiers of one model. A context manager; `close` gives everything back.
+
+    `module` is the model, `device` where it computes and wants its inputs, `config` the
+    configuration with every `auto` resolved, `plan` each state's tier.
+    """
+
+    plan: Plan
+    config: OffloadConfig
+    values: WeightValues
+    _homes: TieredHomes
+
+    def __init__(
+        self, model: nn.Module, config: OffloadConfig, *, takes_values: bool
+    ) -> None:  # fmt: skip
+        """`takes_values`: they come from files, also those of a model that was in tiers before."""
+        self.module = model
+        self.device = compute_device(config)
+        self._closed = False
+        self._pid = os.getpid()
+        self._before_close: list[Callable[[], None]] = []
+        self._store: WeightStore | None = None
+        self._ranks: Ranks | None = None  # those with other data
+        self._tensor_parallel: TensorParallel | None = None
+        self._refusals: list[RemovableHandle] = []
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        _take_over(model, takes_values=takes_values)
+        _check_model(model)
+        self.spread = SpreadExperts(model)
+
+    # ---------------------------------------------------------------- building
+    def _discover(self, config: OffloadConfig) -> Discovery:
+        """Groups and units."""
+        discovery = discover(
+            self.module, config.groups.blocks,
+            experts=config.splits_experts(machine.world_size()),
+        )  # fmt: skip
+        self.spread.check_groups(discovery.groups)
+        return discovery
+
+    def _find_tensor_parallel(
+        self, config: OffloadConfig, data_ranks: Sequence[int], *, takes_values: bool
+    ) -> None:
+        """The ranks that have other parts of the same parameters."""
+        found = TensorParallel.find(
+            self.module.named_parameters(), data_ranks, self.device, config.zero.timeout_s
+        )
+        if found is not None and takes_values:
+            raise UnsupportedError(
+                "weights= cannot fill a model whose parameters are DTensors; load them before "
+                "parallelize_module, or with torch.distributed.checkpoint after offload.initialize"
+            )
+        self._tensor_parallel = found
+
+    def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
+        """The plan: each state's tier. BudgetError, ConfigError or PathError if there is none."""
+        sharding = ALONE if self._ranks is None else self._ranks.sharding
+        hardware = this_machine(config.nvme, self.device, sharding)
+        shape = discovery.shape()
+        _say_if_another(config, self.module, shape.numel_of_all_ranks)
+        self.plan = make_plan(config, shape, hardware)
+        self.config = resolved_config(config, self.plan, self.device.type, ranks_here())
+        _look_ahead(self.plan, config, self.module)
+        _say_slow(config.precision, self.device)
+
+    def _first_values(
+        self, discovery: Discovery, dtype: torch.dtype, weights: str | Path | None,
+        lazy: LazyWeights,
+    ) -> FirstValues:  # fmt: skip
+        """Where they come from. Parameters on the meta device become real ones, without memory."""
+        first = FirstValues(self.module, self.config.seed, dtype, weights, lazy, discovery.packed)
+        make_real(_named(self.module, discovery), dtype, self.device)
+        return first
+
+    def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
+        if self.config.threads.torch != "auto":
+            torch.set_num_threads(self.config.threads.torch)
+        self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
+
+    def _load(self, first: FirstValues) -> None:
+        """Fill every group's states, one group at a time."""
+        store = self.store
+        with progress(first.doing, sum(group.state.nbytes for group in store.groups)) as came:
+            for group in store.groups:
+                self._load_group(group, self._values_of(group, first))
+                machine.trim_memory()  # a group's values are freed before the next ones come
+                came(group.state.nbytes)
+        others = [p for p in self.module.parameters() if store.spec_of(p) is None]
+        first.fill_the_rest(others, self.device)
+        if self._ranks is not None:
+            for tensor in (*self.module.buffers(), *others):
+                own = local_of(tensor).detach()
+                own.copy_(self._ranks.from_first(own))
+
+    @abc.abstractmethod
+    def _load_group(
+        self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]
+    ) -> None: ...
+
+    def _values_of(
+        self, group: ParamGroup, first: FirstValues
+    ) -> Callable[[ParamSpec], torch.Tensor]:
+        """A group's first values."""
+        params = dict(zip(group.layout.params, group.params, strict=True))
+        return first.of(params, self._tensor_parallel)
+
+    def _give_out_values(self) -> None:
+        """`state_dict` has values, until the model is given away again."""
+        hooks = StateDictHooks(self.module, self.store, self.values)
+        self.store.on_reuse.append(hooks.remove)
+
+    def _attach_experts(self) -> None:
+        """Packed experts compute with the rows that groups have; layers of ours say which of their
+        experts come next."""
+        store = self.store
+        for table in store.tables:
+            if table.module is not None:
+                from offload import packed_experts  # transformers is there: it is its module
+
+                packed_experts.attach(table.module, ExpertAccess(store, table))
+                store.on_close.append(partial(packed_experts.detach, table.module))
+                continue
+            experts = self.module.get_submodule(table.name)
+            if isinstance(experts, Experts) and len(experts) == len(table.groups):
+                experts.on_chosen = partial(_announce, store, table.groups, experts.first)
+                store.on_close.append(partial(setattr, experts, "on_chosen", None))
+
+    def _refuse(self, refuse: Callable[[WeightStore], RemovableHandle]) -> None:
+        """What others must not do to this model's parameters, until it is closed or dropped."""
+        refusal = refuse(self.store)
+        self._refusals.append(refusal)
+        weakref.finalize(self, refusal.remove)
+
+    def _refuse_wrappers(self) -> None:
+        self._refuse(refuse_foreign_wrappers)
+
+    def _close_with(self, owner: object, close: Callable[[], None]) -> None:
+        """`close()`, from when `owner` is dropped or the program ends."""
+        self._finalizer = weakref.finalize(owner, _close_dropped, os.getpid(), close)
+
+    # ---------------------------------------------------------------- looking
+    @contextmanager
+    def gathered(self, *what: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> Iterator[None]:
+        """Full parameters inside the block, for reading or writing: of their own shape, where the
+        model computes, in the format it computes in.
+
+        `what` are parameters, modules or iterables of parameters; nothing given means all. Written
+        parameters keep exactly what was written, and so do their masters. It waits for pending
+        updates. TierFullError where the budget cannot hold all of them at once.
+        """
+        store = self.store
+        params = _params_of(what) if what else list(self.module.parameters())
+        with self.values.gathered([p for p in params if store.spec_of(p) is not None]):
+            yield
+
+    def _seen(self) -> dict[str, Any]:
+        """What every report has (see `TierTraffic`)."""
+        store = self.store
+        with self._homes.lock:
+            tiers = tier_reports(self._homes.ledger.accounts)
+        return {
+            "tiers": tiers,
+            "bytes_moved": {**self._homes.bytes_moved(), **store.ranks.moved_nbytes()},
+            "bytes_saved": self._homes.bytes_saved(),
+            "prefetch_hits": store.trace.hits,
+            "prefetch_misses": store.trace.misses,
+            "evictions": self._homes.pool.evictions,
+            "placements": {str(c): p.describe() for c, p in self.plan.placements.items()},
+        }
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every tier's books balance."""
+        with self._homes.lock:
+            self._homes.ledger.check_integrity()
+
+    @property
+    def store(self) -> WeightStore:
+        """The weights (for checkpoints and tests). StateError once it is closed."""
+        self._check_open()
+        assert self._store is not None, "made before anything asks for it"
+        return self._store
+
+    # ---------------------------------------------------------------- ending
+    def _check_open(self) -> None:
+        if self._closed or self._store is None:
+            raise StateError(self._CLOSED)
+        self._store.one_thread.check_process()
+
+    _CLOSED: str  # what is said of it then
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def before_close(self, call: Callable[[], None]) -> None:
+        """`call()` when it is about to be closed, while it can still be looked at."""
+        self._before_close.append(call)
+
+    @uninterrupted
+    def close(self) -> None:
+        """Stop threads, close swap files, give back memory. Parameters are not readable after; the
+        model can be given to `offload.initialize` or `offload.dispatch` again, with `weights=`.
+
+        Calling it again does nothing.
+        """
+        if self._closed:
+            return
+        if self._pid != os.getpid():  # a forked child: it is the parent's
+            self._closed = True
+            self._forget_finalizer()
+            return
+        with ExitStack() as last_first:  # each one also where another fails
+            last_first.callback(self._close)
+            for call in self._to_be_called():
+                last_first.callback(call)
+
+    def _to_be_called(self) -> list[Callable[[], None]]:
+        """Before it is closed, the last one first."""
+        calls, self._before_close = self._before_close, []
+        return calls
+
+    def _close(self) -> None:
+        self._closed = True
+        self._forget_finalizer()
+        for refusal in self._refusals:
+            refusal.remove()
+        self._close_all()
+
+    @abc.abstractmethod
+    def _close_all(self) -> None:
+        """Threads, files and memory, also where it was not made completely."""
+
+    def _forget_finalizer(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        try:
+            self.close()
+        except OffloadError as closing:
+            if error is None:
+                raise
+            _log.warning("while closing after an error: %s", closing)
+
+
+def _close_dropped(pid: int, close: Callable[[], None]) -> None:
+    """Close what was dropped without `close`, or is open when the program ends.
+
+    The garbage collector runs in any thread, also in those that closing waits for, and while locks
+    are held: so a separate thread closes it, and no thread waits for that one. It is not one of
+    `threading`, which takes locks, too. A forked child leaves what is its parent's alone.
+    """
+    if os.getpid() != pid:
+        return
+    if threading.main_thread().is_alive():
+        _thread.start_new_thread(_close_alone, (close,))
+    else:  # the program ends
+        _close_alone(close)
+
+
+def _close_alone(close: Callable[[], None]) -> None:
+    try:
+        close()
+    except OffloadError as error:
+        _log.warning("while closing an engine that was dropped: %s", error)
+
+
+def _named(model: nn.Module, discovery: Discovery) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's parameters, and the rows of packed ones."""
+    yield from model.named_parameters()
+    for packed in discovery.packed:
+        for number, row in enumerate(packed.rows):
+            yield f"{packed.name}[{number}]", row
+
+
+def _announce(
+    store: WeightStore, groups: Sequence[ParamGroup], first: int, chosen: Sequence[int]
+) -> None:
+    """Begin to bring experts, by their numbers; `first` is that of the first group's."""
+    store.announce([groups[number - first] for number in chosen])
+
+
+def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
+    """Before allocating: refuse settings that this machine cannot run, and warn about slow ones."""
+    here = [p for p in model.parameters() if p.device.type == "cpu"]
+    freed = sum(local_of(p).nbytes for p in here)
+    found = preflight(plan, config.nvme, nvme_paths(config.nvme), freed_nbytes=freed)
+    found.refuse()
+    for warning in found.warnings:
+        _log.warning("%s", warning)
+
+
+def _say_if_another(config: OffloadConfig, model: nn.Module, numel: int) -> None:
+    written_for = config.written_for
+    if written_for is not None and written_for.parameters != numel:
+        _log.warning(
+            "this configuration was written for %s, and %s has %s: budgets, placement and chunks "
+            "were chosen for the other one", written_for, type(model).__name__, f"{numel:,}",
+        )  # fmt: skip
+
+
+def _say_slow(precision: str, device: torch.device) -> None:
+    if device.type == "cpu" and precision in machine.slow_matmul_precisions():
+        _log.warning(
+            "precision: %s is computed on this CPU without a fast kernel: matrix products can take "
+            "100 times as long as in fp32; use precision: fp32 here", precision,
+        )  # fmt: skip
+
+
+def _take_over(model: nn.Module, *, takes_values: bool) -> None:
+    """Of closed engines: modules whose parameters are gone, and come from `weights`."""
+    closed = Refusal.of(model)
+    if closed and not takes_values:
+        raise StateError(
+            "this model was given to an engine before, which was closed, and its parameters went "
+            "with it; say with weights= where their values are (safetensors files; of "
+            'engine.save_checkpoint("checkpoint"): weights="checkpoint/parameters", and then '
+            "engine.load_checkpoint), or build the model anew"
+        )
+    for each in closed:
+        each.lift(model)
+
+
+def _check_model(model: nn.Module) -> None:
+    refuse_wrapped(model)
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and param.dtype.itemsize == 1:  # as managed, it would be cast
+            raise UnsupportedError(
+                f"{name} is {param.dtype}: the engine has all parameters in its precision:, where "
+                "quantised weights lose their scales; dequantise the model first (transformers: "
+                "FineGrainedFP8Config(dequantize=True))"
+            )
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UnsupportedError(
+                f"{name} has no shape yet (a lazy module); run one forward before initialize"
+            )
+    refuse_shared_views(model)
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """StateError if an engine that is open has a parameter of this model."""
+    closed = Refusal.of(model)
+    for prefix, module in model.named_modules():
+        taken = UnitHooks.has_an_engine(module)
+        for name, param in module.named_parameters(prefix=prefix, recurse=taken):
+            if taken or (is_trained_here(param) and not any(each.has(param) for each in closed)):
+                raise StateError(
+                    f"{name} trains through another engine that is open: one parameter cannot have "
+                    "two. Close that one first (engine.close()), or give offload.initialize one "
+                    "module around all that trains together (and if it was taken out of a closed "
+                    "engine's model: its values are gone, make a new parameter)"
+                )
+
+
+def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:
+    params: list[nn.Parameter] = []
+    for item in what:
+        if isinstance(item, nn.Module):
+            params.extend(item.parameters())
+        elif isinstance(item, torch.Tensor):
+            params.append(cast(nn.Parameter, item))
+        else:
+            params.extend(item)
+    return list({id(param): param for param in params}.values())
