@@ -32,11 +32,13 @@ if TYPE_CHECKING:
         TierFullError,
         UnsupportedError,
     )
+    from offload.inference import Dispatched, dispatch, dispatched
     from offload.integrations.pretrained import from_pretrained, open_pretrained
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Dispatched": "offload.inference",
     "Engine": "offload.engine",
     "initialize": "offload.engine",
     "OffloadConfig": "offload.config",
@@ -55,6 +57,8 @@ _HOME = {
     "StorageError": "offload.errors",
     "TierFullError": "offload.errors",
     "UnsupportedError": "offload.errors",
+    "dispatch": "offload.inference",
+    "dispatched": "offload.inference",
     "from_pretrained": "offload.integrations.pretrained",
     "open_pretrained": "offload.integrations.pretrained",
 }
@@ -64,6 +68,7 @@ __all__ = [
     "CheckpointError",
     "ChecksumError",
     "ConfigError",
+    "Dispatched",
     "DtypeError",
     "Engine",
     "IntegrityError",
@@ -78,6 +83,8 @@ __all__ = [
     "TierFullError",
     "UnsupportedError",
     "__version__",
+    "dispatch",
+    "dispatched",
     "from_pretrained",
     "initialize",
     "open_pretrained",

@@ -157,6 +157,8 @@ class TieredHomes:
             tier = Tier.HOST  # fp32 sums that were not planned for: never a file of twice the size
         size, piece = numel * itemsize, self.plan.chunk_numel * itemsize
         label, kind = f"{name} gradients", StateClass.GRADIENTS
+        if not size:  # all is frozen
+            return MemoryState(label, size, piece, None)
         if self.plan.gpu and tier.on_device:
             return self._device.at_home(label, size, piece, kind)
         return self._state(tier, label, size, piece, kind, next_use)

@@ -1,4 +1,4 @@
-"""A model whose weights are in tiers: what `engine.py`, which trains, and `dispatch.py` share.
+"""A model whose weights are in tiers: what `engine.py`, which trains, and `inference.py` share.
 
 check ▶ discover ▶ plan ▶ open tiers ▶ store ▶ load ▶ experts, state dicts ▶ hooks
 """
@@ -247,6 +247,13 @@ class TieredModel(abc.ABC):
         self._store.one_thread.check_process()
 
     _CLOSED: str  # what is said of it then
+    # ... and of a parameter that is given to another one meanwhile
+    _TAKEN = (
+        "%s trains through another engine that is open: one parameter cannot have two. Close that "
+        "one first (engine.close()), or give offload.initialize one module around all that trains "
+        "together (and if it was taken out of a closed engine's model: its values are gone, make a "
+        "new parameter)"
+    )
 
     @property
     def is_closed(self) -> bool:
@@ -405,18 +412,14 @@ def _check_model(model: nn.Module) -> None:
 
 
 def refuse_shared(model: nn.Module) -> None:
-    """StateError if an engine that is open has a parameter of this model."""
+    """StateError if a parameter of this model is in other tiers that are open."""
     closed = Refusal.of(model)
     for prefix, module in model.named_modules():
-        taken = UnitHooks.has_an_engine(module)
+        taken, owner = UnitHooks.has_an_engine(module), UnitHooks.owner_of(module)
         for name, param in module.named_parameters(prefix=prefix, recurse=taken):
             if taken or (is_trained_here(param) and not any(each.has(param) for each in closed)):
-                raise StateError(
-                    f"{name} trains through another engine that is open: one parameter cannot have "
-                    "two. Close that one first (engine.close()), or give offload.initialize one "
-                    "module around all that trains together (and if it was taken out of a closed "
-                    "engine's model: its values are gone, make a new parameter)"
-                )
+                kind = type(owner) if isinstance(owner, TieredModel) else TieredModel
+                raise StateError(kind._TAKEN % name)
 
 
 def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:

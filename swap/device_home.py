@@ -27,6 +27,7 @@ class DeviceHomeState(MemoryState):
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
+        self._lease: Lease = lease
         self._links = links
         self._whole = lease.tensor[:nbytes]
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it

@@ -193,17 +193,19 @@ class MemoryState(State):
     in_place = True
 
     def __init__(
-        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease,
+        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease | None,
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
+        """`lease` is None where there are no bytes."""
         super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
         self._lease = lease
+        self._memory = torch.empty(0, dtype=torch.uint8) if lease is None else lease.tensor
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         return True
 
     def tensor(self) -> torch.Tensor:
-        return self._lease.tensor[: self.nbytes]
+        return self._memory[: self.nbytes]
 
     def blank(self) -> torch.Tensor:
         return self.tensor()
@@ -215,19 +217,19 @@ class MemoryState(State):
         return Residency.CLEAN
 
     def host_piece(self, piece: int) -> HostPiece | None:
-        return HostPiece(self._lease.tensor[self.span(piece)])
+        return HostPiece(self._memory[self.span(piece)])
 
     def wrote_piece(self, piece: int) -> None:
         """Home already."""
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
         span = self.span(piece)
-        destination[: span.stop - span.start].copy_(self._lease.tensor[span])
+        destination[: span.stop - span.start].copy_(self._memory[span])
         return Transfer.completed(None)
 
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         span = self.span(piece)
-        self._lease.tensor[span].copy_(source[: span.stop - span.start])
+        self._memory[span].copy_(source[: span.stop - span.start])
         return Transfer.completed(None)
 
     def discard(self) -> None:
@@ -237,4 +239,5 @@ class MemoryState(State):
         """Nothing is ever on its way."""
 
     def close(self) -> None:
-        self._lease.free()
+        if self._lease is not None:
+            self._lease.free()

@@ -32,7 +32,7 @@ FLOORS: list[set[str]] = [
     },
     {"runs"},
     {"tiered_model"},
-    {"engine"},
+    {"inference", "engine"},
     {"deepspeed"},
     {"doctor", "train"},
     {"bench"},

@@ -79,8 +79,13 @@ class UnitHooks:
     @staticmethod
     def has_an_engine(module: nn.Module) -> bool:
         """Whether an engine that is open calls for a module's parameters."""
-        hooks = module._forward_pre_hooks.values()
-        return any(getattr(hook, "__module__", "") == __name__ for hook in hooks)
+        return any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values())
+
+    @staticmethod
+    def owner_of(module: nn.Module) -> object | None:
+        """The owner of the hooks on a module, if there are any and it is there."""
+        hooks = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook))
+        return next((hook.owner() for hook in hooks), None)
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
@@ -114,7 +119,7 @@ class UnitHooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._return(module)
 
-        hooks = _Hook(before), _Hook(after)
+        hooks = _Hook(before, self._owner), _Hook(after, self._owner)
         self._removable.append(module.register_forward_pre_hook(hooks[0], prepend=True))
         self._removable.append(module.register_forward_hook(hooks[1], always_call=True))
         name = self._names[id(module)]
@@ -289,8 +294,9 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
 class _Hook:
     """Our hook on a module: copying or pickling it with the module raises."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], owner: Callable[[], object | None]) -> None:
         self._function = function
+        self.owner = owner
 
     @uncompiled
     def __call__(self, *args: Any) -> None:

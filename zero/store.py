@@ -9,6 +9,7 @@ hooks in place (`start`) the model computes; `zero/runtime.py` is built on it an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -131,9 +132,11 @@ class WeightStore:
         return self.ranks.sharding.of_experts(ep_size)
 
     def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> tuple[State, RankCopies]:
+        fetcher = weakref.proxy(self.fetcher)  # homes live as long as files, and keep no model
+
         def make(numel: int, edge: int, stride: int | None) -> State:
             return self._homes.parameters(
-                index, plan.name, numel, lambda: self.fetcher.next_use(index), edge, stride
+                index, plan.name, numel, lambda: fetcher.next_use(index), edge, stride
             )
 
         ranks = self.ranks if plan.ep_size == 1 else self.ranks.experts

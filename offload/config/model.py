@@ -41,6 +41,7 @@ from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
+from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 
 AUTO_CHUNK_NUMEL = 1 << 20
@@ -654,6 +655,29 @@ class OffloadConfig(Section):
             "loss_scale": self.scaling,
         }
         return self.model_copy(update=update)
+
+    def for_inference(self) -> OffloadConfig:
+        """Without what only training uses, and settled: nothing is at home but parameters, and
+        ranks share none."""
+        host = Placement.on(Tier.HOST)
+        experts = self.placement.experts
+        if experts is not None:
+            experts = experts.model_copy(update={"gradients": host, "optimizer": host})
+        none = {"gradients": host, "optimizer": host, "experts": experts}
+        update: dict[str, Any] = {
+            "placement": self.placement.model_copy(
+                update={**none, "activations": ActivationConfig()}
+            ),
+            "optimizer": OptimizerConfig(),
+            "clip_grad_norm": None,
+            "skip_nonfinite": "auto",
+            "loss_scale": None,
+            "gradient_accumulation_steps": 1,
+            "zero": self.zero.model_copy(
+                update={"stage": 0, "shard_group": None, "quantized_weights": False}
+            ),
+        }
+        return self.model_copy(update=update).settled()
 
     def settled(self) -> OffloadConfig:
         """Without `auto` for what depends on the batch: nothing recomputed, one piece. For callers

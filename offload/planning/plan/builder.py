@@ -258,7 +258,9 @@ def tuned(
         return config
     sizes = sizes_of(config)
     numels = [group.numel for group in model.groups]
-    chunks = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.itemsize + sizes.gradient_itemsize
+    chunks = float(sizes.itemsize)
+    if model.numel_trainable:
+        chunks += sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.gradient_itemsize
     budget = resolve_budgets(config, hardware, 0)[Tier.HOST]
     named = list(explicit.values())
     used = any(Tier.NVME in placement.tiers for placement in named)

@@ -150,13 +150,13 @@ def _group_bytes(
     layout = group.layout
     itemsize = 4 if several else sizes.gradient_itemsize
     is_kept = group.ep_size > 1 and sharding.world_size > 1
-    before = pages(layout.numel_trainable * itemsize) if is_kept else 0
+    before = _pages_or_none(layout.numel_trainable * itemsize) if is_kept else 0
     here = layout.shard_numel if sharding.parameters else layout.numel
     return GroupBytes(
         name=group.name or "(root)",
         layout=layout,
         parameters=pages(here * sizes.itemsize),
-        gradients=pages(layout.shard_trainable * itemsize) + before,
+        gradients=_pages_or_none(layout.shard_trainable * itemsize) + before,
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
@@ -282,9 +282,11 @@ def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
 def staging_nbytes_of(
     placements: Placements, groups: Iterable[GroupBytes], sizes: Sizes, gpu: bool
 ) -> int:  # fmt: skip
-    """One buffer: the largest chunk of every class that may have to be staged."""
-    longest = max((g.layout.shard_numel for g in groups), default=0)
-    numel = min(sizes.chunk_numel, longest)
+    """One buffer: the largest chunk of every class that may have to be staged for an update."""
+    trained = (g.layout for g in groups if g.layout.numel_trainable)
+    numel = min(sizes.chunk_numel, max((layout.shard_numel for layout in trained), default=0))
+    if not numel:
+        return 0
     per_class = {
         StateClass.PARAMETERS: pages(numel * sizes.itemsize),
         StateClass.GRADIENTS: pages(numel * sizes.gradient_itemsize),
@@ -301,6 +303,11 @@ def staging_nbytes_of(
         nbytes for state_class, nbytes in per_class.items()
         if staged[state_class] & tiers_of(placements, state_class)
     )  # fmt: skip
+
+
+def _pages_or_none(nbytes: int) -> int:
+    """As `pages`, of what is not there without bytes."""
+    return pages(nbytes) if nbytes else 0
 
 
 def pages(nbytes: int) -> int:

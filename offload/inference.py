@@ -1,0 +1,212 @@
+"""`offload.dispatch`: a model that computes from the tiers, and does not train.
+
+Its weights are those of a `WeightStore`. There is no gradient, optimizer state or update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from offload import machine
+from offload.config import OffloadConfig
+from offload.lazy_tensors import LazyWeights
+from offload.report import TierTraffic
+from offload.swap.lanes import waits_s
+from offload.tiered_model import DTYPES, TieredModel, refuse_shared
+from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.discovery import Discovery, managed
+from offload.zero.group import ParamGroup
+from offload.zero.hooks import UnitHooks
+from offload.zero.layout import ParamSpec
+from offload.zero.store import WeightStore
+from offload.zero.weight_values import WeightValues
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def dispatch(
+    model: M,
+    config: str | Path | Mapping[str, Any] | OffloadConfig | None = None,
+    *,
+    weights: str | Path | None = None,
+) -> M:
+    """Spread the model's weights over tiers and let it compute from there: forward, `generate`.
+
+    Returns `model`, the same object; `dispatched(model)` is what owns its tiers. Tokens and logits
+    are those of the model in RAM, to the bit.
+
+    `model` is on the CPU or on the meta device, with `weights` (a safetensors file or folder, or a
+    checkpoint of ours), or of `offload.open_pretrained`; the last two are never whole in RAM. All
+    its parameters are frozen.
+
+    `config`: the path of a YAML file, a mapping with its keys, or an OffloadConfig. What only
+    training uses is ignored. Without `precision` the model computes in the format of its own
+    weights; with `placement: auto` they are on host if they fit into its budget, else as many as
+    fit are, and the rest is on nvme.
+
+    Ranks share no weights: each has its own, or of a model of `parallelize_module` its own part.
+
+    Raises ConfigError, PathError or BudgetError before anything is allocated; UnsupportedError for
+    what cannot be computed this way, by its name; StateError for a model that trains through an
+    engine or was dispatched before.
+    """
+    loaded = OffloadConfig.load({} if config is None else config)
+    refuse_shared(model)
+    with LazyWeights(model) as lazy, _frozen(model):
+        Dispatched(model, _in_own_precision(loaded, model), lazy, weights=weights)
+    return model
+
+
+def dispatched(model: nn.Module) -> Dispatched:
+    """What owns the tiers of a dispatched model (or of the one that a module is around). StateError
+    if there is none."""
+    for module in model.modules():
+        owner = UnitHooks.owner_of(module)
+        if isinstance(owner, Dispatched):
+            return owner
+    raise StateError(
+        f"{type(model).__name__} is not dispatched: offload.dispatch(model, config) does that (of "
+        "a model that trains, engine = offload.initialize(model, config) has plan and report)"
+    )
+
+
+class Dispatched(TieredModel):
+    """Owns the tiers of one dispatched model, for as long as there is the model. A context manager;
+    `close` gives everything back.
+
+    `module` is the model, `device` where it computes and wants its inputs, `config` the
+    configuration with every `auto` resolved, `plan` the tier of each group of weights.
+    """
+
+    _CLOSED = (
+        "this model's tiers are closed; build it anew, or give it to offload.dispatch with weights="
+    )
+    _TAKEN = (
+        "%s is of a model that is dispatched: one parameter cannot be in two places. Close that "
+        "one first (offload.dispatched(model).close()), and say with weights= where values are"
+    )
+
+    def __init__(
+        self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
+        weights: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        config = config.for_inference()
+        super().__init__(model, config, takes_values=weights is not None)
+        if self.spread.ep_size > 1:
+            raise UnsupportedError(
+                f"ep_size {self.spread.ep_size}: experts of a dispatched model are on each rank, "
+                "which has those that fit in memory and the others on nvme; set ep_size=1"
+            )
+        discovery = self._discover(config)
+        alone = [machine.rank_here()]
+        self._find_tensor_parallel(config, alone, takes_values=weights is not None)
+        try:
+            self._build(config, discovery, weights, lazy)
+        except BaseException:
+            self.close()
+            raise
+        self._close_with(model, self._homes.close)
+
+    def _build(
+        self, config: OffloadConfig, discovery: Discovery, weights: str | Path | None,
+        lazy: LazyWeights,
+    ) -> None:  # fmt: skip
+        dtype = DTYPES[config.precision]
+        self._make_plan(config, discovery)
+        first = self._first_values(discovery, dtype, weights, lazy)
+        self._open_tiers(config, dtype)
+        depth = int(self.config.prefetch)
+        self._store = WeightStore(discovery, self._homes, dtype, self.device, prefetch=depth)
+        self._homes.let_wait(lambda: False)  # no update will give back copies
+        self._load(first)
+        self.values = WeightValues(self._store)
+        self._give_out_values()
+        self._attach_experts()
+        # the model keeps this
+        hooks = self._store.start(self.module, self.values, lambda: self, self._begin_forward)
+        hooks.follow_recomputation()
+        self._refuse_wrappers()
+
+    def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
+        self.store.load(group, values)
+
+    def _begin_forward(self) -> None:
+        store = self.store
+        if torch.is_grad_enabled():
+            _refuse_trained(store)
+        store.begin_forward()
+
+    def report(self) -> TierTraffic:
+        """Bytes per tier, bytes moved, and seconds waited so far. It waits for nothing: numbers of
+        what is under way may change while they are read."""
+        lanes = [*self._homes.lanes(), *self.store.ranks.lanes()]
+        return TierTraffic(**self._seen(), waits=waits_s(lanes))
+
+    def _close(self) -> None:
+        if self._store is None:
+            super()._close()
+            return
+        with self._store.one_thread:  # no other thread is in a call of the model
+            super()._close()
+
+    def _close_all(self) -> None:
+        try:
+            if self._store is not None:
+                self._store.close()
+        finally:
+            homes = getattr(self, "_homes", None)
+            if homes is not None:
+                homes.close()
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter requires a gradient from here on; if this raises, as before."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for param in trained:
+        param.requires_grad_(False)
+    try:
+        yield
+    except BaseException:
+        for param in trained:
+            param.requires_grad_(True)
+        raise
+
+
+def _refuse_trained(store: WeightStore) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in store.groups:
+            for param, spec in zip(group.params, group.layout.params, strict=True):
+                if param.requires_grad:
+                    raise UnsupportedError(
+                        f"{spec.name} requires a gradient, and a dispatched model's weights are "
+                        "frozen; train it with offload.initialize, or train what is added to the "
+                        "model (adapters, prompts)"
+                    )
+
+
+def _in_own_precision(config: OffloadConfig, model: nn.Module) -> OffloadConfig:
+    """With the format that most of the model's weights have, where the configuration names none."""
+    if "precision" in config.model_fields_set:
+        return config
+    numels: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        if managed(param):
+            numels[param.dtype] += param.numel()
+    if not numels:
+        return config
+    dtype = numels.most_common(1)[0][0]
+    names = [name for name, known in DTYPES.items() if known is dtype]
+    if not names:
+        raise UnsupportedError(
+            f"most weights are {dtype}, which the tiers do not hold; name precision: "
+            f"{', '.join(DTYPES)} in the configuration, which casts them"
+        )
+    return config.model_copy(update={"precision": names[0]})

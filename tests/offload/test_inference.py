@@ -1,0 +1,312 @@
+"""`offload.dispatch`: the model computes from the tiers what it computes in RAM, and owns them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import offload
+import offload.tiered_model
+from offload.errors import BudgetError, StateError, UnsupportedError
+from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, bits, config, seeded
+
+pytestmark = MARKS
+
+MIXED = {"host": "50%", "nvme": "50%"}
+PLACEMENTS: list[Any] = ["host", "nvme", MIXED]
+BLOCKS = 4
+
+
+def build() -> Any:
+    """Frozen: PyTorch multiplies with a weight that requires a gradient in another way."""
+    return seeded(lambda: TinyLM(BLOCKS)).to(ON).requires_grad_(False)
+
+
+def placed(folder: Path, parameters: Any = "nvme", **keys: Any) -> dict[str, Any]:
+    return config(folder, {"parameters": parameters}, **keys)
+
+
+def tokens() -> Tensor:
+    return batches(1)[0][:, :-1]
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> bytes:
+    return bits(model(tokens()))
+
+
+# -------------------------------------------------------------------------------- what it computes
+@pytest.mark.parametrize("parameters", PLACEMENTS, ids=str)
+def test_logits_are_those_in_ram(tmp_path: Path, parameters: Any) -> None:
+    model = build()
+    expected = logits(model)
+    assert offload.dispatch(model, placed(tmp_path, parameters)) is model
+    assert not any(param.requires_grad for param in model.parameters())
+    with offload.dispatched(model) as dispatched:
+        assert [logits(model) for _ in range(3)] == [expected] * 3
+        assert dispatched.report().tiers["host"].by_class.keys() <= {"parameters"}
+        dispatched.check_integrity()
+
+
+def test_a_model_of_files_is_never_made(tmp_path: Path) -> None:
+    plain = build()
+    save_file(
+        {n: p.detach().cpu() for n, p in plain.named_parameters()}, tmp_path / "w.safetensors"
+    )
+    with torch.device("meta"):
+        model = TinyLM(BLOCKS)
+    offload.dispatch(model, placed(tmp_path), weights=tmp_path / "w.safetensors")
+    with offload.dispatched(model):
+        assert logits(model) == logits(plain)
+
+
+@pytest.mark.parametrize("parameters", PLACEMENTS, ids=str)
+def test_the_format_is_that_of_the_weights(tmp_path: Path, parameters: Any) -> None:
+    model = build().bfloat16()
+    expected = logits(model)
+    with offload.dispatched(offload.dispatch(model, placed(tmp_path, parameters))) as dispatched:
+        assert dispatched.config.precision == "bf16"
+        assert logits(model) == expected
+
+
+def test_a_named_precision_casts(tmp_path: Path) -> None:
+    model = build()
+    expected = logits(copy.deepcopy(model).bfloat16())
+    with offload.dispatched(offload.dispatch(model, placed(tmp_path, precision="bf16"))):
+        assert logits(model) == expected
+
+
+def test_other_weights_than_the_three_formats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"most weights are torch\.float64"):
+        offload.dispatch(nn.Linear(4, 4).double(), placed(tmp_path))
+
+
+def test_in_inference_mode_and_after_it(tmp_path: Path) -> None:
+    model = build()
+    expected = logits(model)
+    with offload.dispatched(offload.dispatch(model, placed(tmp_path))):
+        with torch.inference_mode():
+            assert bits(model(tokens())) == expected
+        assert logits(model) == expected
+        assert bits(model(tokens())) == expected  # with autograd on, where nothing is recorded
+
+
+# -------------------------------------------------------------------------------- where weights are
+def test_what_fits_into_the_host_budget_is_there(tmp_path: Path) -> None:
+    keys = config(tmp_path, {})
+    with offload.dispatched(offload.dispatch(build(), keys)) as dispatched:
+        assert dispatched.report().placements["parameters"] in ("host", "device")
+        assert dispatched.report().bytes_moved["nvme write"] == 0
+
+
+def test_else_as_much_as_fits(tmp_path: Path) -> None:
+    keys = config(tmp_path, {}, budget={"host": "144KiB", "nvme": "64MiB"}, device="cpu")
+    model = seeded(lambda: TinyLM(BLOCKS))
+    with offload.dispatched(offload.dispatch(model, keys)) as dispatched:
+        shares = dict(dispatched.plan.placements[offload.tiers.ledger.StateClass.PARAMETERS].shares)
+        assert set(map(str, shares)) == {"host", "nvme"}
+        plan, report = dispatched.plan, dispatched.report()
+        assert report.tiers["host"].peak_nbytes <= plan.budgets[offload.tiers.tier.Tier.HOST]
+
+
+def test_the_plan_has_no_bytes_for_training(tmp_path: Path) -> None:
+    with offload.dispatched(offload.dispatch(build(), placed(tmp_path))) as dispatched:
+        plan = dispatched.plan
+        assert plan.staging_nbytes == plan.staging_buffers == 0
+        kinds = {k for by_class in plan.expected.values() for k, n in by_class.items() if n}
+        assert set(map(str, kinds)) <= {"parameters"}
+        assert not any(group.records for group in plan.groups)
+
+
+def test_no_room_is_an_error_before_anything_changes(tmp_path: Path) -> None:
+    model = build()
+    model.blocks[0].requires_grad_(True)
+    expected = logits(model)
+    with pytest.raises(BudgetError, match=r"budget\.host"):
+        offload.dispatch(model, placed(tmp_path, budget={"host": "64KiB", "nvme": "64MiB"}))
+    assert logits(model) == expected
+    assert all(param.requires_grad for param in model.blocks[0].parameters())
+
+
+# -------------------------------------------------------------------------------- who owns them
+def test_a_dispatched_model_is_found_from_around_it(tmp_path: Path) -> None:
+    model = offload.dispatch(build(), placed(tmp_path))
+    around = nn.Sequential(model)
+    with offload.dispatched(model) as dispatched:
+        assert offload.dispatched(around) is dispatched
+    with pytest.raises(StateError, match="TinyLM is not dispatched"):
+        offload.dispatched(build())
+
+
+def test_a_dispatched_model_goes_to_nobody_else(tmp_path: Path) -> None:
+    model = offload.dispatch(build(), placed(tmp_path))
+    with offload.dispatched(model):
+        for give in offload.dispatch, offload.initialize:
+            with pytest.raises(StateError, match="is dispatched"):
+                give(model, placed(tmp_path))
+    with offload.initialize(seeded(TinyLM), config(tmp_path)) as engine:
+        with pytest.raises(StateError, match="trains through another engine"):
+            offload.dispatch(engine.module, placed(tmp_path))
+        with pytest.raises(StateError, match="TinyLM is not dispatched"):
+            offload.dispatched(engine.module)
+
+
+def test_a_closed_one_takes_weights_again(tmp_path: Path) -> None:
+    model = build()
+    expected, saved = logits(model), tmp_path / "w.safetensors"
+    save_file({n: p.detach().cpu().clone() for n, p in model.named_parameters()}, saved)
+    dispatched = offload.dispatched(offload.dispatch(model, placed(tmp_path)))
+    dispatched.close()
+    dispatched.close()
+    with pytest.raises(StateError, match="closed"):
+        model(tokens())
+    with pytest.raises(StateError, match="closed"):
+        dispatched.report()
+    with pytest.raises(StateError, match="weights="):
+        offload.dispatch(model, placed(tmp_path))
+    with offload.dispatched(offload.dispatch(model, placed(tmp_path, "host"), weights=saved)):
+        assert logits(model) == expected
+
+
+def test_tiers_go_with_the_model(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    model = offload.dispatch(build(), placed(tmp_path))
+    logits(model)
+    gone = weakref.ref(offload.dispatched(model))
+    assert len(os.listdir("/proc/self/fd")) > before
+    del model
+    gc.collect()
+    assert gone() is None  # its threads end with the test (see conftest)
+
+
+@pytest.mark.parametrize("name", ["_load_group", "_refuse_wrappers"])
+def test_one_that_fails_half_way_leaves_nothing(
+    tmp_path: Path, monkeypatch: Any, name: str
+) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("broken")
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("offload.inference.Dispatched." + name, broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        offload.dispatch(build(), placed(tmp_path))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# -------------------------------------------------------------------------------- what users do
+@pytest.mark.parametrize("parameters", PLACEMENTS, ids=str)
+def test_prompts_outside_of_the_model_are_trained(tmp_path: Path, parameters: Any) -> None:
+    def gradient(model: Any) -> Tensor:
+        prompt = torch.full((1, 1, 32), 0.1, device=ON, requires_grad=True)
+        x = model.embed(tokens()) + prompt
+        for block in model.blocks:
+            x = block(x)
+        x.square().mean().backward()
+        assert prompt.grad is not None
+        return prompt.grad
+
+    expected = gradient(build())
+    model = offload.dispatch(build(), placed(tmp_path, parameters))
+    with offload.dispatched(model):
+        assert bits(gradient(model)) == bits(expected)
+
+
+def test_its_own_weights_are_not_trained(tmp_path: Path) -> None:
+    model = offload.dispatch(build(), placed(tmp_path))
+    with offload.dispatched(model):
+        model.blocks[0].norm.weight.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.norm\.weight requires a gradient"):
+            model(tokens())
+        logits(model)  # no graph
+
+
+@pytest.mark.parametrize("parameters", PLACEMENTS, ids=str)
+def test_values_are_read_and_written(tmp_path: Path, parameters: Any) -> None:
+    plain = build()
+    model = offload.dispatch(build(), placed(tmp_path, parameters))
+    with offload.dispatched(model) as dispatched:
+        saved = model.state_dict()
+        assert {n: bits(t) for n, t in saved.items()} == {
+            n: bits(t) for n, t in plain.state_dict().items()
+        }
+        for each in model, plain:
+            each.load_state_dict({name: tensor * 2 for name, tensor in saved.items()})
+        assert logits(model) == logits(plain)
+        with dispatched.gathered(model.norm.weight), torch.no_grad():
+            model.norm.weight.zero_()
+        with torch.no_grad():
+            plain.norm.weight.zero_()
+        assert logits(model) == logits(plain)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(tmp_path: Path, copied: Any) -> None:
+    model = offload.dispatch(build(), placed(tmp_path))
+    with offload.dispatched(model), pytest.raises(UnsupportedError, match="cannot be"):
+        copied(model)
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    """As a streamer does: `generate` runs in a second thread, and close comes from the first."""
+    model = build()
+    expected = logits(model)
+    dispatched = offload.dispatched(offload.dispatch(model, placed(tmp_path)))
+    inside, go_on, found = threading.Event(), threading.Event(), []
+
+    def hold(*args: Any) -> None:
+        inside.set()
+        assert go_on.wait(10)
+
+    hook = model.blocks[1].register_forward_hook(hold)
+    other = threading.Thread(target=lambda: found.append(logits(model)))
+    other.start()
+    assert inside.wait(10)
+    with pytest.raises(StateError, match="thread"):
+        model(tokens())
+    with pytest.raises(StateError, match="thread"):
+        dispatched.close()
+    go_on.set()
+    other.join()
+    hook.remove()
+    assert found == [expected]
+    assert logits(model) == expected
+    dispatched.close()
+
+
+def test_several_models_side_by_side(tmp_path: Path) -> None:
+    models = [seeded(TinyLM, seed).to(ON).requires_grad_(False) for seed in range(3)]
+    expected = [logits(model) for model in models]
+    for model, parameters in zip(models, PLACEMENTS, strict=True):
+        offload.dispatch(model, placed(tmp_path, parameters))
+    for _ in range(2):
+        assert [logits(model) for model in models] == expected
+    for model in models:
+        offload.dispatched(model).close()
+
+
+def test_an_error_in_the_middle_of_a_pass_leaves_the_model_usable(tmp_path: Path) -> None:
+    model = build()
+    expected = logits(model)
+    with offload.dispatched(offload.dispatch(model, placed(tmp_path))):
+
+        def stop(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.blocks[2].mlp.register_forward_hook(stop)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                logits(model)
+        hook.remove()
+        assert logits(model) == expected
