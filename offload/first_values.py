@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from offload.lazy_tensors import LazyWeights
-from offload.materialise import MetaInitialiser, SafetensorsWeights
+from offload.materialise import MetaInitialiser
+from offload.quantised.reading import transposed_weights
+from offload.safetensors_weights import SafetensorsWeights
 from offload.tiers.errors import CheckpointError
 from offload.zero.layout import ParamSpec
 from offload.zero.local_tensors import local_of
@@ -44,7 +46,9 @@ class FirstValues:
             id(row): (each, number) for each in packed for number, row in enumerate(each.rows)
         }
         self._made: dict[PackedParam, torch.Tensor] = {}  # initialised, for the rows still to come
-        self._files = None if weights is None else SafetensorsWeights(weights, dtype)
+        self._files = None
+        if weights is not None:
+            self._files = SafetensorsWeights(weights, dtype, transposed_weights(model))
         anything = [*model.parameters(), *model.buffers()]
         self._initialiser = None
         if any(tensor.is_meta and tensor not in lazy for tensor in anything):

@@ -1,6 +1,7 @@
 """Tensors whose values stay in a file until they are asked for.
 
     stored      bytes of a safetensors file
+    matrix      codes of several tensors in such files, which are decoded (`offload.quantised`)
     moved       what an operation makes of them that only moves or casts elements (`torch.stack` of
                 the experts of a checkpoint, `.to(dtype)`): noted, done when values are asked for
     all else    (a norm, a copy into an ordinary tensor) reads the values then and there
@@ -13,9 +14,7 @@ initialisation.
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,19 +24,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from offload.checkpoint.disk import read_all, storage_errors
-from offload.checkpoint.safetensors_file import StoredTensor, parse_header
 from offload.materialise import check_range, check_shape
-from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.quantised.matrix import Matrix
+from offload.quantised.reading import matrices_of
+from offload.tensor_file import Stored, stored_tensors
+from offload.tiers.errors import UnsupportedError
 from offload.zero.discovery import managed
 
 aten = torch.ops.aten
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
 # These put elements elsewhere or cast them, and compute nothing.
 _MOVING = frozenset({
     "alias", "cat", "clone", "detach", "expand", "flip", "permute", "reshape", "select", "slice",
@@ -69,62 +63,6 @@ class Source(Protocol):
 
         Not `rounded`: as precise as the files have them, where a cast would have lost bits."""
         ...
-
-
-class TensorFile:
-    """A safetensors file, open. What it holds is what it held when it was opened, also if another
-    file takes its name."""
-
-    def __init__(self, path: Path) -> None:
-        """CheckpointError if it is no safetensors file."""
-        self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
-        weakref.finalize(self, os.close, self._fd)
-        nbytes = os.fstat(self._fd).st_size
-        self.tensors: dict[str, StoredTensor] = parse_header(
-            self._bytes, nbytes, path.name, str(path)
-        )
-
-    def _bytes(self, offset: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        self.read_into(memoryview(buffer), offset)
-        return bytes(buffer)
-
-    def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
-        with storage_errors("reading", self.path):
-            read_all(self._fd, buffer, offset_bytes, self.path)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    file: TensorFile
-    tensor: StoredTensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.tensor.info.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.info.shape
-
-    def read(self, *, rounded: bool) -> torch.Tensor:
-        return self._bytes(0, self.tensor.info.nbytes).reshape(self.tensor.info.shape)
-
-    def pieces(self, numel: int) -> Iterator[torch.Tensor]:
-        nbytes = self.tensor.info.nbytes
-        step = numel * self.dtype.itemsize
-        for start in range(0, nbytes, step):
-            yield self._bytes(start, min(step, nbytes - start))
-
-    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
-        flat = torch.empty(nbytes, dtype=torch.uint8)
-        if nbytes:
-            self.file.read_into(flat.numpy().data, self.tensor.offset_bytes + offset)
-        return flat.view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +117,14 @@ def _row(source: Source, number: int) -> Source:
     """What is at `number` of the first dimension: of no more than it is made of, where what was
     done to the whole can be done to it."""
     number %= source.shape[0]
-    if isinstance(source, _Stored):
+    if isinstance(source, Stored):
         stored = source.tensor
         info = replace(stored.info, shape=stored.info.shape[1:])
         at = stored.offset_bytes + number * info.nbytes
         return replace(source, tensor=replace(stored, info=info, offset_bytes=at))
     if isinstance(source, _Held):
         return _Held(source.value[number])
-    assert isinstance(source, _Moved), "there are three kinds"
-    found = _row_of_moved(source, number)
+    found = _row_of_moved(source, number) if isinstance(source, _Moved) else None
     if found is None:
         shape = source.shape[1:]
         return _Moved(aten.select.int, (source, 0, number), {}, None, source.dtype, shape)
@@ -237,7 +174,7 @@ def _cast(source: Source, dtype: torch.dtype) -> Source:
 
 
 def _is_source(value: object) -> bool:
-    return isinstance(value, _Stored | _Held | _Moved)
+    return isinstance(value, Stored | Matrix | _Held | _Moved)
 
 
 def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
@@ -275,9 +212,8 @@ class LazyTensor(torch.Tensor):
         return made
 
     @classmethod
-    def stored(cls, file: TensorFile, tensor: StoredTensor) -> LazyTensor:
-        source = _Stored(file, tensor)
-        like = torch.empty(tensor.info.shape, dtype=source.dtype, device="meta")
+    def of(cls, source: Source) -> LazyTensor:
+        like = torch.empty(source.shape, dtype=source.dtype, device="meta")
         return cls(_Memory(source), like)
 
     @property
@@ -303,7 +239,7 @@ class LazyTensor(torch.Tensor):
     def pieces(self, numel: int) -> Iterator[torch.Tensor]:
         """The values in order, 1D, `numel` at a time; read so, where nothing was done to them."""
         source = self.source
-        if isinstance(source, _Stored):
+        if isinstance(source, Stored):
             yield from source.pieces(numel)
         else:
             yield from self.value().reshape(-1).split(numel)
@@ -499,14 +435,21 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 # -------------------------------------------------------------------------------- in a folder
-def lazy_tensors(files: Iterable[Path]) -> dict[str, LazyTensor]:
-    """Every tensor of safetensors files. CheckpointError for a name that two of them have."""
-    found: dict[str, LazyTensor] = {}
-    where: dict[str, Path] = {}
-    for path in files:
-        file = TensorFile(path)
-        for name, tensor in file.tensors.items():
-            if name in found:
-                raise CheckpointError(f"{name} is in {where[name]} and in {path}; remove one")
-            found[name], where[name] = LazyTensor.stored(file, tensor), path
+def lazy_tensors(
+    files: Iterable[Path], quantisation: Mapping[str, Any] | None = None,
+    transposed: Collection[str] = (),
+) -> dict[str, LazyTensor]:  # fmt: skip
+    """Every tensor of safetensors files; by `quantisation` (of config.json) those that are stored
+    as codes have their values, under the names of the weights. Those weights that are `transposed`
+    have the columns first.
+
+    CheckpointError for a name that two files have, and for codes that do not fit together or of
+    which `quantisation` says nothing; UnsupportedError for a format that is not read.
+    """
+    stored = stored_tensors(files)
+    matrices = matrices_of(stored, quantisation)  # taken out of `stored`
+    sources: dict[str, Source] = {**stored, **matrices}
+    found = {name: LazyTensor.of(source) for name, source in sources.items()}
+    for name in matrices.keys() & transposed:
+        found[name] = found[name].t().contiguous()  # type: ignore[assignment]
     return found

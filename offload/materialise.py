@@ -10,18 +10,18 @@ writes; a tensor that still has it afterwards is refused.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Container, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from offload.initialisers import Call, Entry, Initialisers
 from offload.planning.activations.compiler_free import without_dynamo
-from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
-from offload.zero.layout import ParamSpec
-from offload.zero.packed import PackedParam
+from offload.tiers.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from offload.safetensors_weights import SafetensorsWeights
 
 _PIECE_NUMEL = 1 << 22
 
@@ -49,7 +49,7 @@ class MetaInitialiser:
         if files is not None:
             # parameters come from the files, or are missed there
             entries = [
-                e for e in entries if not e.is_parameter and files.find((e.name,)) is None
+                e for e in entries if not e.is_parameter and not files.has(e.name)
             ]  # fmt: skip
         self._plan.refuse(entries)
         _refuse_attributes(self._model, self._entry)
@@ -224,86 +224,6 @@ def _placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) 
     return made
 
 
-class SafetensorsWeights:
-    """Weights in a safetensors file, all of a folder or a checkpoint of ours, tensor by tensor.
-
-    What is rounded to a model's precision may lose bits; no value becomes infinite, none is cut to
-    an integer, and no shape is broadcast: CheckpointError, naming the tensor.
-    """
-
-    def __init__(self, path: str | Path, dtype: torch.dtype) -> None:
-        """`dtype` is that which the model computes with."""
-        from safetensors import safe_open
-
-        self._dtype = dtype
-        self._files: dict[str, Any] = {}
-        where: dict[str, Path] = {}
-        for file in _files_of(Path(path)):
-            try:
-                handle = safe_open(str(file), framework="pt", device="cpu")
-            except Exception as error:
-                raise CheckpointError(f"{file} is no safetensors file: {error}") from error
-            for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
-                if name in where:
-                    raise CheckpointError(
-                        f"weights: {name} is in {where[name]} and in {file}; name one file, or a "
-                        "folder with one model"
-                    )
-                where[name] = file
-                self._files[name] = handle
-
-    def row(self, packed: PackedParam, number: int) -> torch.Tensor:
-        """One row of a packed parameter, as `get` would give it, and nothing else is read."""
-        spec = packed.spec
-        for name in spec.names:
-            if name in self._files:
-                stored = self._files[name].get_slice(name)
-                check_shape(name, tuple(stored.get_shape()), spec.shape)
-                return self._checked(f"{name}[{number}]", stored[number])
-        raise _missing(spec)
-
-    def find(self, names: tuple[str, ...]) -> torch.Tensor | None:
-        for name in names:
-            if name in self._files:
-                tensor: torch.Tensor = self._files[name].get_tensor(name)
-                return tensor
-        return None
-
-    def get(self, spec: ParamSpec) -> torch.Tensor:
-        """CheckpointError if the tensor is missing, has another shape or other numbers."""
-        tensor = self.find(spec.names)
-        if tensor is None:
-            raise _missing(spec)
-        check_shape(spec.name, tuple(tensor.shape), spec.shape)
-        return self._checked(spec.name, tensor)
-
-    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            raise CheckpointError(
-                f"weights: {name} is {tensor.dtype} in the files, and a floating point "
-                "parameter in the model; convert it (dequantise it) first"
-            )
-        check_range(name, tensor, self._dtype)
-        return tensor
-
-    def get_as(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """A tensor of the shape and dtype of `like`; None if it is not in the files."""
-        tensor = self.find((name,))
-        if tensor is None:
-            return None
-        check_shape(name, tuple(tensor.shape), tuple(like.shape))
-        if tensor.dtype == like.dtype:
-            return tensor
-        if tensor.is_floating_point() and like.is_floating_point():
-            check_range(name, tensor, like.dtype)
-            return tensor.to(like.dtype)
-        return _exactly(name, tensor, like.dtype)
-
-
-def _missing(spec: ParamSpec) -> CheckpointError:
-    return CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
-
-
 def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if found != shape:
         raise CheckpointError(f"weights: {name} has shape {found}, in the model {shape}")
@@ -321,29 +241,3 @@ def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
                 f"weights: {name} ({tensor.dtype}) holds {float(lost[0]):g}, more than {dtype} can "
                 f"({limit:g}); use a precision with a larger range"
             )
-
-
-def _exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In another kind of numbers. CheckpointError unless each value stays what it is."""
-    if not tensor.is_complex():
-        converted = tensor.to(dtype)
-        if torch.equal(converted.to(tensor.dtype), tensor) and torch.equal(
-            *(each.to(torch.complex128) for each in (converted, tensor))
-        ):
-            return converted
-    raise CheckpointError(
-        f"weights: {name} is {tensor.dtype} in the files and {dtype} in the model, which cannot "
-        "hold the same values; convert it first"
-    )
-
-
-def _files_of(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
-    if (path / "manifest.json").is_file():
-        files += sorted(file for file in path.glob("parameters/*.safetensors") if file.is_file())
-    if not files:
-        raise ConfigError(f"weights: {path} is no safetensors file and no folder with any")
-    yield from files

@@ -27,6 +27,7 @@ from offload.checkpoint.model_files import (
 from offload.config import OffloadConfig
 from offload.engine import Engine, ParamGroups, initialize
 from offload.lazy_tensors import LazyTensor, lazy_tensors
+from offload.quantised.reading import settings_in, settings_of, transposed_weights
 from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -39,7 +40,10 @@ _ADAPTER = "adapter_config.json"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _DOWNLOAD = "download the folder (hf download ID --local-dir FOLDER) and name it"
 _STATES = "budget and placement in offload's configuration say where states are"
-_QUANTISED = "offload trains floating point weights; dequantise the model first"
+_QUANTISED = (
+    "quantised folders are read by what their config.json says, and storage in offload's "
+    "configuration quantises frozen weights"
+)
 # Of transformers' from_pretrained, and what to do instead.
 _REFUSED = {
     "config": "give the model's settings by name (num_labels=3)",
@@ -47,7 +51,8 @@ _REFUSED = {
     "device_map": _STATES, "max_memory": _STATES, "offload_folder": _STATES,
     "offload_buffers": _STATES, "low_cpu_mem_usage": "it never takes more memory than needed",
     "quantization_config": _QUANTISED, "load_in_8bit": _QUANTISED, "load_in_4bit": _QUANTISED,
-    "gguf_file": _QUANTISED,
+    "gguf_file": "convert it to safetensors once: from_pretrained(..., gguf_file=...) of "
+    "transformers, and save_pretrained",
     "torch_dtype": "its name is dtype",
     "trust_remote_code": "import the folder's class "
     "(transformers.dynamic_module_utils.get_class_from_dynamic_module) and pass it as model_class=",
@@ -112,10 +117,13 @@ def open_pretrained(
     `kwargs` are those of transformers' `from_pretrained` (`num_labels`, `attn_implementation`,
     `key_mapping`, `ignore_mismatched_sizes`, ...).
 
-    What the files lack is initialised by transformers, in RAM, and reported by it.
+    What the files lack is initialised by transformers, in RAM, and reported by it. Weights that the
+    files have in codes of 4 or 8 bits (`offload.quantised`) are decoded when they are read, and the
+    model is one with ordinary weights.
 
     ConfigError where `folder` is no such folder (pickles and names of a hub are not read),
-    UnsupportedError for quantised weights, CheckpointError where weights do not fit the model.
+    UnsupportedError for other quantised weights, CheckpointError where weights do not fit the model
+    or their quantisation.
     """
     import transformers
 
@@ -127,7 +135,9 @@ def open_pretrained(
     variant = kwargs.pop("variant", None)
     settings, kind, kwargs = _settings(transformers, folder, model_class, kwargs)
     named = getattr(settings, "transformers_weights", None)
-    tensors = lazy_tensors(_files(folder, variant, named))
+    quantised = _take_quantisation(settings, folder)
+    transposed = _transposed(kind, settings) if quantised is not None else set()
+    tensors = lazy_tensors(_files(folder, variant, named), quantised, transposed)
     generation_class = transformers.GenerationConfig
     if (folder / GENERATION_CONFIG).is_file():
         generation = generation_class.from_pretrained(str(folder))
@@ -167,10 +177,7 @@ def _settings(
 ) -> tuple[Any, Any, dict[str, Any]]:
     """The model's configuration, its class, and what of `kwargs` is for the class."""
     text = read_json(folder / CONFIG)
-    if text.get("quantization_config") is not None:
-        settings = text["quantization_config"]
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise UnsupportedError(f"{folder} has quantised weights ({method}); {_QUANTISED}")
+    settings_of(text, folder)  # what is not read is refused before a class is looked for
     if model_class is None:
         named = text.get("architectures")
         name = str(named[0]) if isinstance(named, list) and named else ""
@@ -199,6 +206,23 @@ def _settings(
         if not isinstance(settings, model_class.config_class):  # the text model of several
             settings = settings.get_text_config()
     return settings, model_class, left
+
+
+def _take_quantisation(settings: Any, folder: Path) -> Mapping[str, Any] | None:
+    """What config.json says of quantised weights, which `settings` have no more: the model is one
+    with ordinary weights."""
+    for each in (settings, settings.get_text_config()):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    return settings_in(folder)
+
+
+def _transposed(kind: Any, settings: Any) -> set[str]:
+    """Names of weights as files may have them: with the base model's prefix, and without."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        names = transposed_weights(kind(settings))
+    prefix = f"{kind.base_model_prefix}."
+    return names | {name.removeprefix(prefix) for name in names} | {prefix + n for n in names}
 
 
 def is_model_class(transformers: Any, found: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 import offload
 from offload.checkpoint.exporting import export
 from offload.errors import CheckpointError, IntegrityError, StateError, UnsupportedError
-from offload.lazy_tensors import TensorFile
+from offload.tensor_file import TensorFile
 from offload.zero import module_tree
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.test_expert_zoo import ARCHITECTURES, build
@@ -272,22 +272,21 @@ def test_experts_that_files_have_one_by_one_are_read_one_by_one(
 def test_weights_are_read_row_by_row(
     made: Any, tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.materialise import SafetensorsWeights
-
     model = tiny(5)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    found: list[str] = []
-    find = SafetensorsWeights.find
+    read: list[int] = []
+    own = TensorFile.read_into
 
-    def whole(files: Any, names: tuple[str, ...]) -> Tensor | None:
-        found.extend(names)
-        return find(files, names)
+    def read_into(file: TensorFile, buffer: memoryview, offset_bytes: int) -> None:
+        read.append(buffer.nbytes)
+        own(file, buffer, offset_bytes)
 
-    monkeypatch.setattr(SafetensorsWeights, "find", whole)
+    monkeypatch.setattr(TensorFile, "read_into", read_into)
     engine = made(build(), split=True, weights=tmp_path / "weights.safetensors")
     assert_same(engine.module.state_dict(), model.state_dict())
-    assert found
-    assert not any("experts" in name for name in found)
+    table = model.state_dict()[TABLE]
+    assert table.nbytes not in read
+    assert read.count(table.nbytes // len(table)) >= len(table)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 from offload.checkpoint.exporting import export, read_whole
 from offload.checkpoint.safetensors_file import TensorInfo
 from offload.deepspeed.saved import folder_of
-from offload.lazy_tensors import DTYPES
+from offload.tensor_file import DTYPES
 from offload.tiers.errors import UnsupportedError
 
 

@@ -1,0 +1,228 @@
+"""compressed-tensors, format `pack-quantized` (llm-compressor writes it, vLLM reads it).
+
+    M.weight_packed      int32 [rows, columns x bits / 32]: codes + 2^(bits-1), lowest bits first
+    M.weight_scale       [rows, groups] (strategies group and channel) or [1] (tensor)
+    M.weight_zero_point  asymmetric: packed along rows, int32 [rows x bits / 32, groups]; older
+                         files and strategy tensor: int8, as the scales
+    M.weight_shape       [rows, columns]
+    M.weight_g_idx       the group of each column, where groups are not consecutive; -1: they are
+
+A value is (code - zero point) x scale in the scales' format: the difference is exact there, and the
+product is rounded once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.quantised.matrix import Matrix, piece_rows, unpacked
+from offload.quantised.parts import FLOATS, Parts, damaged, group_of, groups_in, number
+from offload.tensor_file import Stored
+from offload.tiers.errors import CheckpointError, UnsupportedError
+
+FORMAT = "pack-quantized"
+_STRATEGIES = ("group", "channel", "tensor")
+_UNPACK = (
+    "load the folder once with transformers and compressed-tensors "
+    "(CompressedTensorsConfig(dequantize=True)) and save_pretrained it"
+)
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """How the weights of some modules are stored."""
+
+    name: str
+    targets: tuple[str, ...]
+    bits: int
+    symmetric: bool
+    strategy: str
+    group_size: int
+
+
+@dataclass(frozen=True)
+class _Packed(Matrix):
+    words: Stored
+    scale: Stored
+    zero: Stored | None
+    group: Tensor | None  # of each column, where they are not consecutive
+    bits: int
+
+    def fill(self, out: Tensor) -> None:
+        rows, columns = self.shape
+        scale, zero = self.scale.read(), self._zeros()
+        step = piece_rows(columns)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            codes = unpacked(self.words.rows(start, stop), self.bits).flatten(1)[:, :columns]
+            values = codes.to(self.dtype) - float(1 << (self.bits - 1))
+            if zero is not None:
+                values -= self._of_columns(zero, start, stop).to(self.dtype)
+            values *= self._of_columns(scale, start, stop)
+            out[start:stop] = values
+
+    def _zeros(self) -> Tensor | None:
+        if self.zero is None or self.zero.dtype == torch.int8:
+            return None if self.zero is None else self.zero.read()
+        rows, groups = self.shape[0], self.scale.shape[-1]
+        codes = unpacked(self.zero.read().t(), self.bits).reshape(groups, -1)[:, :rows]
+        return (codes.to(torch.int16) - (1 << (self.bits - 1))).t().to(torch.int8)
+
+    def _of_columns(self, numbers: Tensor, start: int, stop: int) -> Tensor:
+        """Of each element of some rows, or broadcast to them."""
+        if numbers.ndim < 2 or numbers.numel() == 1:
+            return numbers.reshape(1, 1)
+        here = numbers[start:stop]
+        if self.group is not None:
+            return here[:, self.group]
+        return here.repeat_interleave(self.shape[1] // here.shape[1], dim=1)
+
+
+def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
+    schemes = _schemes(settings)
+    ignored = [str(name) for name in settings.get("ignore") or ()]
+    found: dict[str, Matrix] = {}
+    for module in parts.modules(".weight_packed"):
+        if any(_matches(module, each) for each in ignored):
+            raise CheckpointError(
+                f"{module} is quantised, and quantization_config in config.json ignores it; get "
+                "the folder again"
+            )
+        found[parts.weight_name(module)] = _matrix(module, _scheme_of(module, schemes), parts)
+    return found
+
+
+def _schemes(settings: Mapping[str, Any]) -> list[_Scheme]:
+    _refuse(settings)
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError("quantization_config in config.json has no config_groups")
+    return [_scheme(str(name), group, settings) for name, group in groups.items()]
+
+
+def _refuse(settings: Mapping[str, Any]) -> None:
+    """What would change values, and is not done here."""
+    for key in ("kv_cache_scheme", "transform_config"):
+        if settings.get(key):
+            raise UnsupportedError(
+                f"quantization_config in config.json has {key}, which is not done here: results "
+                "would not be the model's own"
+            )
+    sparsity = settings.get("sparsity_config") or {}
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise UnsupportedError(
+            f"weights in the sparse format {sparsity['format']!s:.40} are not read; {_UNPACK}"
+        )
+
+
+def _scheme(name: str, group: Any, settings: Mapping[str, Any]) -> _Scheme:
+    where = f"config_groups.{name} of quantization_config in config.json"
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise UnsupportedError(f"{where} says nothing of weights that is read here; {_UNPACK}")
+    stored = group.get("format") or settings.get("format")
+    if stored != FORMAT:
+        raise UnsupportedError(f"{where} has format {stored!r:.40}, read is {FORMAT}; {_UNPACK}")
+    if group.get("input_activations") or group.get("output_activations"):
+        raise UnsupportedError(
+            f"{where} quantises activations, which is not done here: results would not be the "
+            "model's own"
+        )
+    kind, bits = str(weights.get("type", "int")).lower(), weights.get("num_bits")
+    size = weights.get("group_size")
+    strategy = weights.get("strategy") or (
+        "tensor" if size is None else "channel" if size == -1 else "group"
+    )
+    if kind != "int" or bits not in (4, 8) or strategy not in _STRATEGIES:
+        raise UnsupportedError(
+            f"{where} has weights of type {kind!s:.20}, {bits!s:.20} bits, strategy "
+            f"{strategy!s:.20}; read are int, 4 and 8, {', '.join(_STRATEGIES)}; {_UNPACK}"
+        )
+    return _Scheme(
+        name, tuple(str(each) for each in group.get("targets") or ()), bits,
+        weights.get("symmetric") is not False, strategy,
+        number(weights, "group_size") if strategy == "group" else -1,
+    )  # fmt: skip
+
+
+def _matches(module: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return module == target
+    try:
+        return re.match(target[3:], module) is not None
+    except re.error as error:
+        raise CheckpointError(
+            f"quantization_config in config.json has the pattern {target!r:.80}, which is none "
+            f"({error})"
+        ) from None
+
+
+def _scheme_of(module: str, schemes: list[_Scheme]) -> _Scheme:
+    """By name, by pattern, by class: in this order, as compressed-tensors looks for it."""
+    names = [each for each in schemes if module in each.targets]
+    if names:
+        return names[0]
+    patterns = [each for each in schemes if any(_matches(module, t) for t in each.targets)]
+    if patterns:
+        return patterns[0]
+    classes = [
+        each for each in schemes if any(t.isidentifier() and t[:1].isupper() for t in each.targets)
+    ]
+    if len(classes) == 1:
+        return classes[0]
+    why = "several groups of classes" if classes else "no group"
+    raise CheckpointError(
+        f"{module} is quantised, and quantization_config in config.json has {why} for it: it is "
+        "not known how; name the module in the targets of one"
+    )
+
+
+def _matrix(module: str, scheme: _Scheme, parts: Parts) -> _Packed:
+    name = f"{module}.weight"
+    words = parts.take(f"{name}_packed", (torch.int32,), (None, None), name)
+    rows = words.shape[0]
+    described = parts.take(f"{name}_shape", (torch.int64, torch.int32), (2,), name)
+    shape = tuple(described.read().tolist())
+    columns = shape[1]
+    if shape[0] != rows or columns <= 0 or -(-columns * scheme.bits // 32) != words.shape[1]:
+        raise damaged(
+            described, f"says {shape}, which {words.shape} words of {scheme.bits} bits are not"
+        )
+    groups = groups_in(columns, scheme.group_size, name)
+    scale = _scales(f"{name}_scale", FLOATS, scheme, (rows, groups), parts, name)
+    order = parts.take_if(f"{name}_g_idx", (torch.int32, torch.int64), (columns,), name)
+    group = None
+    if order is not None and not bool(order.read().eq(-1).all()):
+        group = group_of(order, groups)
+    return _Packed(
+        scale.dtype, (rows, columns), words, scale, _zeros(scheme, scale, rows, parts, name),
+        group, scheme.bits,
+    )  # fmt: skip
+
+
+def _scales(
+    name: str, dtypes: tuple[torch.dtype, ...], scheme: _Scheme, shape: tuple[int, int],
+    parts: Parts, of: str,
+) -> Stored:  # fmt: skip
+    if scheme.strategy == "tensor":
+        found = parts.left.get(name)
+        return parts.take(name, dtypes, (1,) * (len(found.shape) if found else 1), of)
+    return parts.take(name, dtypes, shape, of)
+
+
+def _zeros(scheme: _Scheme, scale: Stored, rows: int, parts: Parts, of: str) -> Stored | None:
+    name = f"{of}_zero_point"
+    if scheme.symmetric:
+        parts.left.pop(name, None)  # older files have zeros there, which nothing reads
+        return None
+    found = parts.left.get(name)
+    if found is not None and found.dtype == torch.int8:
+        return parts.take(name, (torch.int8,), scale.shape, of)
+    words = -(-rows * scheme.bits // 32)
+    return parts.take(name, (torch.int32, torch.int8), (words, scale.shape[-1]), of)

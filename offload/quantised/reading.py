@@ -1,0 +1,110 @@
+"""Which format a folder's weights have. `quantization_config` in config.json is the mark."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from offload.checkpoint.model_files import CONFIG, read_json
+from offload.quantised import awq, bitsandbytes, compressed_tensors, gptq
+from offload.quantised.matrix import Matrix
+from offload.quantised.parts import Parts
+from offload.tensor_file import Stored
+from offload.tiers.errors import CheckpointError, UnsupportedError
+
+_READ: dict[str, Callable[[Mapping[str, Any], Parts], dict[str, Matrix]]] = {
+    "awq": awq.matrices,
+    "bitsandbytes": bitsandbytes.matrices,
+    "compressed-tensors": compressed_tensors.matrices,
+    "gptq": gptq.matrices,
+}
+# Ends of names that only parts of quantised weights have.
+_ENDS = (
+    ".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".weight_zero_point",
+    ".weight_shape", ".weight_g_idx", ".weight.absmax", ".weight.quant_map",
+    ".weight.nested_absmax", ".weight.nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4",
+    ".SCB", ".weight_format",
+)  # fmt: skip
+_GET = "get the whole folder again"
+
+
+def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """What config.json says of quantised weights, None where they are none.
+
+    UnsupportedError for formats that are not read.
+    """
+    text = config.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, Mapping) else None
+    found = config.get("quantization_config", inner)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    if isinstance(found, Mapping) and method is None:  # as transformers understands it
+        method = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else None
+    if not isinstance(found, Mapping) or method not in _READ:
+        raise UnsupportedError(
+            f"{folder} has weights quantised by {method!s:.40}, which is not read here (read are "
+            f"{', '.join(_READ)}); load it once with transformers and its own library, call "
+            "model.dequantize(), and save_pretrained it to another folder"
+        )
+    return {**found, "quant_method": method}
+
+
+def settings_in(folder: Path) -> Mapping[str, Any] | None:
+    """The same of a folder, which may have no config.json."""
+    path = folder / CONFIG
+    return settings_of(read_json(path), folder) if path.is_file() else None
+
+
+def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -> dict[str, Matrix]:
+    """The quantised weights by their names, of which all parts are taken out of `stored`.
+
+    CheckpointError where tensors and `settings` disagree, UnsupportedError for what is not read.
+    Nothing of the size of a weight is read or allocated.
+    """
+    found = {} if settings is None else _READ[settings["quant_method"]](settings, Parts(stored))
+    left = next((name for name in stored if name.endswith(_ENDS)), None)
+    if left is not None:
+        if settings is None:
+            raise CheckpointError(
+                f"{left} is of a quantised weight, and config.json has no quantization_config "
+                "that says how: put it there (it may be in quantize_config.json), or get the "
+                "folder again"
+            )
+        raise CheckpointError(
+            f"{left} belongs to no weight of {settings['quant_method']}, which config.json says "
+            f"the weights are quantised by; {_GET}"
+        )
+    if settings is not None:
+        _check_rest(stored, found, str(settings["quant_method"]))
+    return found
+
+
+def _check_rest(stored: Mapping[str, Stored], found: Mapping[str, Matrix], method: str) -> None:
+    if not found:
+        raise CheckpointError(
+            f"config.json says that weights are quantised by {method}, and none is; {_GET}, or "
+            "take quantization_config out of it if its weights are ordinary ones"
+        )
+    for name, tensor in stored.items():
+        is_codes = not tensor.dtype.is_floating_point and name.endswith(".weight")
+        if is_codes or (tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point):
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, and nothing says what its codes stand for; {_GET}"
+            )
+
+
+def transposed_weights(model: nn.Module) -> set[str]:
+    """Of layers that keep their weight [columns, rows] (GPT-2's): formats have it as a linear
+    layer does."""
+    library: Any = sys.modules.get("transformers.pytorch_utils")
+    if library is None:
+        return set()
+    return {
+        f"{name}.weight" for name, module in model.named_modules()
+        if isinstance(module, library.Conv1D)
+    }  # fmt: skip

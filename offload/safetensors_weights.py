@@ -1,0 +1,105 @@
+"""Weights of `weights=`: safetensors files whose tensors have the names of the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+
+from offload.lazy_tensors import LazyTensor, lazy_tensors
+from offload.materialise import check_range, check_shape
+from offload.quantised.reading import settings_in
+from offload.tiers.errors import CheckpointError, ConfigError
+from offload.zero.layout import ParamSpec
+from offload.zero.packed import PackedParam
+
+
+class SafetensorsWeights:
+    """Weights in a safetensors file, all of a folder or a checkpoint of ours, tensor by tensor;
+    quantised ones, if config.json says so, have their values.
+
+    What is rounded to a model's precision may lose bits; no value becomes infinite, none is cut to
+    an integer, and no shape is broadcast: CheckpointError, naming the tensor.
+    """
+
+    def __init__(
+        self, path: str | Path, dtype: torch.dtype, transposed: Collection[str] = ()
+    ) -> None:
+        """`dtype` is that which the model computes with; quantised weights that are `transposed`
+        have the columns first in the model. UnsupportedError for formats that are not read."""
+        path = Path(path)
+        self._dtype = dtype
+        settings = settings_in(path) if path.is_dir() else None
+        self._tensors = lazy_tensors(_files_of(path), settings, transposed)
+
+    def row(self, packed: PackedParam, number: int) -> torch.Tensor:
+        """One row of a packed parameter, as `get` would give it, and nothing else is read."""
+        spec = packed.spec
+        tensor = self._named(spec)
+        check_shape(spec.name, tuple(tensor.shape), spec.shape)
+        return self._checked(f"{spec.name}[{number}]", tensor.row(number).value())
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def get(self, spec: ParamSpec) -> torch.Tensor:
+        """CheckpointError if the tensor is missing, has another shape or other numbers."""
+        tensor = self._named(spec)
+        check_shape(spec.name, tuple(tensor.shape), spec.shape)
+        return self._checked(spec.name, tensor.value())
+
+    def _named(self, spec: ParamSpec) -> LazyTensor:
+        for name in spec.names:
+            if name in self._tensors:
+                return self._tensors[name]
+        raise CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
+
+    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"weights: {name} is {tensor.dtype} in the files, and a floating point "
+                "parameter in the model; convert it (dequantise it) first"
+            )
+        check_range(name, tensor, self._dtype)
+        return tensor
+
+    def get_as(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """A tensor of the shape and dtype of `like`; None if it is not in the files."""
+        found = self._tensors.get(name)
+        if found is None:
+            return None
+        check_shape(name, tuple(found.shape), tuple(like.shape))
+        tensor = found.value()
+        if tensor.dtype == like.dtype:
+            return tensor
+        if tensor.is_floating_point() and like.is_floating_point():
+            check_range(name, tensor, like.dtype)
+            return tensor.to(like.dtype)
+        return _exactly(name, tensor, like.dtype)
+
+
+def _exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another kind of numbers. CheckpointError unless each value stays what it is."""
+    if not tensor.is_complex():
+        converted = tensor.to(dtype)
+        if torch.equal(converted.to(tensor.dtype), tensor) and torch.equal(
+            *(each.to(torch.complex128) for each in (converted, tensor))
+        ):
+            return converted
+    raise CheckpointError(
+        f"weights: {name} is {tensor.dtype} in the files and {dtype} in the model, which cannot "
+        "hold the same values; convert it first"
+    )
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
+    if (path / "manifest.json").is_file():
+        files += sorted(file for file in path.glob("parameters/*.safetensors") if file.is_file())
+    if not files:
+        raise ConfigError(f"weights: {path} is no safetensors file and no folder with any")
+    yield from files

@@ -1,0 +1,109 @@
+"""Tensors in safetensors files, read when they are asked for."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.checkpoint.disk import read_all, storage_errors
+from offload.checkpoint.safetensors_file import StoredTensor, parse_header
+from offload.tiers.errors import CheckpointError
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+
+
+class TensorFile:
+    """A safetensors file, open. What it holds is what it held when it was opened, also if another
+    file takes its name."""
+
+    def __init__(self, path: Path) -> None:
+        """CheckpointError if it is no safetensors file."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+        weakref.finalize(self, os.close, self._fd)
+        nbytes = os.fstat(self._fd).st_size
+        self.tensors: dict[str, StoredTensor] = parse_header(
+            self._bytes, nbytes, path.name, str(path)
+        )
+
+    def _bytes(self, offset: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
+        with storage_errors("reading", self.path):
+            read_all(self._fd, buffer, offset_bytes, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that is in a file as it is."""
+
+    file: TensorFile
+    tensor: StoredTensor
+
+    @property
+    def name(self) -> str:
+        return self.tensor.info.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.tensor.info.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.info.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.info.nbytes
+
+    def read(self, *, rounded: bool = True) -> torch.Tensor:
+        return self.raw(0, self.nbytes).view(self.dtype).reshape(self.shape)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Those of the first dimension."""
+        step = self.nbytes // self.shape[0]
+        flat = self.raw(start * step, (stop - start) * step).view(self.dtype)
+        return flat.reshape(stop - start, *self.shape[1:])
+
+    def pieces(self, numel: int) -> Iterator[torch.Tensor]:
+        """All elements in order, 1D, `numel` at a time."""
+        step = numel * self.dtype.itemsize
+        for start in range(0, self.nbytes, step):
+            yield self.raw(start, min(step, self.nbytes - start)).view(self.dtype)
+
+    def raw(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes, 1D uint8."""
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self.file.read_into(flat.numpy().data, self.tensor.offset_bytes + offset)
+        return flat
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
+    """Every tensor of safetensors files. CheckpointError for a name that two of them have."""
+    found: dict[str, Stored] = {}
+    for path in files:
+        file = TensorFile(path)
+        for name, tensor in file.tensors.items():
+            if name in found:
+                raise CheckpointError(
+                    f"{name} is in {found[name].file.path} and in {path}; remove one"
+                )
+            found[name] = Stored(file, tensor)
+    return found

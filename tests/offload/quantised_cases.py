@@ -1,0 +1,238 @@
+"""Quantised weights as other libraries write them, packed one code at a time, and their values by
+the formats' documented formulas, in plain numpy and torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.quantised.bitsandbytes import NF4
+
+FP4 = [0.0, 0.0625, 8, 12, 4, 6, 2, 3]
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+Random = torch.Generator
+
+
+@dataclass
+class Weight:
+    """The parts of a weight by the ends of their names, and its values."""
+
+    parts: dict[str, Tensor]
+    value: Tensor
+
+
+@dataclass
+class Format:
+    """A format with one of its settings."""
+
+    settings: dict[str, Any]
+    make: Any  # (rows, columns, generator) -> Weight
+
+
+def words(codes: np.ndarray[Any, Any], bits: int) -> Tensor:
+    """int32 words of codes [n, m], along the last dimension."""
+    per_word = 32 // bits
+    n, m = codes.shape
+    found = np.zeros((n, -(-m // per_word)), dtype=np.uint32)
+    for column in range(m):
+        place = np.uint32(column % per_word * bits)
+        found[:, column // per_word] |= codes[:, column].astype(np.uint32) << place
+    return torch.from_numpy(found.view(np.int32))
+
+
+def product(codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """(code - zero) x scale, each product rounded once to the scales' format."""
+    return ((codes.double() - zeros.double()) * scales.double()).to(scales.dtype)
+
+
+def randint(high: int, shape: tuple[int, ...], random: Random) -> Tensor:
+    return torch.randint(high, shape, generator=random)
+
+
+def positive(shape: tuple[int, ...], dtype: torch.dtype, random: Random) -> Tensor:
+    return (torch.rand(shape, generator=random) / 8 + 1e-3).to(dtype)
+
+
+# ------------------------------------------------------------------------- compressed-tensors
+def compressed(
+    bits: int = 4, *, symmetric: bool = True, strategy: str = "group", group_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16, order: bool = False, old_zeros: bool = False,
+) -> Format:  # fmt: skip
+    weights: dict[str, Any] = {
+        "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy,
+        "group_size": group_size if strategy == "group" else None,
+    }  # fmt: skip
+    settings = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+
+    def make(rows: int, columns: int, random: Random) -> Weight:
+        groups = columns // group_size if strategy == "group" else 1
+        per_row = rows if strategy != "tensor" else 1
+        half = 1 << (bits - 1)
+        codes = randint(2 * half, (rows, columns), random) - half
+        zeros = randint(2 * half, (per_row, groups), random) - half
+        if symmetric:
+            zeros = torch.zeros_like(zeros)
+        scale = positive((per_row, groups), dtype, random)
+        of = torch.arange(columns) // (columns // groups)
+        parts = {
+            "weight_packed": words((codes + half).numpy(), bits),
+            "weight_shape": torch.tensor([rows, columns]), "weight_scale": scale,
+        }  # fmt: skip
+        if strategy == "tensor":
+            parts["weight_scale"] = scale.reshape(1)
+        if order:
+            of = of[torch.randperm(columns, generator=random)]
+            parts["weight_g_idx"] = of.int()
+        if not symmetric:
+            parts["weight_zero_point"] = (
+                zeros.to(torch.int8).reshape(parts["weight_scale"].shape)
+                if old_zeros or strategy == "tensor"
+                else words((zeros + half).t().numpy(), bits).t().contiguous()
+            )
+        return Weight(parts, product(codes, zeros[:, of], scale[:, of]))
+
+    return Format(settings, make)
+
+
+# -------------------------------------------------------------------------------- GPTQ and AWQ
+def gptq(
+    bits: int = 4, *, version: int = 1, group_size: int = 16, desc_act: bool = False,
+    g_idx: bool = True, dtype: torch.dtype = torch.float16,
+) -> Format:  # fmt: skip
+    settings = {
+        "quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": desc_act,
+        "sym": False, "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }  # fmt: skip
+
+    def make(rows: int, columns: int, random: Random) -> Weight:
+        groups = columns // group_size if group_size > 0 else 1
+        codes = randint(1 << bits, (columns, rows), random)
+        zeros = randint((1 << bits) - 1, (groups, rows), random) + 1
+        scales = positive((groups, rows), dtype, random)
+        of = torch.arange(columns) // (columns // groups)
+        if desc_act:
+            of = of[torch.randperm(columns, generator=random)]
+        parts = {
+            "qweight": words(codes.t().numpy(), bits).t().contiguous(),
+            "qzeros": words((zeros - int(version == 1)).numpy(), bits), "scales": scales,
+        }  # fmt: skip
+        if g_idx:
+            parts["g_idx"] = of.int()
+        return Weight(parts, product(codes, zeros[of], scales[of]).t().contiguous())
+
+    return Format(settings, make)
+
+
+def awq(group_size: int = 16, dtype: torch.dtype = torch.float16) -> Format:
+    settings = {
+        "quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm",
+        "zero_point": True, "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+
+    def interleaved(codes: Tensor) -> Tensor:
+        n, m = codes.shape
+        return words(codes.reshape(n, m // 8, 8)[:, :, AWQ_ORDER].reshape(n, m).numpy(), 4)
+
+    def make(rows: int, columns: int, random: Random) -> Weight:
+        groups = columns // group_size if group_size > 0 else 1
+        codes = randint(16, (columns, rows), random)
+        zeros = randint(16, (groups, rows), random)
+        scales = positive((groups, rows), dtype, random)
+        of = torch.arange(columns) // (columns // groups)
+        parts = {"qweight": interleaved(codes), "qzeros": interleaved(zeros), "scales": scales}
+        return Weight(parts, product(codes, zeros[of], scales[of]).t().contiguous())
+
+    return Format(settings, make)
+
+
+# -------------------------------------------------------------------------------- bitsandbytes
+def four_bits(
+    kind: str = "nf4", *, nested: bool = False, block: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Format:  # fmt: skip
+    settings = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": nested,
+    }  # fmt: skip
+    table = torch.tensor(NF4) if kind == "nf4" else torch.tensor([*FP4, *(-x for x in FP4)]) / 12
+
+    def make(rows: int, columns: int, random: Random) -> Weight:
+        numel = rows * columns
+        blocks = -(-numel // block)
+        codes = randint(16, (numel + numel % 2,), random)
+        absmax = positive((blocks,), torch.float32, random)
+        state = {
+            "quant_type": kind, "blocksize": block, "dtype": str(dtype).removeprefix("torch."),
+            "shape": [rows, columns],
+        }  # fmt: skip
+        parts = {
+            "weight": (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None],
+            "weight.absmax": absmax, "weight.quant_map": table.clone(),
+        }  # fmt: skip
+        if nested:
+            inner = randint(256, (blocks,), random).to(torch.uint8)
+            outer = positive((-(-blocks // 256),), torch.float32, random)
+            values = torch.linspace(-1, 1, 256)
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0625}
+            parts |= {
+                "weight.absmax": inner, "weight.nested_absmax": outer,
+                "weight.nested_quant_map": values,
+            }  # fmt: skip
+            absmax = values[inner.int()] * outer.repeat_interleave(256)[:blocks] + 0.0625
+        said = json.dumps(state).encode()
+        parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+            list(said), dtype=torch.uint8
+        )
+        values = table[codes[:numel]] * absmax.repeat_interleave(block)[:numel]
+        return Weight(parts, values.to(dtype).reshape(rows, columns))
+
+    return Format(settings, make)
+
+
+def eight_bits() -> Format:
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+
+    def make(rows: int, columns: int, random: Random) -> Weight:
+        codes = (randint(255, (rows, columns), random) - 127).to(torch.int8)
+        scale = positive((rows,), torch.float32, random)
+        parts = {"weight": codes, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return Weight(parts, codes * scale[:, None] * np.float32(1 / 127).item())
+
+    return Format(settings, make)
+
+
+FORMATS: dict[str, Format] = {
+    "ct int4": compressed(),
+    "ct int8": compressed(8),
+    "ct int4, asymmetric": compressed(symmetric=False),
+    "ct int8, asymmetric, fp16": compressed(8, symmetric=False, dtype=torch.float16),
+    "ct int4, int8 zeros, fp32": compressed(symmetric=False, old_zeros=True, dtype=torch.float32),
+    "ct int4, channels": compressed(strategy="channel"),
+    "ct int8, channels, asymmetric": compressed(8, strategy="channel", symmetric=False),
+    "ct int8, tensor": compressed(8, strategy="tensor"),
+    "ct int4, tensor, asymmetric": compressed(strategy="tensor", symmetric=False),
+    "ct int4, groups in any order": compressed(symmetric=False, order=True),
+    "gptq": gptq(),
+    "gptq without g_idx": gptq(g_idx=False),
+    "gptq in one group": gptq(group_size=-1),
+    "gptq v2": gptq(version=2),
+    "gptq 8 bits": gptq(8),
+    "gptq v2, 8 bits, bf16": gptq(8, version=2, dtype=torch.bfloat16),
+    "gptq desc_act": gptq(desc_act=True),
+    "awq": awq(),
+    "awq in one group": awq(-1),
+    "nf4": four_bits(),
+    "nf4 nested": four_bits(nested=True),
+    "nf4 fp32": four_bits(dtype=torch.float32, block=128),
+    "fp4 nested": four_bits("fp4", nested=True, dtype=torch.float16),
+    "int8": eight_bits(),
+}

@@ -1,0 +1,248 @@
+"""`offload.open_pretrained` of quantised folders: the model is transformers' own, with ordinary
+weights, which have the values that the formats' libraries give (where these are installed)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import offload
+from offload.errors import CheckpointError
+from tests.offload.engine_cases import HOST, bits, config
+from tests.offload.quantised_cases import FORMATS, Format
+from tests.outside.pretrained_cases import FILE, saved
+from tests.outside.test_causal_lm_zoo import transformers
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def quantise(folder: Path, kind: Format, keep: tuple[str, ...] = ("lm_head", "gate.weight")) -> Any:
+    """Other weights for the layers' matrices, in this format, in place: their values by name."""
+    tensors = load_file(folder / FILE)
+    random = torch.Generator().manual_seed(5)
+    values: dict[str, Tensor] = {}
+    for name in list(tensors):
+        matrix = (tensors[name].ndim == 2 and ".layers." in f".{name}") or ".c_" in name
+        if not matrix or not name.endswith("weight") or any(each in name for each in keep):
+            continue
+        shape = tensors.pop(name).shape
+        if ".c_" in name:  # GPT-2's layers have the columns first
+            shape = shape[::-1]
+        made = kind.make(*shape, random)
+        values[name] = made.value.t() if ".c_" in name else made.value
+        module = name.removesuffix(".weight")
+        tensors |= {f"{module}.{end}": part.clone() for end, part in made.parts.items()}
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    text["quantization_config"] = kind.settings
+    (folder / "config.json").write_text(json.dumps(text))
+    return values
+
+
+def llama(folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, dtype="bfloat16"))
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+# --------------------------------------------------------------------------------- the model
+@pytest.mark.parametrize("name", ["ct int4", "gptq desc_act", "awq", "nf4 nested", "int8"])
+def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model")
+    before = load_file(folder / FILE)
+    values = quantise(folder, FORMATS[name])
+    model: Any = offload.open_pretrained(folder, dtype=torch.float32)
+    assert type(model) is transformers.LlamaForCausalLM
+    assert not hasattr(model.config, "quantization_config")
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"})
+    with offload.initialize(model, keys) as engine, engine.gathered():
+        found = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert len(values) == 14
+    assert {n: bits(t) for n, t in found.items()} == {
+        n: bits(values.get(n, before.get(n)).float()) for n in found
+    }
+
+
+def test_weights_keep_their_own_format(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model")
+    values = quantise(folder, FORMATS["nf4"])
+    for name, lazy in offload.open_pretrained(folder).named_parameters():
+        if name in values:
+            assert bits(lazy.value()) == bits(values[name])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["gptq", "nf4", "int8"])
+@pytest.mark.parametrize("head", [True, False])
+def test_layers_with_the_columns_first(name: str, head: bool, tmp_path: Path) -> None:
+    """GPT-2's, of which some are square: nothing but their class tells them from others."""
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
+    kind = transformers.GPT2LMHeadModel if head else transformers.GPT2Model
+    kind(shape).save_pretrained(tmp_path / "model")
+    values = quantise(tmp_path / "model", FORMATS[name])
+    for each in (transformers.GPT2LMHeadModel, transformers.GPT2Model):
+        model: Any = offload.open_pretrained(tmp_path / "model", model_class=each)
+        found = {n.removeprefix("transformer."): p for n, p in model.named_parameters()}
+        for key, value in values.items():
+            lazy = found[key.removeprefix("transformer.")]
+            assert bits(lazy.value()) == bits(value.to(lazy.dtype))
+    with torch.device("meta"):
+        plain = kind(shape)
+    keys = config(tmp_path, HOST)
+    with offload.initialize(plain, keys, weights=tmp_path / "model") as engine, engine.gathered():
+        named = dict(plain.named_parameters())
+        assert all(bits(named[n].detach().clone()) == bits(v.float()) for n, v in values.items())
+
+
+@pytest.mark.parametrize("name", ["ct int4", "gptq", "awq"])
+def test_experts_are_packed_as_transformers_packs_them(name: str, tmp_path: Path) -> None:
+    """Per expert in the files, one tensor in the model; a row of it reads one expert."""
+    folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
+    values = quantise(folder, FORMATS[name])
+    model: Any = offload.open_pretrained(folder, dtype=torch.float32)
+    experts = model.model.layers[0].mlp.experts
+    prefix = "model.layers.0.block_sparse_moe.experts"
+    for number in range(len(experts.gate_up_proj)):
+        up = [values[f"{prefix}.{number}.{each}.weight"] for each in ("w1", "w3")]
+        assert bits(experts.gate_up_proj.row(number).value()) == bits(torch.cat(up).float())
+        down = values[f"{prefix}.{number}.w2.weight"].float()
+        assert bits(experts.down_proj.row(number).value()) == bits(down)
+
+
+def test_an_expert_without_scales_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
+    quantise(folder, FORMATS["gptq"])
+    tensors = load_file(folder / FILE)
+    del tensors["model.layers.0.block_sparse_moe.experts.1.w2.scales"]
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.1\.w2\.scales is not there"):
+        offload.open_pretrained(folder)
+
+
+# ------------------------------------------------------------------------- their own libraries
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True},
+        {"num_bits": 4, "strategy": "group", "group_size": 16, "symmetric": False},
+        {"num_bits": 8, "strategy": "channel", "symmetric": True},
+        {"num_bits": 8, "strategy": "channel", "symmetric": False},
+        {"num_bits": 8, "strategy": "tensor", "symmetric": True},
+        {"num_bits": 4, "strategy": "tensor", "symmetric": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_compressed_tensors_gives_the_same_values(
+    weights: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import PackedQuantizationCompressor as Packed
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    random = torch.Generator().manual_seed(1)
+    weight = torch.randn(24, 64, generator=random).to(dtype)
+    groups = 64 // weights.get("group_size", 64)
+    shape = (1,) if weights["strategy"] == "tensor" else (24, groups)
+    half = 1 << (weights["num_bits"] - 1)
+    zero = torch.randint(-half, half, shape, generator=random).to(torch.int8)
+    state = {
+        "weight": weight, "weight_scale": (torch.rand(shape, generator=random) / 4).to(dtype),
+        **({} if weights["symmetric"] else {"weight_zero_point": zero}),
+    }  # fmt: skip
+    stored = Packed.compress(state, scheme)
+    expected = Packed.decompress(stored, scheme)["weight"]
+    settings = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    save_file({f"a.{n}": t.contiguous() for n, t in stored.items()}, tmp_path / FILE)
+    assert bits(read(tmp_path, settings)["a.weight"]) == bits(expected)
+
+
+def read(folder: Path, settings: Any) -> dict[str, Tensor]:
+    from offload.lazy_tensors import lazy_tensors
+
+    found = lazy_tensors([folder / FILE], settings)
+    return {name: lazy.value() for name, lazy in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [32, 64])
+def test_bitsandbytes_gives_the_same_values(
+    kind: str, nested: bool, dtype: torch.dtype, block: int, tmp_path: Path
+) -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    weight = torch.randn(96, 130, generator=torch.Generator().manual_seed(1)).to(dtype)
+    stored, state = functional.quantize_4bit(
+        weight, blocksize=block, compress_statistics=nested, quant_type=kind
+    )
+    parts = {f"a.weight.{n}": t for n, t in state.as_dict(packed=True).items()}
+    save_file({"a.weight": stored, **parts}, tmp_path / FILE)
+    settings = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
+    }  # fmt: skip
+    expected = functional.dequantize_4bit(stored, state)
+    assert bits(read(tmp_path, settings)["a.weight"]) == bits(expected)
+
+
+def test_bitsandbytes_gives_the_same_values_of_8_bits(tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    weight = torch.randn(96, 130, generator=torch.Generator().manual_seed(1)).half()
+    codes, scale, _ = functional.int8_vectorwise_quant(weight)
+    save_file({"a.weight": codes, "a.SCB": scale}, tmp_path / FILE)
+    expected = functional.int8_vectorwise_dequant(codes, scale)
+    found = read(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    assert bits(found["a.weight"]) == bits(expected)
+
+
+@pytest.mark.parametrize("settings", ["nf4", "nf4, twice", "8 bits"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_transformers_quantises_with_bitsandbytes_is_read_as_it_dequantises_it(
+    family: str, settings: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    if family == "llama":
+        llama(tmp_path / "model")
+    else:
+        shape = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=64)
+        transformers.GPT2LMHeadModel(shape).bfloat16().save_pretrained(tmp_path / "model")
+    keys: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if settings == "8 bits":
+        keys = {"load_in_8bit": True}
+    keys["bnb_4bit_use_double_quant"] = "twice" in settings
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", quantization_config=transformers.BitsAndBytesConfig(**keys)
+    )
+    quantised.save_pretrained(tmp_path / "quantised")
+    found = dict(offload.open_pretrained(tmp_path / "quantised").named_parameters())
+    for name, param in quantised.dequantize(torch.float32).named_parameters():
+        ours = found[name].value()  # type: ignore[attr-defined]
+        if "c_" in name and name.endswith("weight"):  # it dequantises into linear layers
+            ours = ours.t()
+        assert bits(ours.contiguous()) == bits(param.detach().to(ours.dtype)), name
