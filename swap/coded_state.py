@@ -7,16 +7,22 @@
 
 Each piece is stored by itself. The slot always holds the decoded codes of the home: writes are
 rounded at once, so results do not depend on when a slot was evicted.
+
+Nothing is decoded ahead of use: reads of what comes next go on meanwhile, and what computes and
+what decodes share the same processors. A slot is given up before any codes are: to decode takes a
+fraction of the time of a read, and a slot a multiple of the memory.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 
 from offload.swap.codec import Codec
 from offload.swap.io_backend import Priority
+from offload.swap.shield import interrupted_in_waits
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
 from offload.swap.state import HostPiece, State
@@ -29,6 +35,7 @@ from offload.tiers.units import round_up
 
 # Makes the home: its bytes, and those of each of its pieces but the last.
 MakeHome = Callable[[int, int], State]
+_BEHIND_ALL_CODES = 1e12  # uses; among decoded copies their own next use decides
 
 
 class CodedState(SlotState):
@@ -46,8 +53,12 @@ class CodedState(SlotState):
         super().__init__(self._home.name, nbytes, piece_nbytes, pool, next_use)
         self._codec = codec
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
+        self._decoding = threading.Lock()  # one thread fills the slot, others wait for it
 
     # ---------------------------------------------------------------- what the pool asks
+    def next_use(self) -> float:
+        return _BEHIND_ALL_CODES + super().next_use()
+
     def can_drop(self) -> bool:
         return self._slot is not None and not self._is_blank and not self._slot.in_use()
 
@@ -68,20 +79,22 @@ class CodedState(SlotState):
                 return True
         return self._home.bring(next_use=next_use, priority=priority)
 
+    @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
-        with self._lock:
-            if self._slot is not None:
-                return self._slot.tensor[: self.nbytes]
-        stored = self._home.tensor()
-        view = self._take_slot()
-        try:
-            for piece in range(self.pieces):
-                self._decode(piece, stored, view)
-        except BaseException:
-            self.drop()  # the next caller must not take what is half there for values
-            raise
-        self._is_blank = False
-        return view
+        with self._decoding:
+            with self._lock:
+                if self._slot is not None:
+                    return self._slot.tensor[: self.nbytes]
+            stored = self._home.tensor()
+            view = self._take_slot()
+            try:
+                for piece in range(self.pieces):
+                    self._decode(piece, stored, view)
+            except BaseException:
+                self.drop()  # the next caller must not take what is half there for values
+                raise
+            self._is_blank = False
+            return view
 
     def blank(self) -> torch.Tensor:
         with self._lock:
