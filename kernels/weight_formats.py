@@ -42,6 +42,11 @@ class WeightFormat:
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise ValueError(f"group_size: expected one of {sizes}, got {self.group_size}")
 
+    @property
+    def name(self) -> str:
+        """As a configuration has it."""
+        return self.code.name.lower()
+
     def scales_nbytes(self, numel: int) -> int:
         """Bytes before the codes of `numel` elements, whole groups."""
         return _lines(numel // self.group_size * _SCALE_NBYTES)

@@ -11,6 +11,9 @@ import torch
 
 from offload.kernels import triton_launch
 from offload.planning.plan.plan import Plan
+from offload.swap.codec import Codec
+from offload.swap.coded_device_state import DeviceCodedState
+from offload.swap.coded_state import MakeHome
 from offload.swap.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device_state import Links, MirroredState
 from offload.swap.fences import Fences, OpenReads
@@ -58,6 +61,12 @@ class DeviceHomes:
     def mirrored(self, home: State, next_use: NextUse) -> State:
         """Parameters whose home is not the device."""
         return MirroredState(home, self.pool, self.links, self._reads, next_use)
+
+    def coded(self, nbytes: int, codec: Codec, make_home: MakeHome, next_use: NextUse) -> State:
+        """Parameters whose home has codes."""
+        return DeviceCodedState(
+            nbytes, codec, make_home, self.pool, self.links, self._reads, next_use
+        )
 
     def at_home(
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,

@@ -24,6 +24,7 @@ from offload.swap.activation_window import ActivationWindow
 from offload.swap.activations import ActivationTier
 from offload.swap.backends import open_backend
 from offload.swap.block_store import BlockStore
+from offload.swap.coded_state import CodedState
 from offload.swap.device_state import Links
 from offload.swap.file_state import FileState
 from offload.swap.lanes import Lane
@@ -40,12 +41,16 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
+from offload.zero.bits import FLOAT_OF
+from offload.zero.coded_layout import lay_out_codes
 from offload.zero.collectives import Workspace
 from offload.zero.device_work import DeviceWork
+from offload.zero.layout import Layout
 from offload.zero.rank_weights import SharedMemory
 from offload.zero.records import RecordFormat
 from offload.zero.sharding import ALONE, Sharding
 from offload.zero.store import NextUse
+from offload.zero.weight_codes import WeightCodes
 
 if TYPE_CHECKING:
     from offload.config import NvmeConfig, OffloadConfig
@@ -58,12 +63,14 @@ class TieredHomes:
     """The tiers of one engine, and the states in them. `close` gives everything back."""
 
     def __init__(
-        self, plan: Plan, nvme: NvmeConfig, device: torch.device, itemsize: int
+        self, plan: Plan, nvme: NvmeConfig, device: torch.device, dtype: torch.dtype
     ) -> None:  # fmt: skip
+        """`dtype`: the one that parameters have where they are computed with."""
         self.plan = plan
         self.ledger = Ledger()
         self.lock = threading.RLock()
-        self._itemsize = itemsize
+        self._dtype = dtype
+        self._itemsize = dtype.itemsize
         self._memory: dict[Tier, MemoryTier] = {}
         self.store: BlockStore | None = None
         self._staging: list[Lease] = []
@@ -142,12 +149,30 @@ class TieredHomes:
         size, piece = numel * self._itemsize, self.plan.chunk_numel * self._itemsize
         cut = edge * self._itemsize, None if stride is None else stride * self._itemsize
         label, kind = f"{name} parameters", StateClass.PARAMETERS
+        if self.plan.groups[index].decoded:
+            return self._coded(tier, label, size, piece, self.plan.groups[index].layout, next_use)
         if not self.plan.gpu:  # used where they are
             return self._state(tier, label, size, piece, kind, next_use, *cut)
         if tier.on_device:
             return self._device.at_home(label, size, piece, kind, *cut)
         home = self._state(tier, label, size, piece, kind, next_use, *cut)
         return self._device.mirrored(home, next_use)
+
+    def _coded(
+        self, tier: Tier, label: str, nbytes: int, piece: int, layout: Layout, next_use: NextUse
+    ) -> State:
+        """Weights whose home has codes, which cross every link as they are."""
+
+        def home(stored: int, _: int) -> State:
+            if self.plan.gpu and tier.on_device:
+                return self._device.at_home(label, stored, piece, StateClass.PARAMETERS)
+            kept = self._state(tier, label, stored, piece, StateClass.PARAMETERS, next_use)
+            return self._device.mirrored(kept, next_use) if self.plan.gpu else kept
+
+        codec = WeightCodes(lay_out_codes(layout, self._itemsize), FLOAT_OF[self._dtype])
+        if self.plan.gpu:
+            return self._device.coded(nbytes, codec, home, next_use)
+        return CodedState(nbytes, nbytes, codec, home, self.pool, next_use)
 
     def gradients(
         self, index: int, name: str, numel: int, itemsize: int, next_use: NextUse

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,7 @@ from offload.spread_experts import SpreadExperts
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.zero.closed_engine import Refusal
-from offload.zero.discovery import Discovery, discover
+from offload.zero.discovery import Discovery, adapter_names, discover
 from offload.zero.expert_access import ExpertAccess
 from offload.zero.gradient_hooks import is_trained_here
 from offload.zero.group import ParamGroup
@@ -96,7 +97,10 @@ class TieredModel(abc.ABC):
             experts=config.splits_experts(machine.world_size()),
         )  # fmt: skip
         self.spread.check_groups(discovery.groups)
-        return discovery
+        if config.storage is None:
+            return discovery
+        raw = adapter_names(self.module)
+        return discovery.stored(replace(config.storage.storage, raw=raw))
 
     def _find_tensor_parallel(
         self, config: OffloadConfig, data_ranks: Sequence[int], *, takes_values: bool
@@ -135,7 +139,7 @@ class TieredModel(abc.ABC):
     def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
         if self.config.threads.torch != "auto":
             torch.set_num_threads(self.config.threads.torch)
-        self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype.itemsize)
+        self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype)
 
     def _load(self, first: FirstValues) -> None:
         """Fill every group's states, one group at a time."""

@@ -18,6 +18,11 @@ class Codec(Protocol):
         """Fill `stored` from `values` (both 1D uint8). The values may be rounded."""
         ...
 
+    def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        """As `encode`, where `stored` has codes: those of what decodes to its values already stay,
+        as far as parts of the buffer can be told apart."""
+        ...
+
     def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
         """Fill `values` by decoding `stored` (both 1D uint8)."""
         ...

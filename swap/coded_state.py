@@ -5,29 +5,26 @@
                ▼           │
     slot    ├──── piece 0 ────┤├──── piece 1 ────┤
 
-Each piece is stored by itself. The slot always holds the decoded codes of the home: writes are
-rounded at once, so results do not depend on when a slot was evicted.
-
-Nothing is decoded ahead of use: reads of what comes next go on meanwhile, and what computes and
-what decodes share the same processors. A slot is given up before any codes are: to decode takes a
-fraction of the time of a read, and a slot a multiple of the memory.
+Each piece is stored by itself; the home may be cut otherwise. The slot always holds the decoded
+codes of the home: writes are rounded at once, so results do not depend on when a slot was evicted.
+What is written with the values that it had keeps its codes. A slot can be filled from memory again,
+so it is given up before copies that would have to be moved.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
 
 from offload.swap.codec import Codec
 from offload.swap.io_backend import Priority
-from offload.swap.shield import interrupted_in_waits
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
 from offload.swap.state import HostPiece, State
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
+from offload.tiers.eviction import MADE_HERE
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.residency import Residency
@@ -35,7 +32,6 @@ from offload.tiers.units import round_up
 
 # Makes the home: its bytes, and those of each of its pieces but the last.
 MakeHome = Callable[[int, int], State]
-_BEHIND_ALL_CODES = 1e12  # uses; among decoded copies their own next use decides
 
 
 class CodedState(SlotState):
@@ -52,12 +48,14 @@ class CodedState(SlotState):
         self._home = make_home(stored, step)
         super().__init__(self._home.name, nbytes, piece_nbytes, pool, next_use)
         self._codec = codec
+        self._step = step  # from the codes of one piece to those of the next
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
-        self._decoding = threading.Lock()  # one thread fills the slot, others wait for it
+        self._is_stored = False  # the home has codes
 
     # ---------------------------------------------------------------- what the pool asks
     def next_use(self) -> float:
-        return _BEHIND_ALL_CODES + super().next_use()
+        use = self._next_use()
+        return use + MADE_HERE if use >= 0 else use
 
     def can_drop(self) -> bool:
         return self._slot is not None and not self._is_blank and not self._slot.in_use()
@@ -79,22 +77,20 @@ class CodedState(SlotState):
                 return True
         return self._home.bring(next_use=next_use, priority=priority)
 
-    @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
-        with self._decoding:
-            with self._lock:
-                if self._slot is not None:
-                    return self._slot.tensor[: self.nbytes]
-            stored = self._home.tensor()
-            view = self._take_slot()
-            try:
-                for piece in range(self.pieces):
-                    self._decode(piece, stored, view)
-            except BaseException:
-                self.drop()  # the next caller must not take what is half there for values
-                raise
-            self._is_blank = False
-            return view
+        with self._lock:
+            if self._slot is not None:
+                return self._slot.tensor[: self.nbytes]
+        stored = self._home.tensor()
+        view = self._take_slot()
+        try:
+            for piece in range(self.pieces):
+                self._decode(piece, stored, view)
+        except BaseException:
+            self.drop()  # the next caller must not take what is half there for values
+            raise
+        self._is_blank = False
+        return view
 
     def blank(self) -> torch.Tensor:
         with self._lock:
@@ -117,8 +113,8 @@ class CodedState(SlotState):
 
     def _stored(self, piece: int, stored: torch.Tensor) -> torch.Tensor:
         """The codes of a piece, without what fills its last page."""
-        span, home = self.span(piece), self._home.span(piece)
-        return stored[home.start : home.start + self._codec.stored_nbytes(span.stop - span.start)]
+        span, start = self.span(piece), piece * self._step
+        return stored[start : start + self._codec.stored_nbytes(span.stop - span.start)]
 
     def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         """Stored at once, and rounded to what is stored."""
@@ -126,13 +122,15 @@ class CodedState(SlotState):
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             view = self._slot.tensor[: self.nbytes]
-        stored = self._home.blank()
+        self._home.settle()  # what goes home must not be half of what is written now
+        is_new = self._is_blank or not self._is_stored
+        stored = self._home.blank() if is_new else self._home.tensor()
+        store = self._codec.encode if is_new else self._codec.update
         for piece in range(self.pieces):
-            self._codec.encode(view[self.span(piece)], self._stored(piece, stored))
+            store(view[self.span(piece)], self._stored(piece, stored))
             self._decode(piece, stored, view)
-        del stored
         self._home.wrote(write_back=write_back)
-        self._is_blank = False
+        self._is_blank, self._is_stored = False, True
 
     def note_use(self) -> None:
         self._home.note_use()
@@ -165,8 +163,8 @@ class CodedState(SlotState):
         span = self.span(piece)
         self._home.settle()  # what goes home must not be half of what is written now
         stored = self._home.tensor()
-        self._codec.encode(source[: span.stop - span.start], self._stored(piece, stored))
-        self._home.wrote_piece(piece)
+        self._codec.update(source[: span.stop - span.start], self._stored(piece, stored))
+        self._home.wrote()
         with self._lock:
             view = None if self._slot is None else self._slot.tensor[: self.nbytes]
         if view is not None:

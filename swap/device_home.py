@@ -56,7 +56,7 @@ class DeviceHomeState(MemoryState):
     def host_blank(self) -> torch.Tensor:
         """Pageable and outside of any budget: one at a time of each kind of state is kept."""
         before = self._links.copied_out.get(type(self))
-        if before is not None:
+        if isinstance(before, DeviceHomeState):
             before._on_host = None
         self._links.copied_out[type(self)] = self
         self._on_host = torch.empty(self.nbytes, dtype=torch.uint8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,9 +21,6 @@ from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
-if TYPE_CHECKING:
-    from offload.swap.device_home import DeviceHomeState
-
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -35,7 +31,7 @@ class Links:
     device: torch.device = field(default=torch.device("cpu"))
     fences: Fences = field(default_factory=Fences)
     # of each kind of state, whose copy in host memory may be in use
-    copied_out: dict[type, DeviceHomeState] = field(default_factory=dict)
+    copied_out: dict[type, State] = field(default_factory=dict)
 
     def close(self) -> None:
         """Wait for every copy."""

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
+# Added to the next use of a copy that is made in memory from other bytes there (weights from their
+# codes): it is given up before any that would have to be moved again.
+MADE_HERE = 1e9
+
 T = TypeVar("T", bound="Evictable")
 
 

@@ -32,6 +32,9 @@ class BlockCodes:
     def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
         encode(values.view(self.dtype), *self._parts(values, stored))
 
+    def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        self.encode(values, stored)
+
     def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
         decode(*self._parts(values, stored), values.view(self.dtype))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from offload.kernels.weight_formats import LINE_NBYTES, Code, WeightFormat
 from offload.tiers.units import round_up
@@ -56,8 +57,9 @@ def refusal(shape: Sequence[int], weights: WeightFormat) -> str | None:
 
 
 def lay_out_codes(
-    layout: Layout, itemsize: int, weights_of: Callable[[ParamSpec], WeightFormat | None]
-) -> CodedLayout:
+    layout: Layout, itemsize: int,
+    weights_of: Callable[[ParamSpec], WeightFormat | None] = attrgetter("stored"),
+) -> CodedLayout:  # fmt: skip
     """The stored buffer of one rank's group, whose elements have `itemsize` bytes in a slot.
 
     ValueError where a parameter cannot be stored as `weights_of` says (see `refusal`).

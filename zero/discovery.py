@@ -9,10 +9,12 @@ without torch; this module applies them to torch modules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from offload.kernels.weight_formats import WeightFormat
+from offload.tiers.errors import UnsupportedError
 from offload.zero.expert_keys import experts_per_token_of
 from offload.zero.layout import ParamShape
 from offload.zero.local_tensors import is_dtensor, local_of
@@ -26,12 +28,14 @@ from offload.zero.module_tree import (
     find_groups,
 )
 from offload.zero.packed import PackedParam
+from offload.zero.storage import Storage, cut
 
 __all__ = [
     "SMALL_UNIT_NUMEL",
     "Discovery",
     "GroupPlan",
     "Unit",
+    "adapter_names",
     "discover",
     "ep_size_of",
     "managed",
@@ -48,6 +52,15 @@ class GroupPlan:
     params: list[tuple[tuple[str, ...], nn.Parameter]]
     table: str = ""  # the module of experts that it is one of
     ep_size: int = 1  # over how many ranks those are spread
+    stored: tuple[WeightFormat | None, ...] = ()  # by parameter; empty: all as they are
+
+    def shapes(self) -> tuple[ParamShape, ...]:
+        """Its parameters without their values; of DTensors, what this rank has."""
+        shapes = shapes_of(self.params)
+        if not self.stored:
+            return shapes
+        pairs = zip(shapes, self.stored, strict=True)
+        return tuple(replace(shape, stored=stored) for shape, stored in pairs)
 
 
 @dataclass(slots=True)
@@ -75,13 +88,38 @@ class Discovery:
         return ModelShape(
             tuple(
                 GroupShape(
-                    g.name, shapes_of(g.params), table=g.table, packed=index in packed,
+                    g.name, g.shapes(), table=g.table, packed=index in packed,
                     ep_size=g.ep_size,
                 )
                 for index, g in enumerate(self.groups)
             ),
             tuple(UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units),
             self.experts_per_token,
+        )  # fmt: skip
+
+    def stored(self, storage: Storage) -> Discovery:
+        """The same with frozen weights as `storage` has them, apart from what is trained.
+
+        ConfigError and UnsupportedError as `zero.storage.cut`; UnsupportedError for DTensors.
+        """
+        for names, param in (pair for group in self.groups for pair in group.params):
+            if is_dtensor(param):
+                raise UnsupportedError(
+                    f"storage.weights: {names[0]} is a DTensor, of which each rank has a part; "
+                    "remove storage, or do not parallelise the model"
+                )
+        groups = [(group.name, group.table, group.shapes()) for group in self.groups]
+        cuts, renumbered = cut(storage, groups)
+        return replace(
+            self,
+            groups=[
+                replace(
+                    self.groups[each.group], name=each.name, stored=each.stored,
+                    params=[self.groups[each.group].params[number] for number in each.numbers],
+                )
+                for each in cuts
+            ],
+            units=[replace(unit, groups=renumbered(unit.groups)) for unit in self.units],
         )  # fmt: skip
 
 
@@ -92,6 +130,20 @@ def shapes_of(
     return tuple(
         ParamShape(names, tuple(local_of(p).shape), p.requires_grad) for names, p in params
     )  # fmt: skip
+
+
+def adapter_names(model: nn.Module) -> frozenset[str]:
+    """Parameters that PEFT has added to a model: small, and not to be rounded with what they
+    adapt."""
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        added = getattr(module, "adapter_layer_names", ())
+        added = (*added, "prompt_encoder") if hasattr(module, "peft_config") else added
+        for name, child in module.named_children() if added else ():
+            if name in added or name.startswith("lora_"):
+                inner = (each for each, _ in child.named_parameters())
+                found.update(f"{prefix}.{name}.{each}".removeprefix(".") for each in inner)
+    return frozenset(found)
 
 
 def managed(param: nn.Parameter) -> bool:

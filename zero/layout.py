@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.units import round_up
 
 # A parameter starts on a cache line, a full vector in every dtype and a block of 8-bit states.
@@ -35,6 +36,7 @@ class ParamShape:
     names: tuple[str, ...]  # every qualified name it has in the model (tied weights: several)
     shape: tuple[int, ...]
     trainable: bool = True
+    stored: WeightFormat | None = None  # None: as the model computes with it
 
     @property
     def numel(self) -> int:
@@ -49,6 +51,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     offset: int
     trainable: bool
+    stored: WeightFormat | None = None  # None: as the model computes with it
 
     @property
     def name(self) -> str:
@@ -84,6 +87,11 @@ class Layout:
         return self.numel_trainable if paged else self.numel
 
     @property
+    def is_stored(self) -> bool:
+        """Whether some parameters are stored in codes; then all are frozen."""
+        return any(spec.stored is not None for spec in self.params)
+
+    @property
     def shard_frozen(self) -> int:
         return (self.numel - self.numel_trainable) // self.ranks
 
@@ -112,7 +120,7 @@ def lay_out(params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1) -> 
     for trainable in (True, False):
         for param in params:
             if param.trainable is trainable:
-                specs.append(ParamSpec(param.names, param.shape, offset, trainable))
+                specs.append(ParamSpec(param.names, param.shape, offset, trainable, param.stored))
                 # one without elements takes room, too: no state is empty, every update has a chunk
                 offset = round_up(offset + max(param.numel, 1), ALIGN_NUMEL)
         offset = numel_trainable + round_up(offset - numel_trainable, whole)

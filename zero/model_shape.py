@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.zero.layout import Layout, ParamShape, lay_out
-from offload.zero.sharding import Sharding
+from offload.zero.sharding import ALONE, Sharding
+from offload.zero.storage import Storage, cut
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class GroupShape:
     @cached_property
     def layout(self) -> Layout:
         return lay_out(self.params, self.ranks, self.replicas)
+
+    def sharding(self, of_all: Sharding) -> Sharding:
+        """Among which ranks the group's states are shared: experts that are spread with those that
+        have the same ones; what is stored in codes is whole on each."""
+        if any(param.stored is not None for param in self.params):
+            return ALONE
+        return of_all.of_experts(self.ep_size)
 
     @property
     def numel(self) -> int:
@@ -108,14 +116,31 @@ class ModelShape:
         )
         return replace(self, groups=tuple(groups), units=tuple(units))
 
+    def stored(self, storage: Storage) -> ModelShape:
+        """The same model with frozen weights as `storage` has them, apart from what is trained
+        (see `zero.storage.cut`); the last of these changes."""
+        cuts, renumbered = cut(storage, [(g.name, g.table, g.params) for g in self.groups])
+        groups = (
+            replace(
+                self.groups[each.group], name=each.name,
+                params=tuple(
+                    replace(self.groups[each.group].params[number], stored=stored)
+                    for number, stored in zip(each.numbers, each.stored, strict=True)
+                ),
+            )
+            for each in cuts
+        )  # fmt: skip
+        units = (replace(unit, groups=tuple(renumbered(unit.groups))) for unit in self.units)
+        return replace(self, groups=tuple(groups), units=tuple(units))
+
     def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
-        """The same model, every group in equal shards for `ranks`, `replicas` times;
-        experts that are spread over ranks for those that have the same ones."""
+        """The same model, every group in equal shards for `ranks`, `replicas` times, but for those
+        that `GroupShape.sharding` has otherwise."""
         sharding = Sharding(ranks, replicas=replicas)
         groups = (
             replace(group, ranks=its.ranks, replicas=its.replicas)
             for group in self.groups
-            for its in (sharding.of_experts(group.ep_size),)
+            for its in (group.sharding(sharding),)
         )
         return replace(self, groups=tuple(groups))
 

@@ -23,7 +23,7 @@ from offload.swap.state import State
 from offload.tiers.errors import StateError
 from offload.zero.bits import FLOAT_OF
 from offload.zero.closed_engine import Refusal
-from offload.zero.discovery import Discovery, GroupPlan, Unit, shapes_of
+from offload.zero.discovery import Discovery, GroupPlan, Unit
 from offload.zero.fetching import Fetchable, Fetcher
 from offload.zero.graph_capture import refuse_capture
 from offload.zero.group import ParamGroup, RankCopies
@@ -36,7 +36,7 @@ from offload.zero.packed import ExpertTable, PackedParam
 from offload.zero.rank_weights import AnyRankWeights, OneRankWeights
 from offload.zero.released import ReleasedParameters, Values
 from offload.zero.session import in_backward
-from offload.zero.sharding import Part, Sharding
+from offload.zero.sharding import ALONE, Part, Sharding
 
 _REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
@@ -95,8 +95,10 @@ class WeightStore:
 
     # ---------------------------------------------------------------- building
     def _add_group(self, plan: GroupPlan) -> None:
-        index, sharding = self.fetcher.next_number, self._sharding_of(plan.ep_size)
-        layout = lay_out(shapes_of(plan.params), sharding.ranks, sharding.replicas)
+        index, shapes = self.fetcher.next_number, plan.shapes()
+        stored = any(shape.stored is not None for shape in shapes)
+        sharding = ALONE if stored else self.ranks.sharding.of_experts(plan.ep_size)
+        layout = lay_out(shapes, sharding.ranks, sharding.replicas)
         by_names = dict(plan.params)
         ordered = [by_names[spec.names] for spec in layout.params]
         state, copies = self._make_state(index, plan, layout)
@@ -128,8 +130,10 @@ class WeightStore:
                 group.table.groups.append(group)
         self.tables = list(tables.values())
 
-    def _sharding_of(self, ep_size: int) -> Sharding:
-        return self.ranks.sharding.of_experts(ep_size)
+    def _sharding_of(self, group: ParamGroup) -> Sharding:
+        if group.layout.is_stored:  # whole on every rank: codes are few bytes, and never change
+            return ALONE
+        return self.ranks.sharding.of_experts(group.ep_size)
 
     def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> tuple[State, RankCopies]:
         fetcher = weakref.proxy(self.fetcher)  # homes live as long as files, and keep no model
@@ -140,7 +144,7 @@ class WeightStore:
             )
 
         ranks = self.ranks if plan.ep_size == 1 else self.ranks.experts
-        if ranks is None:  # experts that no other rank has
+        if ranks is None or layout.is_stored:  # experts that no other rank has, or see above
             return make(layout.numel, layout.edge, None), RankCopies()
         return ranks.parameters(
             make, layout, lambda: self.groups[index].is_entered, lambda: self.groups[index].pending
@@ -148,7 +152,7 @@ class WeightStore:
 
     def part_of(self, group: ParamGroup) -> Part:
         """This rank's part of a group."""
-        sharding = self._sharding_of(group.ep_size)
+        sharding = self._sharding_of(group)
         return Part.of(group.layout, sharding.rank, is_shard=sharding.parameters)
 
     def load(self, group: ParamGroup, values: ValuesOf) -> None:

@@ -36,6 +36,14 @@ class WeightCodes:
             self.encode_part(part, values[part.values], stored[part.stored])
         stored[end:].zero_()
 
+    def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        for part in self.layout.parts:
+            now, codes = values[part.values], stored[part.stored]
+            was = torch.empty_like(now)
+            self.decode_part(part, codes, was)
+            if not torch.equal(now, was):
+                self.encode_part(part, now, codes)
+
     def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
         end = 0
         for part in self.layout.parts:

@@ -5,6 +5,7 @@ At most one group's weights are in memory at a time beside those that the caller
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,13 +14,15 @@ import torch
 from torch import nn
 
 from offload.swap.shield import interrupted_in_waits, uninterrupted
-from offload.tiers.errors import BudgetError, StateError, TierFullError
+from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
 from offload.zero.given_copies import GivenCopies
 from offload.zero.group import GroupState, ParamGroup, digest
 from offload.zero.local_tensors import like
 from offload.zero.packed import PackedParam
 from offload.zero.packed_values import PackedValues
 from offload.zero.store import WeightStore
+
+_log = logging.getLogger("offload")
 
 
 class WeightValues:
@@ -28,6 +31,7 @@ class WeightValues:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._given = GivenCopies()
+        self._told_of_rounding = False
         self._packed = PackedValues(store, self.full, self.gathered, self._wrote)
 
     # ---------------------------------------------------------------- gathered
@@ -124,8 +128,24 @@ class WeightValues:
 
     def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
         """Parameters of a gathered group were written: that goes home, and what is made from them
-        follows."""
+        follows. Of weights in codes the values that those give are there afterwards.
+
+        UnsupportedError for weights in codes on several ranks, which each have all of them.
+        """
+        specs = (group.layout.params[index] for index in indices)
+        stored = [f"{s.name}, stored in {s.stored.name}," for s in specs if s.stored is not None]
+        if stored and self._store.ranks.sharding.world_size > 1:
+            raise UnsupportedError(
+                f"{stored[0]} was written on one of several ranks, each of which has all of it; "
+                "add it to storage.skip, or write on one rank"
+            )
         group.state.wrote()
+        if stored and not self._told_of_rounding:
+            self._told_of_rounding = True  # a merge writes every block's
+            _log.warning(
+                "%s was written: the new values are rounded, and so are those of others like it "
+                "that are written from here on", stored[0],
+            )  # fmt: skip
         for index in indices:
             self._follow(group, index)
         group.version += 1

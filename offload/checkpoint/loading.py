@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from offload.checkpoint.shards import own_ranges, shifted, whole_state
 from offload.display.progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError
-from offload.zero.group import ParamGroup
+from offload.zero.group import ParamGroup, digest
 from offload.zero.layout import ParamSpec
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.ranks import Ranks
@@ -29,6 +30,8 @@ from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.engine import Engine
+
+_log = logging.getLogger("offload")
 
 
 def load_engine(engine: Engine, path: Path, *, verify: bool = True) -> None:
@@ -81,6 +84,14 @@ def _on_all(ranks: Ranks | None, path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} was not loaded; {told}")
 
 
+def _digests(group: ParamGroup, raw: torch.Tensor) -> list[int]:
+    """Of the bytes of each parameter that is stored in codes, of a whole group; none of others."""
+    if not group.layout.is_stored:
+        return []
+    values = raw.view(group.dtype)
+    return [digest(values[spec.offset : spec.stop]) for spec in group.layout.params]
+
+
 def _adopt(path: Path) -> None:
     """Adopt a folder that a killed writer had finished under another name."""
     try:
@@ -114,6 +125,7 @@ class _Loader:
         states = [group.state for group in self._runtime.groups]
         updated = [r for state in self._runtime.optimizer_states for r in state.records]
         self._access = PieceAccess([*states, *updated])
+        self._rounded: list[str] = []  # weights that codes cannot give back as they were saved
 
     # ---------------------------------------------------------------- applying
     @property
@@ -136,6 +148,7 @@ class _Loader:
             came(state.nbytes)
         self._read_others()
         self._read_numbers()
+        self._tell_of_rounding()
 
     def _read_parameters(self, state: OptimizerState) -> None:
         """Those that this rank keeps: all, or its shard."""
@@ -148,7 +161,23 @@ class _Loader:
                 raw.zero_()  # padding between parameters
                 for here, elements in own_ranges(state, kept):
                     self._read_weights(group, elements, raw, here.start)
+                read = _digests(group, raw)
                 del raw
+            if group.layout.is_stored:
+                with self._access.reading(home, piece) as raw:
+                    pairs = zip(group.layout.params, read, _digests(group, raw), strict=True)
+                    self._rounded += [spec.name for spec, was, now in pairs if was != now]
+                    del raw
+
+    def _tell_of_rounding(self) -> None:
+        """Weights of a checkpoint that was saved without storage, or with another one."""
+        storage = self._engine.config.storage
+        if self._rounded and storage is not None:
+            _log.warning(
+                "%d weights of the checkpoint were rounded, for they are stored in %s here and "
+                "were not when it was saved: %s", len(self._rounded), storage.weights,
+                ", ".join(self._rounded[:3]) + (", ..." if len(self._rounded) > 3 else ""),
+            )  # fmt: skip
 
     def _read_weights(
         self, group: ParamGroup, elements: range, raw: torch.Tensor, start: int

@@ -1,7 +1,8 @@
 """Pieces of states in host memory, one at a time, from any tier.
 
 Works through the update side of `State`, so nothing is brought, evicted or reordered: a save leaves
-every residency as it was. Memory: one buffer for the largest piece, beyond the engine's budgets.
+every residency as it was, but that of weights in codes, which are decoded group by group. Memory:
+one buffer for the largest piece, beyond the engine's budgets.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.swap.coded_state import CodedState
 from offload.swap.state import State
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
@@ -22,7 +24,8 @@ class PieceAccess:
     """Reads and overwrites whole pieces. For states that are settled."""
 
     def __init__(self, states: Sequence[State]) -> None:
-        largest = max((min(s.piece_nbytes, s.nbytes) for s in states), default=0)
+        sizes = (min(s.piece_nbytes, s.nbytes) for s in states if not isinstance(s, CodedState))
+        largest = max(sizes, default=0)
         # page-aligned, as direct I/O wants it, and returned to the system with this object
         pages = mmap.mmap(-1, round_up(max(largest, 1), PAGE_NBYTES))
         self._buffer = torch.frombuffer(pages, dtype=torch.uint8)
@@ -31,6 +34,9 @@ class PieceAccess:
     def reading(self, state: State, piece: int) -> Iterator[torch.Tensor]:
         """The piece's bytes (1D uint8, host memory), valid and unchanged within the block."""
         span = state.span(piece)
+        if isinstance(state, CodedState):  # decoded into memory of its own budget
+            yield state.host_tensor()[span]
+            return
         found = state.host_piece(piece)
         if found is not None:
             yield found.wait()
@@ -46,6 +52,11 @@ class PieceAccess:
         What it holds at first is undefined.
         """
         span = state.span(piece)
+        if isinstance(state, CodedState):
+            values = state.host_tensor()
+            yield values[span]
+            state.host_wrote()
+            return
         found = state.host_piece(piece)
         if found is not None:
             yield found.wait()

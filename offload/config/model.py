@@ -39,10 +39,12 @@ from offload.config.optimizer import OptimizerConfig
 from offload.config.source import ConfigSource, load_source
 from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
+from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
+from offload.zero.storage import Storage
 
 AUTO_CHUNK_NUMEL = 1 << 20
 
@@ -237,6 +239,39 @@ class PlacementConfig(Section):
         if apart:
             experts = (experts or ExpertPlacement()).model_copy(update=apart)
         return self.model_copy(update={**rest, "experts": experts})
+
+
+class StorageConfig(Section):
+    """Frozen weights in fewer bits."""
+
+    weights: Literal["int8", "int4", "nf4"] = Field(
+        description="Format of frozen weights at home, on any tier: int8, int4 (asymmetric), or "
+        "nf4 (as QLoRA). They are encoded once, while they are loaded, and decoded into memory of "
+        "the budget to be computed with: the same values on every tier. Frozen matrices alone: "
+        "norms, biases and what is trained stay as they are.",
+        examples=["nf4"],
+        json_schema_extra=about(see=["precision", "placement.parameters", "storage.skip"]),
+    )
+    group_size: Literal[32, 64, 128, 256] = Field(
+        64,
+        description="Consecutive elements that share a scale; they divide the rows of a weight "
+        "(of nf4 the whole of it). Fewer are more exact, and take more bytes.",
+        examples=[128],
+        json_schema_extra=about(unit="elements", see=["storage.weights"]),
+    )
+    skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | None, Field(strict=False)] = (
+        Field(
+            None,
+            description="Modules or parameters that stay as they are: names or the ends of names, "
+            "with * and ?. A tied weight stays if one of its names does. Empty: none.",
+            examples=[["lm_head", "embed_tokens", "layers.0"]],
+            json_schema_extra=about(absent="lm_head, if there is one"),
+        )
+    )
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(WeightFormat(Code[self.weights.upper()], self.group_size), self.skip)
 
 
 class LossScaleConfig(Section):
@@ -488,6 +523,11 @@ class OffloadConfig(Section):
     )
     groups: GroupsConfig = Field(
         default_factory=GroupsConfig, description="Which parameters move together."
+    )
+    storage: StorageConfig | None = Field(
+        None,
+        description="Frozen weights in fewer bits (QLoRA, inference).",
+        json_schema_extra=about(absent="as the model computes with them"),
     )
     zero: ZeroConfig = Field(default_factory=ZeroConfig, description="What is sharded over ranks.")
     train: TrainConfig = Field(

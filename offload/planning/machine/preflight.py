@@ -145,7 +145,7 @@ def _locked(plan: Plan) -> Iterator[str]:
 def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
     """Copies may fill a budget that the machine does not have free now."""
     budget, available = plan.budgets[Tier.HOST], machine.available_memory_nbytes(root)
-    if not plan.uses_nvme or budget <= available:
+    if not plan.copies_on_host or budget <= available:
         return
     yield (
         f"budget.host: {format_bytes(budget)}, but {format_bytes(available)} of RAM are available "

@@ -28,6 +28,7 @@ from offload.planning.plan.sizes import (
     PlacedClass,
     Placements,
     class_of,
+    decoded_window_of,
     kinds_of,
     largest_unit,
     measure,
@@ -80,7 +81,8 @@ class PlanBuilder:
         self._kinds = kinds_of(self.groups)  # of thousands of experts one
         self.budgets = resolve_budgets(config, hardware, self._device_demand())
         self.window_nbytes = window_nbytes_of(model, self.groups)
-        self.unit_nbytes = largest_unit(model, [group.parameters for group in self.groups])
+        self.decoded_window_nbytes = decoded_window_of(model, self.groups)
+        self.unit_nbytes = largest_unit(model, [group.copies for group in self.groups])
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
         self.shared = {  # by whether some parameters are at home elsewhere than where it computes
@@ -110,7 +112,8 @@ class PlanBuilder:
             record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
-            sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes, expected={},
+            sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes,
+            decoded_window_nbytes=self.decoded_window_nbytes, expected={},
             device=plan_device(
                 placements, self._kinds, self.sizes, self.hardware, self.budgets[Tier.DEVICE]
             ),

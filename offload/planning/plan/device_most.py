@@ -1,7 +1,8 @@
 """The most that GPU memory can hold under a plan, however much there is.
 
     homes        states that live there
-    mirrors      of parameters that live elsewhere: all of them at a time
+    mirrors      of parameters that live elsewhere: all of them at a time; and the values of those
+                 that are stored in codes
     sums         of gradients there, in fp32: of more passes per step than were planned for; one
                  that begins has its first, 16-bit gradient beside it
     buffers      of our kernels, of micro-batches and for other ranks, as planned
@@ -42,7 +43,8 @@ def device_most(plan: Plan) -> int:
         for group, tier in zip(plan.groups, plan.gradients, strict=True)
         if tier is Tier.DEVICE
     ]
-    most = plan.total(Tier.DEVICE) + sum(elsewhere) + sum(sums) + gathered_nbytes(plan)
+    decoded = sum(group.decoded for group in plan.groups)
+    most = plan.total(Tier.DEVICE) + sum(elsewhere) + decoded + sum(sums) + gathered_nbytes(plan)
     return round_up(most, _BLOCK_NBYTES)
 
 

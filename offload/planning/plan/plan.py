@@ -74,6 +74,7 @@ class Plan:
     unit_nbytes: int  # largest parameters that are gathered at the same time
     sums_nbytes: int  # sums of one block's gradients over its micro-batches
     window_nbytes: int  # least memory for copies of what lives on nvme
+    decoded_window_nbytes: int  # least memory for values of what is stored in codes; 0: nothing is
     expected: Mapping[Tier, Mapping[StateClass, int]]  # at home, staging included
     activations: ActivationPlan | None = None  # None: they stay on the device
     device: DevicePlan | None = None  # None: no kernel of ours runs on a device
@@ -93,6 +94,12 @@ class Plan:
     @property
     def uses_nvme(self) -> bool:
         return self.total(Tier.NVME) > 0
+
+    @property
+    def copies_on_host(self) -> bool:
+        """Whether host memory has copies beside what is at home there: of what lives on nvme and,
+        where the model computes on the CPU, of weights in codes."""
+        return self.uses_nvme or (self.decoded_window_nbytes > 0 and not self.gpu)
 
     @property
     def opens_files(self) -> bool:
@@ -138,7 +145,7 @@ def breakdown(plan: Plan, tier: Tier) -> str:
 
 def _needs(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
     yield from plan.expected[tier].items()
-    if tier is Tier.HOST and plan.uses_nvme:
+    if tier is Tier.HOST and plan.copies_on_host:
         yield "window", host_window(plan)
     if tier is Tier.DEVICE:
         yield "parameters of the unit that runs", gathered_nbytes(plan)
@@ -148,16 +155,18 @@ def _needs(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
 
 def gathered_nbytes(plan: Plan) -> int:
     """What GPU memory holds of a unit's parameters that live elsewhere, while it runs."""
-    elsewhere = plan.gpu and set(plan.parameters) != {Tier.DEVICE}
+    elsewhere = plan.gpu and (set(plan.parameters) != {Tier.DEVICE} or plan.decoded_window_nbytes)
     return plan.unit_nbytes if elsewhere else 0
 
 
 def host_window(plan: Plan) -> int:
-    """Least memory for copies of what lives on nvme."""
+    """Least memory for copies of what lives on nvme or is stored in codes."""
     on_nvme = {c for c in CLASSES if Tier.NVME in tiers_of(plan.placements, c)}
     if StateClass.PARAMETERS in on_nvme or StateClass.GRADIENTS in on_nvme:
         return plan.window_nbytes
-    return max((group.largest_record for group in plan.groups), default=0)
+    records = StateClass.OPTIMIZER in on_nvme
+    record = max((group.largest_record for group in plan.groups), default=0) if records else 0
+    return record + (0 if plan.gpu else plan.decoded_window_nbytes)
 
 
 def spare_host_nbytes(plan: Plan) -> int:

@@ -79,7 +79,7 @@ def _gather_nbytes(
     # one group that is whole is brought up to date beside those that are used
     sizes = [
         group.parameters for shape, group in zip(model.groups, groups, strict=True)
-        if moves and shape.ranks > 1 and not sharding.of_experts(shape.ep_size).parameters
+        if moves and shape.ranks > 1 and not shape.sharding(sharding).parameters
     ]  # fmt: skip
     gathered = gather_room(model, itemsize) if sharding.parameters else 0
     return gathered + max(sizes, default=0)
@@ -89,6 +89,7 @@ def gather_room(model: ModelShape, itemsize: int) -> int:
     """Bytes for whole parameters on a rank that keeps its shards alone: those of the largest unit
     and of a group behind it. `model` is cut into shards."""
     whole = [
-        pages(group.layout.numel * itemsize) if group.ep_size == 1 else 0 for group in model.groups
+        0 if group.ep_size > 1 or group.layout.is_stored else pages(group.layout.numel * itemsize)
+        for group in model.groups
     ]
-    return largest_unit(model, whole) + max(whole, default=0)
+    return largest_unit(model, [(nbytes,) for nbytes in whole]) + max(whole, default=0)

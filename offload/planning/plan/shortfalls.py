@@ -161,7 +161,7 @@ def _passing_nbytes(
     chunk = min(1.0, chunk_numel / max(1, largest.layout.shard_numel))
     new = [c for c in classes if Tier.NVME not in tiers_of(plan.placements, c)]
     staging = sum(int(STAGING_BUFFERS * chunk * getattr(largest, c)) for c in new)
-    windows = [host_window(plan)] if plan.uses_nvme else [0]
+    windows = [host_window(plan)] if plan.copies_on_host else [0]
     for each in new:
         record = int(chunk * largest.optimizer)
         windows.append(record if each is StateClass.OPTIMIZER else plan.window_nbytes)

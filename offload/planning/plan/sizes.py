@@ -17,6 +17,7 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
+from offload.zero.coded_layout import lay_out_codes
 from offload.zero.layout import Layout
 from offload.zero.model_shape import GroupShape, ModelShape
 from offload.zero.records import RecordFormat
@@ -61,12 +62,18 @@ class GroupBytes:
 
     name: str
     layout: Layout
-    parameters: int
+    parameters: int  # at home; in codes where they are stored so
     gradients: int
     records: tuple[int, ...]
     summed: bool = False  # gradients are fp32 sums of 16-bit ones: never on nvme
     home_numel: int = 0  # elements of the parameters that are at home on this rank
     table: str = ""  # the module of experts that it is one of
+    decoded: int = 0  # what is computed with, where the home has codes
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Of parameters that are not computed with at home."""
+        return (self.decoded, self.parameters) if self.decoded else (self.parameters,)
 
     @property
     def updated_numel(self) -> int:
@@ -116,7 +123,7 @@ def measure(
     sizes = sizes_of(config)
     late = late_groups(config, model)
     return tuple(
-        _group_bytes(group, sizes, sharding.of_experts(group.ep_size), several=index in late)
+        _group_bytes(group, sizes, group.sharding(sharding), several=index in late)
         for index, group in enumerate(model.groups)
     )
 
@@ -152,16 +159,23 @@ def _group_bytes(
     is_kept = group.ep_size > 1 and sharding.world_size > 1
     before = _pages_or_none(layout.numel_trainable * itemsize) if is_kept else 0
     here = layout.shard_numel if sharding.parameters else layout.numel
+    values = pages(here * sizes.itemsize)
     return GroupBytes(
         name=group.name or "(root)",
         layout=layout,
-        parameters=pages(here * sizes.itemsize),
+        parameters=pages(stored_nbytes(layout, sizes.itemsize)) if layout.is_stored else values,
         gradients=_pages_or_none(layout.shard_trainable * itemsize) + before,
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
         table=group.table,
+        decoded=values if layout.is_stored else 0,
     )
+
+
+def stored_nbytes(layout: Layout, itemsize: int) -> int:
+    """Of a group with weights in codes."""
+    return lay_out_codes(layout, itemsize).stored_nbytes
 
 
 def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
@@ -246,23 +260,32 @@ def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     """Memory that copies of nvme state need at least: one unit's parameters, those of an enclosing
     module that stay gathered meanwhile, and one group's gradients or one record."""
     other = max((max(group.gradients, group.largest_record) for group in groups), default=0)
-    return largest_unit(model, [group.parameters for group in groups], other)
+    return largest_unit(model, [group.copies for group in groups], other)
 
 
-def largest_unit(model: ModelShape, parameters: Sequence[int], other_nbytes: int = 0) -> int:
+def decoded_window_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
+    """The same of weights whose codes are at home in that memory; 0 where none are in codes."""
+    if not any(group.decoded for group in groups):
+        return 0
+    return largest_unit(model, [(group.decoded,) if group.decoded else () for group in groups])
+
+
+def largest_unit(
+    model: ModelShape, parameters: Sequence[Sequence[int]], other_nbytes: int = 0
+) -> int:
     """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's
-    (an expert's and its block's), beside one other copy. `parameters`: bytes by group.
+    (an expert's and its block's), beside one other copy. `parameters`: copies by group, in bytes.
 
     They lie where earlier copies left room: with `n` copies in use, the space between them may be
     in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
     """
-    root = [parameters[index] for u in model.units if not u.name for index in u.groups]
+    root = [copy for u in model.units if not u.name for i in u.groups for copy in parameters[i]]
     other = [other_nbytes] if other_nbytes else []
     largest = sum(root)
     around: list[int] = []  # of the unit that an expert's is in
     within = ""
     for unit in model.units:
-        copies = [parameters[index] for index in unit.groups]
+        copies = [copy for index in unit.groups for copy in parameters[index]]
         if unit.table:
             copies += around if unit.table.startswith(within) else ()
         else:

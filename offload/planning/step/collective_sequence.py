@@ -105,7 +105,7 @@ def collective_sequence(
     elif sharding.ranks > 1:
         gathers = tuple(_of_updated(program, layouts, wire))
     late = late_groups(config, model)
-    own = {index for index, group in enumerate(model.groups) if group.ep_size > 1}
+    own = {i for i, g in enumerate(model.groups) if g.ep_size > 1 or g.layout.is_stored}
     ready = [
         action for action in program.actions
         if action.verb is Verb.GRADIENT and action.group not in own

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from offload.swap.trace import Trace
 from offload.tiers.arena import Arena
+from offload.tiers.eviction import MADE_HERE
 from offload.tiers.ledger import StateClass
 
 
@@ -26,6 +27,7 @@ class Copyable:
     nbytes: int
     state_class: StateClass
     chunks: int = 1  # that are taken together, where there are very many
+    is_decoded: bool = False  # values made of codes, which are given up before anything else
 
 
 @dataclass(slots=True)
@@ -149,5 +151,6 @@ class HeldCopies:
         counts as one of the next step's."""
         trace = self._trace
         if piece.state_class is StateClass.PARAMETERS:
-            return trace.cursor + trace.next_use(piece.group)
+            use = trace.cursor + trace.next_use(piece.group)
+            return use + MADE_HERE if piece.is_decoded else use
         return trace.cursor + trace.next_cycle_use(piece.group) + 0.5

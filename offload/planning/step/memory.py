@@ -28,7 +28,7 @@ from offload.planning.activations.heap_holes import heap_holes_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.plan.nvme_most import nvme_most
 from offload.planning.plan.plan import Plan, needed_nbytes
-from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds
+from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds, stored_nbytes
 from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.traffic import find_copies
 from offload.tiers.ledger import StateClass
@@ -115,11 +115,14 @@ class PlannedMemory:
         exact = {tier: _no_bytes() for tier in Tier}
         whole = dict.fromkeys(Tier, 0)
         for index, (group, shape) in enumerate(zip(plan.groups, self._model.groups, strict=True)):
-            sharding = plan.sharding.of_experts(shape.ep_size)
+            sharding = shape.sharding(plan.sharding)
             trainable, frozen = own_numel(group.layout, sharding.rank)
             numel = trainable + frozen if sharding.parameters else shape.numel
             home = plan.parameters[index]
-            exact[home][MemoryClass.PARAMETERS] += numel * self._itemsize
+            stored = stored_nbytes(group.layout, self._itemsize) if group.decoded else None
+            exact[home][MemoryClass.PARAMETERS] += (
+                numel * self._itemsize if stored is None else stored
+            )
             whole[home] += group.parameters
             home = plan.gradients[index]
             itemsize = 4 if group.summed else self._itemsize
@@ -190,7 +193,8 @@ class PlannedMemory:
     @property
     def _mirrors(self) -> int:
         pairs = zip(self._plan.groups, self._plan.parameters, strict=True)
-        return sum(group.parameters for group, tier in pairs if tier is not Tier.DEVICE)
+        codes = sum(group.parameters for group, tier in pairs if tier is not Tier.DEVICE)
+        return codes + sum(group.decoded for group in self._plan.groups)
 
     def _gpu(self) -> PlaceEstimate:
         """The tier is one block, taken whole; activations and the context lie beside it."""

@@ -9,13 +9,14 @@ from offload.planning.step.program import Action
 
 @dataclass(slots=True)
 class Bytes:
-    """Over each link, and requests of nvme."""
+    """Over each link, and requests of nvme; and what was made of codes, where it is computed."""
 
     read: int = 0
     written: int = 0
     to_device: int = 0
     to_host: int = 0
     requests: int = 0
+    decoded: int = 0
 
     def from_nvme(self, nbytes: int, requests: int) -> None:
         self.read += nbytes
@@ -31,6 +32,7 @@ class Bytes:
         self.to_device += other.to_device
         self.to_host += other.to_host
         self.requests += other.requests
+        self.decoded += other.decoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,6 +249,7 @@ class _Pipeline:
             self._whole[other] = self._exchange(ready_s, collective, "all-gather")
         ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
+        seconds += moved.decoded / self._speeds.compute_bytes_per_s
         end_s = self._take(COMPUTE, move.action.verb.value, max(came_s, ready_s), seconds)
         self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written, "activations")
 

@@ -136,6 +136,7 @@ class StepRun:
         """States by group, called as the runtime calls them."""
         plan = self._plan
         self._weights: dict[int, Copyable] = {}
+        self._decoded: dict[int, Copyable] = {}  # where the home has codes
         self._gradients: dict[int, Copyable] = {}
         self._records: dict[int, list[Copyable]] = {}  # on nvme
         self._kinds: dict[int, list[RecordKind]] = {}
@@ -147,6 +148,10 @@ class StepRun:
             self._weights[index] = Copyable(
                 f"{name} parameters", index, alike * group.parameters, StateClass.PARAMETERS
             )
+            if group.decoded:
+                self._decoded[index] = replace(
+                    self._weights[index], nbytes=alike * group.decoded, is_decoded=True
+                )
             self._gradients[index] = Copyable(
                 f"{name} gradients", index, self._experts.updated[index] * group.gradients,
                 StateClass.GRADIENTS,
@@ -183,6 +188,8 @@ class StepRun:
             self.host.work_on(weights)
             if self._plan.parameters[index] is Tier.NVME:
                 self.host.demand(weights)
+            if index in self._decoded and not self._plan.gpu:
+                self.host.demand(self._decoded[index])
             for record in self._records[index]:
                 self.host.demand(record)
 
@@ -216,9 +223,21 @@ class StepRun:
         self.host.work_on(self._weights[group])
         self._device.work_on(self._weights[group])
         self._bring(group, moved, HeldCopies.demand)
+        self._decode(group, moved)
         if self._plan.prefetch and self._trace.learnt:
             self._fetch_ahead(action, moved)
         return moved
+
+    def _decode(self, group: int, moved: Bytes) -> None:
+        """Values of a group that is used now are made where it is computed with."""
+        decoded = self._decoded.get(group)
+        if decoded is None:
+            return
+        memory = self._device if self._plan.gpu else self.host
+        if decoded not in memory:
+            memory.demand(decoded)
+            moved.decoded += self._experts.used[group] * self._plan.groups[group].decoded
+        memory.work_on(decoded)  # its codes have been read
 
     def _fetch_ahead(self, action: Action, moved: Bytes) -> None:
         """Which experts a forward needs it knows when their router has spoken: from the first one
@@ -240,6 +259,9 @@ class StepRun:
         """To where it is computed with, if `take` finds room for copies."""
         plan, home = self._plan, self._plan.parameters[group]
         if home is Tier.DEVICE:
+            return True
+        decoded = self._decoded.get(group)
+        if decoded is not None and decoded in (self._device if plan.gpu else self.host):
             return True
         if plan.gpu and self._weights[group] in self._device and group in self._current:
             return True
@@ -273,11 +295,14 @@ class StepRun:
         self._current.add(group)
         sizes = self._plan.groups[group]
         numel = sizes.updated_numel if mirrored else sizes.home_numel
-        moved.to_device += self._experts.used[group] * numel * self._itemsize
+        nbytes = sizes.parameters if sizes.decoded else numel * self._itemsize
+        moved.to_device += self._experts.used[group] * nbytes
         return True
 
     def _chunks(self, group: int) -> int:
         sizes, chunk = self._plan.groups[group], self._plan.chunk_numel
+        if sizes.decoded:
+            return -(-sizes.parameters // (chunk * self._itemsize))
         frozen = sizes.home_numel - sizes.updated_numel
         return -(-sizes.updated_numel // chunk) - (-frozen // chunk)
 
@@ -372,7 +397,7 @@ class StepRun:
 
 @dataclass(frozen=True)
 class PeakCopies:
-    """The host tier's copies of what lives on nvme, at their peak. Bytes."""
+    """The host tier's copies of what lives on nvme or is stored in codes, at their peak. Bytes."""
 
     by_class: dict[StateClass, int]  # copies in host memory, when they are most
     touched_nbytes: int  # of host memory that copies have ever lain in
@@ -388,7 +413,7 @@ def find_copies(
 ) -> PeakCopies:
     """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`. In a
     long run every expert is touched, and leaves copies."""
-    if not plan.uses_nvme:
+    if not plan.copies_on_host:
         return PeakCopies({}, 0, staged=False)
     experts = stand_ins(plan, model, None, _MOST_COPIED)
     run = StepRun(plan, config, experts, passes, room_nbytes)

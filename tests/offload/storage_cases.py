@@ -1,0 +1,127 @@
+"""What tests of weights in codes share: a model with adapters, and the values that codes give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.config import OffloadConfig
+from offload.kernels.weight_codes import decode_weights, encode_weights
+from offload.kernels.weight_formats import Code, WeightFormat
+from offload.tiered_model import DTYPES
+from offload.zero.bits import FLOAT_OF
+from offload.zero.discovery import Discovery, discover
+from tests.offload.engine_cases import VOCABULARY, bits, seeded
+
+WIDTH = 64
+FORMATS = ("int8", "int4", "nf4")
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter of rank 32."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(columns, rows).requires_grad_(False)
+        self.a = nn.Linear(columns, 32, bias=False)
+        self.b = nn.Linear(32, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.b(self.a(x))
+        return y
+
+
+class Block(nn.Module):
+    """Adapters beside frozen weights, one frozen layer without, and a frozen norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.up = Adapted(2 * WIDTH, WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + y
+
+
+class AdaptedLM(nn.Module):
+    """A frozen embedding, adapted blocks, and a frozen head."""
+
+    def __init__(self, blocks: int = 3, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False).requires_grad_(False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.lm_head(x)
+        return logits
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self(tokens[:, :-1]).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def adapted(blocks: int = 3, *, tied: bool = False) -> Any:
+    return seeded(lambda: AdaptedLM(blocks, tied=tied))
+
+
+def decode(values: Tensor, weights: WeightFormat) -> Tensor:
+    """What the codes of one tensor give, in its own format; encoded by itself."""
+    kind = FLOAT_OF[values.dtype]
+    storage = np.float32 if kind.nbytes == 4 else np.uint16
+    flat = values.detach().contiguous().reshape(-1)
+    given = flat.view(torch.uint8).numpy().view(storage)
+    words = np.empty(given.size // weights.group_size, np.uint32)
+    codes = np.empty(weights.codes_nbytes(given.size), np.uint8)
+    encode_weights(given, words, codes, weights, kind)
+    found = torch.empty_like(flat)
+    decode_weights(words, codes, found.view(torch.uint8).numpy().view(storage), weights, kind)
+    return found.view(values.shape)
+
+
+@torch.no_grad()
+def round_to(
+    model: nn.Module, weights: str, skip: Sequence[str] = ("lm_head",), precision: str = "fp32"
+) -> None:
+    """Let frozen matrices have the values that codes of theirs give in `precision`. `skip`: parts
+    of names."""
+    format_ = WeightFormat(Code[weights.upper()], 32)
+    named: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        named.setdefault(param, []).append(name)
+    for param, names in named.items():
+        skipped = any(part in name for part in skip for name in names)
+        if param.dim() == 2 and not param.requires_grad and not skipped:
+            given = param if precision == "fp32" else param.to(DTYPES[precision])
+            param.copy_(decode(given, format_))
+
+
+def in_precision(model: nn.Module, precision: str) -> nn.Module:
+    return model.to(DTYPES[precision])
+
+
+def stored(model: nn.Module, **storage: Any) -> Discovery:
+    """How a model's groups are cut."""
+    keys = {"weights": "int4", "group_size": 32, **storage}
+    section = OffloadConfig.load({"storage": keys}).storage
+    assert section is not None
+    return discover(model).stored(section.storage)
+
+
+def frozen_of(engine: offload.Engine) -> dict[str, bytes]:
+    """Bits of what is not trained."""
+    named = engine.module.named_parameters()
+    with engine.gathered():
+        return {name: bits(param) for name, param in named if not param.requires_grad}

@@ -1,0 +1,416 @@
+"""Frozen weights in 8 and 4 bits: what a model computes with are the decoded values, to the bit,
+wherever the codes live."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import ConfigError, UnsupportedError
+from offload.planning.step.traffic import find_copies
+from offload.swap.coded_state import CodedState
+from offload.tiers.tier import Tier
+from offload.zero.layout import ParamShape
+from offload.zero.storage import is_named
+from tests.offload.engine_cases import (
+    DEVICE,
+    HOST,
+    NVME,
+    assert_same_bits,
+    batches,
+    bits,
+    config,
+    gradients_of,
+    least_budget,
+    losses_of,
+    states_of,
+)
+from tests.offload.storage_cases import (
+    FORMATS,
+    WIDTH,
+    AdaptedLM,
+    adapted,
+    decode,
+    frozen_of,
+    in_precision,
+    round_to,
+    stored,
+)
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nvme": NVME, "host": HOST, "device": DEVICE,
+    "mixed": {**HOST, "parameters": {"host": "50%", "nvme": "50%"}},
+}  # fmt: skip
+
+
+def coded(folder: Path, weights: str, placement: str = "nvme", **keys: Any) -> dict[str, Any]:
+    storage = {"weights": weights, "group_size": 32, **keys.pop("storage", {})}
+    return config(folder, PLACEMENTS[placement], storage=storage, **keys)
+
+
+def train(model: nn.Module, keys: dict[str, Any], steps: int = 3) -> tuple[Any, Any]:
+    """Losses, and all states at the end."""
+    with offload.initialize(model, keys) as engine:
+        losses = losses_of(engine, batches(steps))
+        engine.check_integrity()
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+        for name, param in model.named_parameters():
+            state = engine.values.read_state(param)
+            found |= {f"{name} {key}": value for key, value in state.items()}
+        return losses, found
+
+
+# ---------------------------------------------------------------- what is computed
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_dispatched_model_computes_with_the_decoded_values_from_every_tier(
+    weights: str, tmp_path: Path
+) -> None:
+    plain = in_precision(adapted().requires_grad_(False), "bf16")
+    models = [copy.deepcopy(plain) for _ in PLACEMENTS]
+    round_to(plain, weights)
+    tokens = batches(1)[0]
+    for model, placement in zip(models, PLACEMENTS, strict=True):
+        offload.dispatch(model, coded(tmp_path, weights, placement, precision="bf16"))
+        with torch.no_grad(), offload.dispatched(model) as owner:
+            for _ in range(2):
+                assert bits(model(tokens)) == bits(plain(tokens)), placement
+            assert all(
+                bits(value) == bits(plain.state_dict()[name])
+                for name, value in model.state_dict().items()
+            )
+            owner.check_integrity()
+
+
+@pytest.mark.parametrize(("weights", "precision"), [("nf4", "bf16"), ("int4", "fp32")])
+def test_adapters_train_alike_on_codes_in_every_tier_and_on_decoded_values(
+    weights: str, precision: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"precision": precision, "clip_grad_norm": 0.5}
+    plain = adapted()
+    round_to(plain, weights, precision=precision)
+    expected = train(copy.deepcopy(plain), config(tmp_path, HOST, **keys))
+    for placement in PLACEMENTS:
+        found = train(adapted(), coded(tmp_path, weights, placement, **keys))
+        assert found[0] == expected[0], placement
+        assert_same_bits(found[1], expected[1])
+    # the same in plain PyTorch
+    with offload.initialize(adapted(), coded(tmp_path, weights, "nvme", **keys)) as engine:
+        model: Any = engine.module
+        loss = model.loss(batches(1)[0])
+        loss.backward()
+        in_precision(plain, precision)
+        plain_loss = plain.loss(batches(1)[0])
+        plain_loss.backward()
+        assert bits(loss) == bits(plain_loss)
+        named = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        assert_same_bits(gradients_of(engine), named)
+
+
+def test_recomputed_accumulated_and_evaluated_in_between(tmp_path: Path) -> None:
+    def run(model: Any, placement: str, keys: dict[str, Any]) -> list[Any]:
+        home = {**PLACEMENTS[placement], "activations": {"checkpoint": True}}
+        with offload.initialize(
+            model, config(tmp_path, home, gradient_accumulation_steps=2, **keys)
+        ) as engine:
+            found = losses_of(engine, batches(4), 2)
+            with torch.inference_mode():
+                found.append(model.loss(batches(1, 7)[0]).item())
+            return [*found, *losses_of(engine, batches(2, 3), 2)]
+
+    plain = adapted()
+    round_to(plain, "int8")
+    expected = run(plain, "host", {})
+    storage = {"storage": {"weights": "int8", "group_size": 32}}
+    assert run(adapted(), "host", storage) == expected
+    assert run(adapted(), "device", storage) == expected
+    nvme = {**NVME, "gradients": "host"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(PLACEMENTS, "nvme", nvme)
+        assert run(adapted(), "nvme", storage) == expected
+
+
+def test_a_fuzz_of_models_formats_and_places(tmp_path: Path, long: bool) -> None:
+    for seed in range(24 if long else 4):
+        chance = random.Random(seed)
+        blocks, tied = chance.choice([2, 3, 5]), chance.random() < 0.5
+        weights, precision = chance.choice(FORMATS), chance.choice(["fp32", "bf16"])
+        skip = chance.choice([("lm_head",), (), ("lm_head", "up"), ("layers.0.down",)])
+        keys: dict[str, Any] = {
+            "precision": precision,
+            "micro_batches": chance.choice([1, 2]),
+            "prefetch": chance.choice([0, 1, 3]),
+            "optimizer": {"lr": 1e-2, "chunk": chance.choice([1024, 4096])},
+        }
+        plain = adapted(blocks, tied=tied)
+        round_to(plain, weights, skip, precision)
+        expected = train(plain, config(tmp_path, HOST, **keys), 2)
+        home: dict[str, Any] = {
+            name: chance.choice(["nvme", "host", {"host": "30%", "nvme": "70%"}])
+            for name in ("parameters", "gradients", "optimizer")
+        }
+        keys["storage"] = {"weights": weights, "group_size": 32, "skip": list(skip)}
+        keys = config(tmp_path, home, **keys)
+
+        def build(blocks: int = blocks, tied: bool = tied) -> nn.Module:
+            return AdaptedLM(blocks, tied=tied)
+
+        if chance.random() < 0.5:
+            keys["budget"] = least_budget(build, keys)
+        found = train(adapted(blocks, tied=tied), keys, 2)
+        assert found[0] == expected[0], (seed, keys)
+        assert_same_bits(found[1], expected[1])
+
+
+# ---------------------------------------------------------------- which weights, which groups
+def test_matrices_that_are_frozen_are_stored_apart_from_what_is_trained() -> None:
+    found = stored(adapted(1))
+    groups = {group.name: group for group in found.groups}
+    assert list(groups) == ["embed", "layers.0", "layers.0, int4", "lm_head"]
+    names = [names[0] for names, _ in groups["layers.0"].params]
+    assert names == ["layers.0.up.a.weight", "layers.0.up.b.weight"]
+    formats = {
+        names[0].removeprefix("layers.0."): stored
+        for (names, _), stored in zip(
+            groups["layers.0, int4"].params, groups["layers.0, int4"].stored, strict=True
+        )
+    }
+    assert {name for name, stored in formats.items() if stored} == {"up.base.weight", "down.weight"}
+    assert formats["norm.weight"] is formats["up.base.bias"] is None
+    assert not any(groups["lm_head"].stored)
+    units = {unit.name: unit.groups for unit in found.units}
+    assert units["layers.0"] == [1, 2]
+
+
+def test_a_shape_is_cut_as_its_modules_are() -> None:
+    from offload.config import OffloadConfig
+    from offload.zero.discovery import discover
+
+    section = OffloadConfig.load({"storage": {"weights": "int4", "group_size": 32}}).storage
+    assert section is not None
+    model = adapted(2)
+    assert discover(model).shape().stored(section.storage) == stored(model).shape()
+
+
+def test_a_tied_weight_stays_if_one_of_its_names_is_skipped() -> None:
+    assert not any(stored(adapted(1, tied=True)).groups[0].stored)
+    assert all(stored(adapted(1, tied=True), skip=["up"]).groups[0].stored)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("q_proj", True), ("q_proj.weight", True), ("layers.1", True), ("layers.*.attn", True),
+        ("attn", True), ("*.q_proj", True), ("model.layers.1.attn.q_proj.weight", True),
+        ("proj", False), ("layers.10", False), ("q_proj.w", False), ("base_layer", True),
+    ],
+)  # fmt: skip
+def test_names_in_skip(pattern: str, expected: bool) -> None:
+    assert is_named("model.layers.1.attn.q_proj.base_layer.weight", pattern) is expected
+
+
+def test_experts_rows_go_by_the_name_of_the_packed_parameter() -> None:
+    assert is_named("layers.0.experts.gate_up_proj[3]", "gate_up_proj")
+
+
+# ---------------------------------------------------------------- bytes
+def test_it_trains_under_a_budget_smaller_than_the_weights(tmp_path: Path) -> None:
+    keys = coded(tmp_path, "nf4", "nvme", precision="bf16", optimizer={"chunk": 1024})
+    keys["budget"] = least_budget(lambda: AdaptedLM(12), keys)
+    model = adapted(12)
+    values = 2 * sum(param.numel() for param in model.parameters())
+    with offload.initialize(model, keys) as engine:
+        losses_of(engine, batches(2))
+        host = engine.report().tiers["host"]
+        assert host.peak_nbytes <= host.budget_nbytes < values
+        groups = [g for g in engine.plan.groups if g.decoded and g.name != "embed"]
+        assert all(0.25 < group.parameters / group.decoded < 0.55 for group in groups)  # pages
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+@pytest.mark.parametrize("share", [None, 1.5])
+def test_peaks_are_predicted(placement: str, share: float | None, tmp_path: Path) -> None:
+    keys = coded(tmp_path, "int4", placement, optimizer={"chunk": 1024})
+    if share is not None:
+        least = least_budget(lambda: AdaptedLM(8), keys)
+        keys["budget"] = {**least, "host": f"{int(float(least['host'][:-3]) * share)}KiB"}
+    model = adapted(8)
+    with offload.initialize(model, keys) as engine:
+        losses_of(engine, batches(4))
+        plan, shape = engine.plan, stored(adapted(8)).shape()
+        beside = plan.total(Tier.HOST)
+        copies = find_copies(plan, engine.config, shape, 1, plan.budgets[Tier.HOST] - beside)
+        measured = engine.report().tiers["host"].peak_nbytes
+    assert beside + copies.nbytes == pytest.approx(measured, rel=0.1)
+
+
+def test_codes_cross_the_disk_and_values_do_not(tmp_path: Path) -> None:
+    keys = coded(tmp_path, "int4", "nvme", precision="bf16")
+    model = in_precision(adapted(6).requires_grad_(False), "bf16")
+    keys["budget"] = {"host": "160KiB", "nvme": "64MiB"}
+    offload.dispatch(model, keys)
+    with torch.no_grad(), offload.dispatched(model) as owner:
+        model(batches(1)[0])
+        before = owner.report().bytes_moved
+        model(batches(1)[0])
+        after = owner.report().bytes_moved
+        values = sum(max(group.parameters, group.decoded) for group in owner.plan.groups)
+        assert after["nvme write"] == before["nvme write"]
+        assert 0 < after["nvme read"] - before["nvme read"] < 0.6 * values
+
+
+# ---------------------------------------------------------------- reading, writing, checkpoints
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+def test_what_is_written_is_rounded_and_the_rest_keeps_its_codes(
+    placement: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with offload.initialize(adapted(2), coded(tmp_path, "int4", placement)) as engine:
+        before = frozen_of(engine)
+        model: Any = engine.module
+        weight = model.layers[1].down.weight
+        new = torch.randn(weight.shape)
+        with caplog.at_level(logging.WARNING, "offload"), engine.gathered(weight), torch.no_grad():
+            weight.copy_(new)
+        assert "down.weight, stored in int4, was written" in caplog.text
+        after = frozen_of(engine)
+        name = "layers.1.down.weight"
+        section = engine.config.storage
+        assert section is not None
+        assert after.pop(name) == bits(decode(new, section.storage.format)) != before.pop(name)
+        assert after == before
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits(
+    weights: str, tmp_path: Path
+) -> None:
+    keys = coded(tmp_path, weights, "nvme", precision="bf16")
+    with offload.initialize(adapted(), keys) as engine:
+        losses_of(engine, batches(2))
+        engine.save_checkpoint(tmp_path / "checkpoint")
+        expected = losses_of(engine, batches(3, 5)), states_of(engine)
+    other = adapted()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.normal_()  # another model's values: all that counts is the checkpoint
+    for keys_there in (keys, coded(tmp_path, weights, "host", precision="bf16")):
+        with offload.initialize(copy.deepcopy(other), keys_there) as engine:
+            engine.load_checkpoint(tmp_path / "checkpoint")
+            assert losses_of(engine, batches(3, 5)) == expected[0]
+            assert_same_bits(states_of(engine), expected[1])
+    # without storage it has the decoded values; they are what an export has, too
+    with offload.initialize(other, config(tmp_path, HOST, precision="bf16")) as engine:
+        engine.load_checkpoint(tmp_path / "checkpoint")
+        assert losses_of(engine, batches(3, 5)) == expected[0]
+
+
+def test_a_checkpoint_of_exact_weights_is_rounded_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with offload.initialize(adapted(1), config(tmp_path, HOST)) as engine:
+        engine.save_checkpoint(tmp_path / "exact")
+    with offload.initialize(adapted(1), coded(tmp_path, "nf4", "host")) as engine:
+        before = frozen_of(engine)
+        with caplog.at_level(logging.WARNING, "offload"):
+            engine.load_checkpoint(tmp_path / "exact")
+        assert "3 weights of the checkpoint were rounded" in caplog.text
+        assert frozen_of(engine) == before
+
+
+# ---------------------------------------------------------------- refusals
+def refused(folder: Path, model: nn.Module, **storage: Any) -> str:
+    keys = {"weights": "int4", "group_size": 32, **storage}
+    with pytest.raises(ConfigError) as error:
+        offload.initialize(model, config(folder, HOST, storage=keys))
+    return str(error.value)
+
+
+def test_what_cannot_be_stored_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    model = adapted(1)
+    assert "all parameters are trained" in refused(tmp_path, adapted(1).requires_grad_(True))
+    assert "names no module" in refused(tmp_path, model, skip=["lm_hed"])
+    assert "every frozen matrix is skipped" in refused(
+        tmp_path, model, skip=["embed", "layers.*", "lm_head"]
+    )
+    assert "rows of 64 elements are no whole groups of 256" in refused(
+        tmp_path, model, group_size=256
+    )
+    norm = nn.Sequential(nn.LayerNorm(4).requires_grad_(False), nn.Linear(4, 4))
+    assert "no frozen parameter is a matrix" in refused(tmp_path, norm)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("storage", "message"),
+    [
+        ({"weights": "int3"}, "allowed: int8, int4, nf4"), ({}, "a value is missing"),
+        ({"weights": "int4", "group_size": 48}, "group_size"),
+        ({"weights": "int4", "skip": "lm_head"}, "expected a list"),
+    ],
+)  # fmt: skip
+def test_unknown_formats_are_refused(storage: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offload.config.OffloadConfig.load({"storage": storage})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e5])
+def test_weights_that_are_not_finite_in_the_precision_are_refused(
+    value: float, tmp_path: Path
+) -> None:
+    model = adapted(1)
+    with torch.no_grad():
+        model.layers[0].down.weight[3, 5] = value
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.down\.weight .* in fp16"):
+        offload.initialize(model, coded(tmp_path, "int8", "host", precision="fp16"))
+
+
+def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
+    """PEFT's names and attributes, for inference."""
+
+    class Tuner(nn.Module):
+        adapter_layer_names = ("lora_A", "lora_B")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(WIDTH, WIDTH)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 32, bias=False)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(32, WIDTH, bias=False)})
+
+    model = nn.Sequential(Tuner())
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    offload.dispatch(model, coded(tmp_path, "int4", "host"))
+    with offload.dispatched(model):
+        same = {n for n, p in model.state_dict().items() if torch.equal(p, expected[n])}
+    assert same == expected.keys() - {"0.base_layer.weight"}
+
+
+def test_experts_that_are_adapted_one_by_one_are_refused() -> None:
+    from offload.kernels.weight_formats import Code, WeightFormat
+    from offload.zero.storage import Storage, cut
+
+    params = (ParamShape(("m.experts.0.base",), (64, 64), False), ParamShape(("lora",), (4, 64)))
+    storage = Storage(WeightFormat(Code.INT4, 32))
+    with pytest.raises(UnsupportedError, match="add m\\.experts to"):
+        cut(storage, [("m.experts.0", "m.experts", params)])
+
+
+# ---------------------------------------------------------------- the state itself
+def test_values_are_given_up_before_what_would_have_to_be_read(tmp_path: Path) -> None:
+    model = in_precision(adapted(4).requires_grad_(False), "bf16")
+    offload.dispatch(model, coded(tmp_path, "int4", "nvme", precision="bf16"))
+    with torch.no_grad(), offload.dispatched(model) as owner:
+        for _ in range(2):
+            model(batches(1)[0])
+        states = [group.state for group in owner.store.groups]
+        states = [state for state in states if isinstance(state, CodedState)]
+        assert states
+        values = [state.next_use() for state in states]
+        codes: list[Any] = [state._home for state in states]
+        assert min(values) > max(code.next_use() for code in codes)
