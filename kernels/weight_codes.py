@@ -47,13 +47,14 @@ NF4: Dettmers et al., "QLoRA" (2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
@@ -95,6 +96,7 @@ INT8_SCALE_MASK = 0xFFFFFF80  # 17 significant bits: 127 times the scale is exac
 MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits of the sum
 _MAGIC_BITS = 0x4B400000
 _INF_BITS = 0x7F800000
+_LINE_NBYTES = 64
 # The largest finite numbers by Float.
 LARGEST = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)
 
@@ -103,7 +105,9 @@ _UINT32 = np.dtype(np.uint32)
 _DIGEST = jit.digest(__file__, "weight_formats.py")
 
 
-class _Action(IntEnum):
+class Action(IntEnum):
+    """What a kernel does."""
+
     ENCODE = 0
     DECODE = 1
 
@@ -117,8 +121,8 @@ def encode_weights(
     check_input("values", values, values_float.storage, values.size)
     check_output("words", words, _UINT32, groups)
     check_output("codes", codes, _UINT8, weights.codes_nbytes(values.size))
-    kernel = _kernel(_plan_code(_Action.ENCODE, weights, values_float))
-    run(partial(kernel, values, words, codes), groups)
+    loop = kernel(Action.ENCODE, weights, values_float)
+    run(partial(loop, values, words, codes), groups)
 
 
 def decode_weights(
@@ -130,8 +134,8 @@ def decode_weights(
     check_input("words", words, _UINT32, groups)
     check_input("codes", codes, _UINT8, weights.codes_nbytes(values.size))
     check_output("values", values, values_float.storage, values.size)
-    kernel = _kernel(_plan_code(_Action.DECODE, weights, values_float))
-    run(partial(kernel, values, words, codes), groups)
+    loop = kernel(Action.DECODE, weights, values_float)
+    run(partial(loop, values, words, codes), groups)
 
 
 def _groups(values: Array, weights: WeightFormat) -> int:
@@ -143,14 +147,14 @@ def _groups(values: Array, weights: WeightFormat) -> int:
     return groups
 
 
-def _plan_code(action: _Action, weights: WeightFormat, kind: Float) -> int:
+def kernel(action: Action, weights: WeightFormat, kind: Float) -> jit.Kernel:
+    """kernel(values, words, codes, lo, hi), where lo and hi count groups."""
     size = GROUP_SIZES.index(weights.group_size)
-    return action | weights.code << 1 | kind << 3 | size << 5
+    return _kernel(action | weights.code << 1 | kind << 3 | size << 5)
 
 
 @cache
 def _kernel(code: int) -> jit.Kernel:
-    """kernel(values, words, codes, lo, hi), where lo and hi count groups."""
     plan = jit.plan(code, _DIGEST)
 
     def weight_codes(values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
@@ -164,15 +168,22 @@ def _recode(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-unty
     code = jit.variant_of(plan)
     if code is None:
         return None
-    action, kind = _Action(code & 1), Float(code >> 3 & 3)
+    action, kind = Action(code & 1), Float(code >> 3 & 3)
     weights = WeightFormat(Code(code >> 1 & 3), GROUP_SIZES[code >> 5])
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         at = _Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
         lo, hi = jit.integers(context, builder, signature, args, 4, 6)
-        work = _encode_group if action is _Action.ENCODE else _decode_group
-        with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
-            work(_CodeLanes(builder), weights, kind, at, number)
+        if action is Action.ENCODE:
+            with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+                _encode_group(_CodeLanes(builder), weights, kind, at, number)
+            return context.get_dummy_value()
+        line = builder.and_(builder.ptrtoint(at.values, I64), I64(_LINE_NBYTES - 1))
+        with builder.if_else(builder.icmp_unsigned("==", line, I64(0))) as (aligned, unaligned):
+            for path, streams in ((aligned, True), (unaligned, False)):
+                with path, cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+                    _decode_group(_CodeLanes(builder), weights, kind, at, number, streams)
+        builder.fence("seq_cst")  # other threads read what was written past the caches
         return context.get_dummy_value()
 
     return jit.returns_nothing(plan, values, words, codes, lo, hi), emit
@@ -194,36 +205,46 @@ class _CodeLanes(Lanes):
         super().__init__(builder, WIDTH)
 
     def lookup(self, table: Value, index: Value) -> Value:
-        """Lanes of a table of 16 i32, by the low 4 bits of `index`.
-
-        Compilers know this pattern as one instruction for as many lanes as a register has.
-        """
+        """Lanes of a table of 16 i32, by the low 4 bits of `index`."""
+        builder = self.builder
         if has_wide_registers():
-            return self._permuted(table, self.builder.and_(index, self.constant(I32, 15)), WIDTH)
+            return self._call("llvm.x86.avx512.permvar.si.512", table, index)
+        if not llvm.get_host_cpu_features().get("avx2"):
+            return self._taken(table, index)
         half = WIDTH // 2
-        places = Lanes(self.builder, half)
-        low, high = (_part(self.builder, table, range(at, at + half)) for at in (0, half))
+        parts = [slice(0, half), slice(half, WIDTH)]
+        low, high = (_part(builder, table, range(WIDTH)[part]) for part in parts)
         found = []
-        for at in (0, half):
-            lanes = _part(self.builder, index, range(at, at + half))
-            inner = self.builder.and_(lanes, places.constant(I32, half - 1))
-            is_high = self.builder.icmp_unsigned(
-                "!=", self.builder.and_(lanes, places.constant(I32, half)), places.constant(I32, 0)
-            )
-            either = [self._permuted(each, inner, half) for each in (high, low)]
-            found.append(self.builder.select(is_high, *either))
-        mask = ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH)))
-        return self.builder.shuffle_vector(*found, mask)
+        for part in parts:
+            lanes = _part(builder, index, range(WIDTH)[part])
+            either = [self._call("llvm.x86.avx2.permd", each, lanes) for each in (high, low)]
+            sign = builder.shl(lanes, ir.Constant(lanes.type, [28] * half))  # bit 3
+            is_high = builder.icmp_signed("<", sign, ir.Constant(lanes.type, [0] * half))
+            found.append(builder.select(is_high, *either))
+        return _joined(builder, *found)
 
-    def _permuted(self, table: Value, index: Value, count: int) -> Value:
+    def _call(self, name: str, table: Value, index: Value) -> Value:
+        """The CPU's own instruction: a pattern that stands for it does not survive the compiler."""
+        signature = ir.FunctionType(table.type, [table.type, index.type])
+        function = cgutils.get_or_insert_function(self.builder.module, signature, name)
+        return self.builder.call(function, [table, index])
+
+    def _taken(self, table: Value, index: Value) -> Value:
+        """Lane by lane."""
+        inside = self.builder.and_(index, self.constant(I32, 15))
         found = ir.Constant(table.type, ir.Undefined)
-        for lane in range(count):
-            place = self.builder.extract_element(index, I32(lane))
+        for lane in range(WIDTH):
+            place = self.builder.extract_element(inside, I32(lane))
             value = self.builder.extract_element(table, place)
             found = self.builder.insert_element(found, value, I32(lane))
         return found
 
-    def load_pairs(self, base: Value, index: Value, code: Code) -> Value:
+    def load_pairs(self, base: Value, index: Value) -> Value:
+        """The bytes of elements index .. index + 32, which share one in pairs, in i32 lanes."""
+        start = self.builder.lshr(index, I64(1))
+        return self.builder.zext(self.load_raw(I8, base, start), self.of(I32))
+
+    def load_spread(self, base: Value, index: Value, code: Code) -> Value:
         """Codes of 4 bits index .. index + 16, in the low bits of i32 lanes; others undefined."""
         builder, half = self.builder, WIDTH // 2
         start = builder.gep(base, [builder.lshr(index, I64(1))])
@@ -239,7 +260,7 @@ class _CodeLanes(Lanes):
         return builder.bitcast(lanes, self.of(I32))
 
     def store_pairs(self, lanes: Value, base: Value, index: Value, code: Code) -> None:
-        """The reverse of `load_pairs`, of lanes without other bits."""
+        """The reverse of `load_spread`, of lanes without other bits."""
         builder, half = self.builder, WIDTH // 2
         narrow = builder.bitcast(
             builder.trunc(lanes, self.of(I8)), ir.VectorType(I16, half)
@@ -252,6 +273,13 @@ class _CodeLanes(Lanes):
         start = builder.gep(base, [builder.lshr(index, I64(1))])
         pointer = builder.bitcast(start, ir.VectorType(I8, half).as_pointer())
         builder.store(builder.trunc(pair, ir.VectorType(I8, half)), pointer, align=8)
+
+    def stored_bits(self, kind: Float, value: Value) -> Value:
+        """fp32 in a format, its bits in the low ones of i32 lanes."""
+        stored = self.encode(kind, value)
+        if kind is Float.FP32:
+            return self.builder.bitcast(stored, self.of(I32))
+        return self.builder.zext(self.builder.bitcast(stored, self.of(I16)), self.of(I32))
 
     def rounded(self, value: Value) -> Value:
         """fp32 below 2**22 in magnitude, to the nearest integer (i32), ties to even."""
@@ -272,25 +300,66 @@ def _part(builder: ir.IRBuilder, value: Value, places: Sequence[int]) -> Value:
     return builder.shuffle_vector(value, value, mask)
 
 
+def _joined(builder: ir.IRBuilder, low: Value, high: Value) -> Value:
+    count = low.type.count + high.type.count
+    mask = ir.Constant(ir.VectorType(I32, count), list(range(count)))
+    return builder.shuffle_vector(low, high, mask)
+
+
 # ---------------------------------------------------------------- decoding
 def _decode_group(
-    vector: _CodeLanes, weights: WeightFormat, kind: Float, at: _Pointers, number: Value
-) -> None:
+    vector: _CodeLanes, weights: WeightFormat, kind: Float, at: _Pointers, number: Value,
+    streams: bool,
+) -> None:  # fmt: skip
+    """`streams`: values lie on cache lines, and are written past the caches, which are too small
+    for a group's parameters."""
     builder = vector.builder
     word = builder.load(builder.gep(at.words, [number]), align=4)
     first = builder.mul(number, I64(weights.group_size))
-    starts = [builder.add(first, I64(i)) for i in range(0, weights.group_size, WIDTH)]
-    if weights.code is Code.INT8:
+    line = _line_decoder(vector, weights.code, kind, at.codes, word)
+    past_caches = builder.module.add_metadata([I32(1)])
+    for offset in range(0, weights.group_size, _LINE_NBYTES // kind.nbytes):
+        start = builder.add(first, I64(offset))
+        whole = line(start)
+        element = whole.type.element if kind is Float.FP32 else I16
+        pointer = builder.gep(builder.bitcast(at.values, element.as_pointer()), [start])
+        target = builder.bitcast(pointer, whole.type.as_pointer())
+        store = builder.store(whole, target, align=_LINE_NBYTES if streams else kind.nbytes)
+        if streams:
+            store.set_metadata("nontemporal", past_caches)
+
+
+def _line_decoder(
+    vector: _CodeLanes, code: Code, kind: Float, codes: Value, word: Value
+) -> Callable[[Value], Value]:
+    """What emits the values from an index on that fill a cache line, as they are stored."""
+    builder = vector.builder
+    if code is Code.INT8:
         scale = vector.splat(builder.bitcast(word, F32))
-        for start in starts:
-            raw = builder.sext(vector.load_raw(I8, at.codes, start), vector.of(I32))
+
+        def from_bytes(start: Value) -> Value:
+            raw = builder.sext(vector.load_raw(I8, codes, start), vector.of(I32))
             value = vector.mul(builder.sitofp(raw, vector.of(F32)), scale)
-            vector.store(kind, value, at.values, start)
-        return
-    table = _table(vector, weights.code, kind, word)
-    for start in starts:
-        found = vector.lookup(table, vector.load_pairs(at.codes, start, weights.code))
-        _store_found(vector, kind, found, at.values, start)
+            return vector.encode(kind, value)
+
+        if kind is Float.FP32:
+            return from_bytes
+        return lambda start: _joined(
+            builder, from_bytes(start), from_bytes(builder.add(start, I64(WIDTH)))
+        )
+    table = _table(vector, code, kind, word)
+    if kind is Float.FP32:
+        return lambda start: vector.lookup(table, vector.load_spread(codes, start, code))
+    shifted = vector.shift_left(table, 16)
+
+    def from_pairs(start: Value) -> Value:
+        """Two values of 16 bits from each byte, which stay side by side."""
+        low = vector.load_pairs(codes, start)
+        high = vector.shift_right(low, 4)
+        first, second = (low, high) if code is Code.INT4 else (high, low)
+        return builder.or_(vector.lookup(table, first), vector.lookup(shifted, second))
+
+    return from_pairs
 
 
 def _table(vector: _CodeLanes, code: Code, kind: Float, word: Value) -> Value:
@@ -305,10 +374,7 @@ def _table(vector: _CodeLanes, code: Code, kind: Float, word: Value) -> Value:
         steps = builder.sub(vector.constants(I32, range(16)), zero)
         value = vector.mul(builder.sitofp(steps, vector.of(F32)), scale)
         value = _within(vector, value, LARGEST[kind])
-    stored = vector.encode(kind, value)
-    if kind is Float.FP32:
-        return builder.bitcast(stored, vector.of(I32))
-    return builder.zext(builder.bitcast(stored, vector.of(I16)), vector.of(I32))
+    return vector.stored_bits(kind, value)
 
 
 def _within(vector: Lanes, value: Value, most: float) -> Value:
@@ -317,14 +383,6 @@ def _within(vector: Lanes, value: Value, most: float) -> Value:
     builder = vector.builder
     value = builder.select(builder.fcmp_ordered(">", value, upper), upper, value)
     return builder.select(builder.fcmp_ordered("<", value, lower), lower, value)
-
-
-def _store_found(
-    vector: _CodeLanes, kind: Float, found: Value, values: Value, start: Value
-) -> None:
-    if kind is not Float.FP32:
-        found = vector.builder.trunc(found, vector.of(I16))
-    vector.store_raw(found, values, start)
 
 
 # ---------------------------------------------------------------- encoding

@@ -7,18 +7,23 @@
 
 Each piece is stored by itself; the home may be cut otherwise. The slot always holds the decoded
 codes of the home: writes are rounded at once, so results do not depend on when a slot was evicted.
-What is written with the values that it had keeps its codes. A slot can be filled from memory again,
-so it is given up before copies that would have to be moved.
+What is written with the values that it had keeps its codes.
+
+Nothing is decoded ahead of use: reads of what comes next go on meanwhile, and what computes and
+what decodes share the same processors. A slot is given up before any codes are: to decode takes a
+fraction of the time of a read, and a slot a multiple of the memory.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 
 from offload.swap.codec import Codec
 from offload.swap.io_backend import Priority
+from offload.swap.shield import interrupted_in_waits
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
 from offload.swap.state import HostPiece, State
@@ -51,10 +56,11 @@ class CodedState(SlotState):
         self._step = step  # from the codes of one piece to those of the next
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
         self._is_stored = False  # the home has codes
+        self._decoding = threading.Lock()  # one thread fills the slot, others wait for it
 
     # ---------------------------------------------------------------- what the pool asks
     def next_use(self) -> float:
-        use = self._next_use()
+        use = super().next_use()
         return use + MADE_HERE if use >= 0 else use
 
     def can_drop(self) -> bool:
@@ -77,20 +83,22 @@ class CodedState(SlotState):
                 return True
         return self._home.bring(next_use=next_use, priority=priority)
 
+    @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
-        with self._lock:
-            if self._slot is not None:
-                return self._slot.tensor[: self.nbytes]
-        stored = self._home.tensor()
-        view = self._take_slot()
-        try:
-            for piece in range(self.pieces):
-                self._decode(piece, stored, view)
-        except BaseException:
-            self.drop()  # the next caller must not take what is half there for values
-            raise
-        self._is_blank = False
-        return view
+        with self._decoding:
+            with self._lock:
+                if self._slot is not None:
+                    return self._slot.tensor[: self.nbytes]
+            stored = self._home.tensor()
+            view = self._take_slot()
+            try:
+                for piece in range(self.pieces):
+                    self._decode(piece, stored, view)
+            except BaseException:
+                self.drop()  # the next caller must not take what is half there for values
+                raise
+            self._is_blank = False
+            return view
 
     def blank(self) -> torch.Tensor:
         with self._lock:

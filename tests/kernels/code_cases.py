@@ -11,8 +11,16 @@ from tests.kernels import reference
 from tests.kernels.adam_cases import SPECIAL
 from tests.kernels.convert_cases import patterns
 
-FORMATS = [WeightFormat(code, size) for code in Code for size in GROUP_SIZES]
-USUAL = [WeightFormat(code) for code in Code]
+ALL = [(WeightFormat(code, size), kind)
+       for code in Code for size in GROUP_SIZES for kind in Float]  # fmt: skip
+# Each code, each size and each kind of value, if not all together: compiling takes the time.
+SAMPLE = [
+    *((WeightFormat(code), Float.BF16) for code in Code),
+    *((WeightFormat(Code.INT4), kind) for kind in (Float.FP16, Float.FP32)),
+    (WeightFormat(Code.INT4, 32), Float.BF16),
+    (WeightFormat(Code.INT8, 128), Float.FP16),
+    (WeightFormat(Code.NF4, 256), Float.FP32),
+]
 GROUPS = 40
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
+from offload.kernels import weight_codes
 from offload.kernels.floats import Array, Float, Runner
+from offload.kernels.lanes import has_wide_registers
 from offload.kernels.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from tests.kernels import reference, reference_codes
 from tests.kernels.adam_cases import assert_same
 from tests.kernels.code_cases import (
-    FORMATS,
-    USUAL,
+    ALL,
+    SAMPLE,
     any_codes,
     decoded,
     encoded,
@@ -21,15 +24,20 @@ from tests.kernels.code_cases import (
     stored,
     wild,
 )
+from tests.kernels.test_generated_code import count, fresh, x86_only
 
 
-def name(weights: WeightFormat) -> str:
-    return f"{weights.code.name}-{weights.group_size}"
+def case_name(value: object) -> str:
+    if isinstance(value, WeightFormat):
+        return f"{value.code.name}-{value.group_size}"
+    return value.name if isinstance(value, Float) else str(value)
 
 
-BY_NAME = pytest.mark.parametrize("weights", FORMATS, ids=name)
-BY_CODE = pytest.mark.parametrize("weights", USUAL, ids=name)
-BY_KIND = pytest.mark.parametrize("kind", Float)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All formats and kinds of values, or a sample of them."""
+    if {"weights", "kind"} <= set(metafunc.fixturenames):
+        cases = ALL if metafunc.config.getoption("--long") else SAMPLE
+        metafunc.parametrize(("weights", "kind"), cases, ids=case_name)
 
 
 def fp32(values: Array, kind: Float) -> Array:
@@ -41,8 +49,6 @@ def through(values: Array, weights: WeightFormat, kind: Float) -> Array:
     return fp32(decoded(*encoded(stored(values, kind), weights, kind), weights, kind), kind)
 
 
-@BY_NAME
-@BY_KIND
 def test_encoding_matches_reference(weights: WeightFormat, kind: Float) -> None:
     for values in (normal(weights), on_grids(weights), wild(weights)):
         given = stored(values, kind)
@@ -52,29 +58,24 @@ def test_encoding_matches_reference(weights: WeightFormat, kind: Float) -> None:
         np.testing.assert_array_equal(codes, expected_codes)
 
 
-@BY_NAME
-@BY_KIND
 def test_decoding_anything_matches_reference(weights: WeightFormat, kind: Float) -> None:
     words, codes = any_codes(weights)
     expected = reference_codes.decode(words, codes, weights, kind)
     assert_same(fp32(decoded(words, codes, weights, kind), kind), fp32(expected, kind))
 
 
-@BY_CODE
-def test_threads_change_no_bit(weights: WeightFormat, threads: Runner) -> None:
-    given = stored(normal(weights), Float.BF16)
-    words, codes = encoded(given, weights, Float.BF16)
+def test_threads_change_no_bit(weights: WeightFormat, kind: Float, threads: Runner) -> None:
+    given = stored(normal(weights), kind)
+    words, codes = encoded(given, weights, kind)
     again = np.zeros_like(words), np.zeros_like(codes)
-    encode_weights(given, *again, weights, Float.BF16, threads)
+    encode_weights(given, *again, weights, kind, threads)
     np.testing.assert_array_equal(again[0], words)
     np.testing.assert_array_equal(again[1], codes)
     values = np.zeros_like(given)
-    decode_weights(words, codes, values, weights, Float.BF16, threads)
-    np.testing.assert_array_equal(values, decoded(words, codes, weights, Float.BF16))
+    decode_weights(words, codes, values, weights, kind, threads)
+    np.testing.assert_array_equal(values, decoded(words, codes, weights, kind))
 
 
-@BY_NAME
-@BY_KIND
 def test_what_was_decoded_is_kept(weights: WeightFormat, kind: Float) -> None:
     for seed in range(8):
         for values in (normal(weights, 200, seed), on_grids(weights, 200, seed)):
@@ -91,8 +92,6 @@ def _is_normal(values: Array, weights: WeightFormat) -> Array:
     return np.repeat(width > 2.0**-14, weights.group_size)
 
 
-@BY_NAME
-@BY_KIND
 def test_zeros_stay_zeros_and_the_largest_magnitude_is_kept(
     weights: WeightFormat, kind: Float
 ) -> None:
@@ -106,8 +105,11 @@ def test_zeros_stay_zeros_and_the_largest_magnitude_is_kept(
         np.testing.assert_array_equal(np.abs(found.reshape(-1, weights.group_size)).max(1), most)
 
 
-@BY_NAME
-def test_no_value_is_further_off_than_its_group_allows(weights: WeightFormat) -> None:
+@pytest.mark.parametrize(
+    "weights_fp32", [weights for weights, kind in SAMPLE if kind is Float.FP32]
+)
+def test_no_value_is_further_off_than_its_group_allows(weights_fp32: WeightFormat) -> None:
+    weights = weights_fp32
     values = normal(weights, 400)
     found = through(values, weights, Float.FP32).reshape(-1, weights.group_size)
     rows = values.reshape(-1, weights.group_size)
@@ -149,41 +151,34 @@ def _squared_error(rows: Array, step: Array, down: Array) -> Array:
     return np.asarray((((codes - zero) * step - rows) ** 2).mean(1))
 
 
-@BY_CODE
-@BY_KIND
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_group_with_a_value_that_is_not_finite_reads_as_nan(
     weights: WeightFormat, kind: Float, bad: float
 ) -> None:
-    values = np.random.default_rng(0).standard_normal(192).astype(np.float32)
-    values[70] = bad
-    words, codes = encoded(stored(values, kind), weights, kind)
+    values = np.random.default_rng(0).standard_normal((3, weights.group_size)).astype(np.float32)
+    values[1, 7] = bad
+    words, codes = encoded(stored(values.reshape(-1), kind), weights, kind)
     assert words[1] == 0x7FC00000
-    found = fp32(decoded(words, codes, weights, kind), kind)
-    assert np.isnan(found[64:128]).all()
-    assert np.isfinite(found[:64]).all()
-    assert np.isfinite(found[128:]).all()
+    found = fp32(decoded(words, codes, weights, kind), kind).reshape(values.shape)
+    assert np.isnan(found[1]).all()
+    assert np.isfinite(found[::2]).all()
 
 
-@BY_CODE
-@BY_KIND
 @pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45, 1e-39, 1e-30])
 def test_what_is_too_small_for_a_scale_is_off_by_no_more_than_half_of_the_least(
     weights: WeightFormat, kind: Float, scale: float
 ) -> None:
-    values = np.linspace(-1, 1, 64).astype(np.float32) * np.float32(scale)
+    values = np.linspace(-1, 1, weights.group_size).astype(np.float32) * np.float32(scale)
     found = through(values, weights, kind)
     assert np.abs(found - fp32(stored(values, kind), kind)).max() <= 2.0**-101
     if scale == 0:
         assert not found.view(np.uint32).any()
 
 
-@BY_CODE
-@BY_KIND
 def test_the_largest_finite_numbers_stay_finite(weights: WeightFormat, kind: Float) -> None:
     largest = reference_codes.LARGEST[kind]
     for low, high in [(-1, 1), (0, 1), (-1, 0), (-0.3, 1), (-1, 0.77)]:
-        values = np.linspace(low, high, 64).astype(np.float32) * largest
+        values = np.linspace(low, high, weights.group_size).astype(np.float32) * largest
         found = through(values, weights, kind)
         assert np.isfinite(found).all()
         assert np.abs(found).max() > 0.9 * largest
@@ -215,3 +210,54 @@ def test_a_bad_argument_is_named() -> None:
         decode_weights(words[:1], codes, values, weights, Float.FP32)
     with pytest.raises(ValueError, match="values: expected dtype uint16, got float32"):
         decode_weights(words, codes, values, weights, Float.BF16)
+
+
+def test_where_values_lie_changes_no_bit(weights: WeightFormat, kind: Float) -> None:
+    words, codes = any_codes(weights)
+    memory = np.zeros(words.size * weights.group_size + 64, kind.storage)
+    first = -memory.ctypes.data % 64 // kind.nbytes
+    found = []
+    for start in (first, first + 1):  # on cache lines, and beside them
+        values = memory[start : start + words.size * weights.group_size]
+        decode_weights(words, codes, values, weights, kind)
+        found.append(fp32(values.copy(), kind))
+    assert_same(found[0], found[1])
+
+
+@x86_only
+@pytest.mark.parametrize("feature", ["avx2", "none"])
+@pytest.mark.parametrize("code", [Code.INT4, Code.NF4])
+def test_cpus_with_other_instructions_get_the_same_bits(
+    code: Code, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not llvm.get_host_cpu_features().get("avx2"):
+        pytest.skip("this CPU has none of them")
+    weights, kind = WeightFormat(code), Float.BF16
+    words, codes = any_codes(weights)
+    values = np.zeros(words.size * weights.group_size, kind.storage)
+    kernel = fresh(weight_codes.kernel(weight_codes.Action.DECODE, weights, kind))
+    with monkeypatch.context() as patched:
+        patched.setattr(weight_codes, "has_wide_registers", lambda: False)
+        patched.setattr(llvm, "get_host_cpu_features", lambda: {"avx2": feature == "avx2"})
+        kernel(values, words, codes, 0, words.size)
+    expected = decoded(words, codes, weights, kind)
+    assert_same(fp32(values, kind), fp32(expected, kind))
+    (text,) = kernel.inspect_asm().values()  # type: ignore[attr-defined]
+    permuted = count(r"vpermp?[sd]\s.*ymm", text)
+    assert permuted >= 8 if feature == "avx2" else permuted == 0
+
+
+@x86_only
+@pytest.mark.parametrize("code", Code)
+def test_codes_are_decoded_in_registers_and_written_past_the_caches(code: Code) -> None:
+    if not has_wide_registers():
+        pytest.skip("a CPU without registers of 64 bytes")
+    kind = Float.BF16
+    kernel = fresh(weight_codes.kernel(weight_codes.Action.DECODE, WeightFormat(code), kind))
+    kernel(np.zeros(64, kind.storage), np.zeros(1, np.uint32), np.zeros(64, np.uint8), 0, 1)
+    (text,) = kernel.inspect_asm().values()  # type: ignore[attr-defined]
+    lines = 64 * kind.nbytes // 64
+    assert count(r"vmovnt\w+\s+%zmm", text) >= lines
+    assert count(r"vpermp?[sd]\s.*zmm", text) >= (0 if code is Code.INT8 else lines)
+    assert not count(r"vpextr|vpinsr|vpgather", text)  # no lanes taken apart, no tables in memory
+    assert count(r"vdivps", text) == 0

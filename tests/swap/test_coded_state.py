@@ -245,3 +245,49 @@ def test_the_home_has_the_stored_bytes_alone(make: Make, codec: Codec) -> None:
     last = codec.stored_nbytes(NBYTES - 2 * PIECE)
     assert state._home.nbytes == 2 * pages * PAGE_NBYTES + last < NBYTES * 0.6
     assert state._home.pieces == state.pieces == 3
+
+
+def test_threads_that_want_values_at_once_decode_them_once(
+    make: Make, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = filled(make)
+    state.drop()
+    decode, decoded, begun = type(codec).decode, list[int](), threading.Event()
+
+    def slow(self: Codec, stored: Tensor, values: Tensor) -> None:
+        begun.set()
+        decoded.append(values.data_ptr())
+        threading.Event().wait(0.01)
+        decode(self, stored, values)
+
+    monkeypatch.setattr(type(codec), "decode", slow)
+    found: list[Tensor] = []
+    other = threading.Thread(target=lambda: found.append(held(state).clone()))
+    other.start()
+    begun.wait()
+    found.append(held(state).clone())
+    other.join()
+    assert len(decoded) == state.pieces
+    assert torch.equal(found[0], found[1])
+    monkeypatch.undo()
+    assert torch.equal(found[0], rounded(codec, values()))
+
+
+def test_what_was_decoded_makes_room_before_any_codes_do(make: Make, home_kind: str) -> None:
+    if home_kind == "memory":
+        pytest.skip("codes at home in memory stay there")
+    state = filled(make)
+    home = state._home
+    assert isinstance(home, FileState)
+    state.tensor()
+    assert home.bring(next_use=None)
+    home.settle()
+    assert state.next_use() > home.next_use()
+    leases = []
+    while state.held_nbytes:
+        page = state._pool.offer(PAGE_NBYTES, "more", StateClass.PARAMETERS, next_use=0.0)
+        assert page is not None
+        leases.append(page)
+    assert home.held_nbytes
+    for lease in leases:
+        lease.free()
