@@ -1,6 +1,7 @@
 """Imported once by the process that ranks are forked from: what each of them would load anew.
 
-Numba's tables of all that it can compile take half of the time that a rank with a small model has.
+Numba's tables of all that it can compile take half of the time that a rank with a small model has;
+as long takes what torch imports where DTensors or gradient handles are computed with.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import gc
 
 import numpy as np
+import torch._dynamo
+import torch.distributed.tensor  # noqa: F401
 
 from offload.kernels.convert import encode
 from offload.kernels.floats import Float
