@@ -1,6 +1,7 @@
-"""One rank's part in a training by several; the first writes what it logged to FOLDER/logs.json.
+"""One rank's part in trainings by several, ours and then a plain Trainer's; the first rank writes
+what they logged to FOLDER/ours.json and FOLDER/plain.json.
 
-torchrun --standalone --nproc_per_node 2 -m tests.outside.trainer_ranks_program KIND FOLDER
+torchrun --standalone --nproc_per_node 2 -m tests.outside.trainer_ranks_program FOLDER
 """
 
 from __future__ import annotations
@@ -33,28 +34,31 @@ def trainer_of(kind: str, folder: Path) -> Any:
     return OffloadTrainer(tiny_llama(), args, offload=settings, **given)
 
 
+def train(kind: str, folder: Path) -> dict[str, Any]:
+    trainer = trainer_of(kind, folder)
+    trainer.train()
+    found = {"whole": logged(trainer)}
+    trainer.save_model(str(folder / f"{kind}-model"))
+    if kind == "ours":
+        trainer.engine.close()
+        again = trainer_of(kind, folder)
+        again.train(resume_from_checkpoint=str(folder / kind / "checkpoint-3"))
+        found["resumed"] = logged(again)
+        again.save_model(str(folder / "again-model"))
+        again.engine.close()
+    return found
+
+
 def main() -> None:
-    kind, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    with quiet():
-        trainer = trainer_of(kind, folder)
-        trainer.train()
-        found["whole"] = logged(trainer)
-        trainer.save_model(str(folder / f"{kind}-model"))
-        if kind == "ours":
-            trainer.engine.close()
-            again = trainer_of(kind, folder)
-            again.train(resume_from_checkpoint=str(folder / kind / "checkpoint-3"))
-            found["resumed"] = logged(again)
-            again.save_model(str(folder / "again-model"))
-            again.engine.close()
-    if dist.get_rank() == 0:
-        (folder / f"{kind}.json").write_text(json.dumps(found))
+    for kind in "ours", "plain":
+        with quiet():
+            found = train(kind, folder)
+        if dist.get_rank() == 0:
+            (folder / f"{kind}.json").write_text(json.dumps(found))
     dist.barrier()
-    if kind == "plain":
-        os._exit(0)  # DDP over gloo waits for ever, now and then, where it is destroyed
-    dist.destroy_process_group()
+    os._exit(0)  # DDP over gloo waits for ever, now and then, where it is destroyed
 
 
 if __name__ == "__main__":
