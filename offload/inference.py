@@ -6,13 +6,14 @@ Its weights are those of a `WeightStore`. There is no gradient, optimizer state 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload import machine
 from offload.config import OffloadConfig
@@ -43,8 +44,9 @@ def dispatch(
     are those of the model in RAM, to the bit.
 
     `model` is on the CPU or on the meta device, with `weights` (a safetensors file or folder, or a
-    checkpoint of ours), or of `offload.open_pretrained`; the last two are never whole in RAM. All
-    its parameters are frozen.
+    checkpoint of ours), or of `offload.open_pretrained`; the last two are never whole in RAM. Its
+    parameters get no gradients; those that still require one keep that, since PyTorch multiplies
+    with them in another way, and a backward that comes to one is an UnsupportedError.
 
     `config`: the path of a YAML file, a mapping with its keys, or an OffloadConfig. What only
     training uses is ignored. Without `precision` the model computes in the format of its own
@@ -59,7 +61,7 @@ def dispatch(
     """
     loaded = OffloadConfig.load({} if config is None else config)
     refuse_shared(model)
-    with LazyWeights(model) as lazy, _frozen(model):
+    with LazyWeights(model) as lazy:
         Dispatched(model, _in_own_precision(loaded, model), lazy, weights=weights)
     return model
 
@@ -104,7 +106,8 @@ class Dispatched(TieredModel):
                 f"ep_size {self.spread.ep_size}: experts of a dispatched model are on each rank, "
                 "which has those that fit in memory and the others on nvme; set ep_size=1"
             )
-        discovery = self._discover(config)
+        self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's id
+        discovery = self._discover(config, frozen=True)
         alone = [machine.rank_here()]
         self._find_tensor_parallel(config, alone, takes_values=weights is not None)
         try:
@@ -132,16 +135,26 @@ class Dispatched(TieredModel):
         # the model keeps this
         hooks = self._store.start(self.module, self.values, lambda: self, self._begin_forward)
         hooks.follow_recomputation()
+        self._refuse_gradients()
         self._refuse_wrappers()
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
         self.store.load(group, values)
 
     def _begin_forward(self) -> None:
-        store = self.store
         if torch.is_grad_enabled():
-            _refuse_trained(store)
-        store.begin_forward()
+            self._refuse_gradients()
+        self.store.begin_forward()
+
+    def _refuse_gradients(self) -> None:
+        """Of each parameter that requires one by now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self.store.groups:
+                for param, spec in zip(group.params, group.layout.params, strict=True):
+                    if param.requires_grad and id(param) not in self._hooks:
+                        refuse = partial(_refuse_gradient, spec.name)
+                        hook = param.register_post_accumulate_grad_hook(refuse)
+                        self._hooks[id(param)] = hook
 
     def report(self) -> TierTraffic:
         """Bytes per tier, bytes moved, and seconds waited so far. It waits for nothing: numbers of
@@ -157,6 +170,8 @@ class Dispatched(TieredModel):
             super()._close()
 
     def _close_all(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
         try:
             if self._store is not None:
                 self._store.close()
@@ -166,30 +181,13 @@ class Dispatched(TieredModel):
                 homes.close()
 
 
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter requires a gradient from here on; if this raises, as before."""
-    trained = [param for param in model.parameters() if param.requires_grad]
-    for param in trained:
-        param.requires_grad_(False)
-    try:
-        yield
-    except BaseException:
-        for param in trained:
-            param.requires_grad_(True)
-        raise
-
-
-def _refuse_trained(store: WeightStore) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        for group in store.groups:
-            for param, spec in zip(group.params, group.layout.params, strict=True):
-                if param.requires_grad:
-                    raise UnsupportedError(
-                        f"{spec.name} requires a gradient, and a dispatched model's weights are "
-                        "frozen; train it with offload.initialize, or train what is added to the "
-                        "model (adapters, prompts)"
-                    )
+def _refuse_gradient(name: str, param: torch.Tensor) -> None:
+    param.grad = None
+    raise UnsupportedError(
+        f"{name} got a gradient, and a dispatched model does not train: compute under "
+        "torch.no_grad(), freeze it (model.requires_grad_(False)) where something around it "
+        "trains, or train it with offload.initialize"
+    )
 
 
 def _in_own_precision(config: OffloadConfig, model: nn.Module) -> OffloadConfig:

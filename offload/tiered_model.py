@@ -90,11 +90,11 @@ class TieredModel(abc.ABC):
         self.spread = SpreadExperts(model)
 
     # ---------------------------------------------------------------- building
-    def _discover(self, config: OffloadConfig) -> Discovery:
-        """Groups and units."""
+    def _discover(self, config: OffloadConfig, *, frozen: bool = False) -> Discovery:
+        """Groups and units. `frozen`: nothing will be updated."""
         discovery = discover(
             self.module, config.groups.blocks,
-            experts=config.splits_experts(machine.world_size()),
+            experts=config.splits_experts(machine.world_size()), frozen=frozen,
         )  # fmt: skip
         self.spread.check_groups(discovery.groups)
         if config.storage is None:

@@ -53,10 +53,11 @@ class GroupPlan:
     table: str = ""  # the module of experts that it is one of
     ep_size: int = 1  # over how many ranks those are spread
     stored: tuple[WeightFormat | None, ...] = ()  # by parameter; empty: all as they are
+    frozen: bool = False  # no parameter is updated, whether or not it requires a gradient
 
     def shapes(self) -> tuple[ParamShape, ...]:
         """Its parameters without their values; of DTensors, what this rank has."""
-        shapes = shapes_of(self.params)
+        shapes = shapes_of(self.params, frozen=self.frozen)
         if not self.stored:
             return shapes
         pairs = zip(shapes, self.stored, strict=True)
@@ -124,12 +125,13 @@ class Discovery:
 
 
 def shapes_of(
-    params: Iterable[tuple[tuple[str, ...], nn.Parameter]],
+    params: Iterable[tuple[tuple[str, ...], nn.Parameter]], *, frozen: bool = False
 ) -> tuple[ParamShape, ...]:
     """`(names, parameter)` pairs without their values; of DTensors, what this rank has."""
     return tuple(
-        ParamShape(names, tuple(local_of(p).shape), p.requires_grad) for names, p in params
-    )  # fmt: skip
+        ParamShape(names, tuple(local_of(p).shape), p.requires_grad and not frozen)
+        for names, p in params
+    )
 
 
 def adapter_names(model: nn.Module) -> frozenset[str]:
@@ -153,10 +155,11 @@ def managed(param: nn.Parameter) -> bool:
 
 
 def discover(
-    model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True
-) -> Discovery:
-    """The groups and units of a model (see `find_groups`)."""
-    trees = _Trees()
+    model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True,
+    frozen: bool = False,
+) -> Discovery:  # fmt: skip
+    """The groups and units of a model (see `find_groups`). `frozen`: nothing will be updated."""
+    trees = _Trees(frozen=frozen)
     groups, units = find_groups(trees.of(model), block_classes, experts=experts)
     packed = _pack(groups, trees)
 
@@ -167,7 +170,9 @@ def discover(
 
     return Discovery(
         [
-            GroupPlan(g.name, [(names, found(p)) for names, p in g.params], g.table, g.ep_size)
+            GroupPlan(
+                g.name, [(names, found(p)) for names, p in g.params], g.table, g.ep_size, frozen
+            )
             for g in groups
         ],
         [
@@ -201,7 +206,8 @@ def tree_of(model: nn.Module) -> ModuleTree:
 class _Trees:
     """Modules as trees, and the modules of a tree's nodes, by their id."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, frozen: bool = False) -> None:
+        self._frozen = frozen
         self.modules: dict[int, nn.Module] = {}
         self.params: dict[int, nn.Parameter] = {}
         self._trees: dict[int, ModuleTree] = {}  # id(module) -> its tree
@@ -231,7 +237,7 @@ class _Trees:
     def _param(self, param: nn.Parameter) -> TreeParam:
         if id(param) not in self._params:
             shape = tuple(local_of(param).shape)
-            made = TreeParam(shape, param.requires_grad, managed(param))
+            made = TreeParam(shape, param.requires_grad and not self._frozen, managed(param))
             self._params[id(param)] = made
             self.params[id(made)] = param
         return self._params[id(param)]
