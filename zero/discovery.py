@@ -171,7 +171,8 @@ def discover(
     return Discovery(
         [
             GroupPlan(
-                g.name, [(names, found(p)) for names, p in g.params], g.table, g.ep_size, frozen
+                g.name, [(names, found(p)) for names, p in g.params], g.table, g.ep_size,
+                frozen=frozen,
             )
             for g in groups
         ],

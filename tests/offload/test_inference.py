@@ -108,7 +108,8 @@ def test_what_fits_into_the_host_budget_is_there(tmp_path: Path) -> None:
 
 
 def test_else_as_much_as_fits(tmp_path: Path) -> None:
-    keys = config(tmp_path, {}, budget={"host": "144KiB", "nvme": "64MiB"}, device="cpu")
+    budget = {"host": "160KiB", "nvme": "64MiB"}
+    keys = config(tmp_path, {}, budget=budget, device="cpu", prefetch=1)
     model = seeded(lambda: TinyLM(BLOCKS))
     with offload.dispatched(offload.dispatch(model, keys)) as dispatched:
         shares = dict(dispatched.plan.placements[offload.tiers.ledger.StateClass.PARAMETERS].shares)
@@ -311,3 +312,47 @@ def test_an_error_in_the_middle_of_a_pass_leaves_the_model_usable(tmp_path: Path
                 logits(model)
         hook.remove()
         assert logits(model) == expected
+
+
+# -------------------------------------------------------------------------------- what is read
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128, bias=False)  # 64 KiB
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("parameters", ["nvme", None], ids=["nvme", "auto"])
+@pytest.mark.parametrize(("memory", "prefetch"), [(3, 1), (8, 0), (8, 1), (8, 2), (12, 4)])
+def test_a_pass_reads_what_memory_does_not_hold(
+    tmp_path: Path, parameters: Any, memory: int, prefetch: int
+) -> None:
+    """Of passes that use all groups in one order, the best that can be done (Belady): what was used
+    last makes room for what comes, and the rest stays."""
+    group = 64 << 10
+    placement = {} if parameters is None else {"parameters": parameters}
+    budget = {"host": memory * group, "nvme": "64MiB"}
+    keys = config(tmp_path, placement, budget=budget, prefetch=prefetch, device="cpu")
+    model, passes = seeded(Chain), 8
+    with offload.dispatched(offload.dispatch(model, keys)) as dispatched, torch.no_grad():
+        for _ in range(2):  # the order is learnt
+            model(torch.ones(1, 128))
+        before = dispatched.report().bytes_moved["nvme read"]
+        for _ in range(passes):
+            model(torch.ones(1, 128))
+        read = (dispatched.report().bytes_moved["nvme read"] - before) / passes / group
+        in_flight = prefetch / passes  # at the end
+        assert 12 - memory - in_flight <= read <= 12 - max(0, memory - 1 - prefetch) + in_flight

@@ -169,6 +169,17 @@ def host_window(plan: Plan) -> int:
     return record + (0 if plan.gpu else plan.decoded_window_nbytes)
 
 
+def ahead_nbytes(plan: Plan, tier: Tier) -> int:
+    """Memory of a tier that a model which does not train reads ahead into, beside what it needs.
+    (Where a model trains, updates bring weights, too, and time decides what is worth more.)"""
+    computing = Tier.DEVICE if plan.gpu else Tier.HOST
+    if tier not in (computing, Tier.HOST) or any(g.layout.numel_trainable for g in plan.groups):
+        return 0
+    pairs = zip(plan.groups, plan.parameters, strict=True)
+    coming = (group.parameters for group, home in pairs if home in tier.slower)
+    return plan.prefetch * max(coming, default=0)
+
+
 def spare_host_nbytes(plan: Plan) -> int:
     """What is left of the host budget when all parameters and gradients on nvme have a copy there,
     too; negative if they do not fit."""

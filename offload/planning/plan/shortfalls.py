@@ -8,6 +8,7 @@ from offload.planning.plan.estimate import Shortfall
 from offload.planning.plan.plan import (
     Hardware,
     Plan,
+    ahead_nbytes,
     breakdown,
     gathered_nbytes,
     home_nbytes,
@@ -29,10 +30,10 @@ def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:
 
 
 def lacking_nbytes(plan: Plan, tier: Tier, hardware: Hardware, beside_nbytes: int) -> int:
-    """What a tier lacks of its budget or of the machine, where `beside_nbytes` of RAM are taken
-    beside the tiers; negative: to spare."""
+    """What a tier lacks of its budget (to read ahead, too) or of the machine, where `beside_nbytes`
+    of RAM are taken beside the tiers; negative: to spare."""
     needed = needed_nbytes(plan, tier)
-    lacking = needed - plan.room_nbytes(tier)
+    lacking = needed + ahead_nbytes(plan, tier) - plan.room_nbytes(tier)
     if tier is Tier.NVME:
         lacking = max(lacking, needed - hardware.nvme_free_nbytes)
         return max(1, lacking) if _leaves_none_to_activations(plan) else lacking
