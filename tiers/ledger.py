@@ -24,6 +24,7 @@ class StateClass(enum.StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
+    KV = "kv"  # keys and values of tokens, for attention
     STAGING = "staging"  # in transit: belongs to no class for longer than one move
 
 

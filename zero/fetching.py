@@ -19,10 +19,26 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from offload.swap.io_backend import Priority
-from offload.swap.state import State
 from offload.swap.trace import Trace
 
 _NOW = -1.0  # before what is announced, and before the next use of the trace, which is at 0
+
+
+class Bringable(Protocol):
+    """A state, or several that are used together."""
+
+    @property
+    def in_place(self) -> bool:
+        """Never moves."""
+        ...
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """As `State.bring`."""
+        ...
+
+    def note_use(self) -> None:
+        """As `State.note_use`."""
+        ...
 
 
 class Fetchable(Protocol):
@@ -34,7 +50,7 @@ class Fetchable(Protocol):
         ...
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> Bringable: ...
 
 
 class PendingUpdates(Protocol):

@@ -1,0 +1,145 @@
+"""KV caches in tiers against transformers' own: the same tensors after the same operations."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+
+from offload.errors import StateError, TierFullError, UnsupportedError
+from offload.integrations.kv_cache import keep_in_tiers
+from offload.tiers.tier import Tier
+from tests.offload.kv_cases import Homes
+
+TIERS = {
+    "host": (Tier.HOST,),
+    "nvme": (Tier.NVME,),
+    "mixed": (Tier.NVME, Tier.HOST, Tier.NVME),
+}
+LAYERS, HEADS, DIM = 2, 2, 8
+PLAIN = LlamaConfig(num_hidden_layers=LAYERS)
+SLIDING = MistralConfig(num_hidden_layers=LAYERS, sliding_window=7)
+KINDS: dict[str, Callable[[], Cache]] = {
+    "dynamic": DynamicCache,
+    "configured": lambda: DynamicCache(config=PLAIN),
+    "sliding": lambda: DynamicCache(config=SLIDING),
+    "static": lambda: StaticCache(config=PLAIN, max_cache_len=40),
+    "static sliding": lambda: StaticCache(config=SLIDING, max_cache_len=40),
+}
+
+
+@pytest.fixture
+def homes(tmp_path: Path) -> Iterator[Callable[..., Homes]]:
+    made: list[Homes] = []
+
+    def make(tiers: str, **keys: Any) -> Homes:
+        made.append(Homes(tmp_path, TIERS[tiers], **keys))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def tokens(draw: random.Random, batch: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as models give them: not contiguous."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    both = torch.randn(2, batch, count, HEADS, DIM, generator=generator)
+    keys, values = both.transpose(2, 3)
+    return keys, values
+
+
+class Pair:
+    """A cache of transformers' own, and one in tiers, that get the same calls."""
+
+    def __init__(self, kind: str, store: Any) -> None:
+        self.own, self.ours, self.store = KINDS[kind](), KINDS[kind](), store
+        keep_in_tiers(self.ours, store)
+        self.batch = 3
+
+    def both(self, call: Callable[[Cache], Any]) -> Any:
+        results = []
+        for cache in (self.own, self.ours):
+            try:
+                results.append(call(cache))
+            except (RuntimeError, AttributeError, StateError) as error:
+                results.append(error)
+        refused = [isinstance(result, Exception) for result in results]
+        assert refused[0] == refused[1], results
+        return results
+
+    def update(self, draw: random.Random, count: int) -> None:
+        for layer in range(LAYERS):
+            keys, values = tokens(draw, self.batch, count)
+            self.both(lambda cache, at=layer: cache.get_mask_sizes(count, at))
+            own, ours = self.both(lambda cache, at=layer: cache.update(keys, values, at))
+            for one, other in zip(own, ours, strict=True):
+                assert torch.equal(one, other)
+                assert other.is_contiguous()
+
+    def check(self) -> None:
+        for count in (1, 3):
+            for layer in range(LAYERS):
+                own, ours = self.both(lambda cache, at=layer: cache.get_mask_sizes(count, at))
+                assert own == ours
+        own, ours = self.both(lambda cache: int(cache.get_seq_length()))
+        assert own == ours
+
+
+def step(pair: Pair, kind: str, draw: random.Random) -> None:
+    """One operation, drawn."""
+    static = "static" in kind
+    which = draw.choice(["update", "update", "update", "crop", "reorder", "repeat", "select",
+                         "copy", "record", "reset"])  # fmt: skip
+    if which == "update":
+        longest = 6 if not static else min(6, 40 - int(pair.own.get_seq_length()))
+        if longest > 0:
+            pair.update(draw, draw.randint(1, longest))
+    elif which == "reorder":
+        rows = torch.tensor([draw.randrange(pair.batch) for _ in range(pair.batch)])
+        pair.both(lambda cache: cache.reorder_cache(rows))
+    elif which == "copy":
+        pair.ours = copy.deepcopy(pair.ours)
+    elif which == "reset" and static:
+        pair.both(lambda cache: cache.reset())
+    elif static or not pair.own.get_seq_length():
+        pass  # transformers has no more for these
+    elif which == "crop":
+        own, ours = pair.both(lambda cache: int(cache.get_seq_length()))
+        pair.both(lambda cache, count=draw.randint(0, own - 1): cache.crop(-count))
+    elif which == "repeat" and pair.batch < 5:
+        pair.both(lambda cache: cache.batch_repeat_interleave(2))
+        pair.batch *= 2
+    elif which == "select":
+        rows = torch.tensor([draw.randrange(pair.batch) for _ in range(draw.randint(1, 4))])
+        pair.both(lambda cache: cache.batch_select_indices(rows))
+        pair.batch = len(rows)
+    elif which == "record":
+        pair.both(lambda cache: cache.activate_past_recording())
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_operations_have_the_bits_of_transformers_own(
+    kind: str, tiers: str, homes: Callable[..., Homes], long: bool
+) -> None:
+    here = homes(tiers, host_nbytes=1 << 20)
+    for seed in range(40 if long else 4):
+        draw = random.Random(seed)
+        pair = Pair(kind, here.store(page_tokens=draw.choice([1, 2, 3, 5])))
+        for _ in range(40):
+            step(pair, kind, draw)
+            pair.check()
+            here.held()
+        pair.update(draw, 1) if "static" not in kind else None
+        del pair
+    gc.collect()
+    assert here.held() == {"host": 0, "nvme": 0}

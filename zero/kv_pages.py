@@ -1,0 +1,416 @@
+"""Keys and values of one layer, in pages that live in tiers (as in vLLM's paged attention).
+
+    tokens      ├── page 0 ──┤├── page 1 ──┤├── page 2 ──┤├ open ┤
+                    nvme          host          nvme        where the model computes
+    attention   ├────────────── [batch, heads, tokens, dim] ─────┤   assembled for each use
+
+A full page never changes: caches that have it in common (a copied one) share it, and another order
+of the batch (beams) is a choice of its rows. Only the open page is written to. A page whose home is
+a file is fetched ahead of its use, with the weights and by the same trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.swap.io_backend import Priority
+from offload.swap.shield import interrupted_in_waits
+from offload.swap.state import State
+from offload.tiers.errors import OffloadError, StateError, UnsupportedError
+from offload.tiers.memory_tier import Lease
+from offload.zero.kv_format import KVShape, PageFormat
+
+if TYPE_CHECKING:
+    from offload.zero.kv_store import KVStore, Seat
+
+_NOW = -1.0  # before all that the trace expects
+Rows = torch.Tensor | None  # of a page, in the order of the batch; None: as they are
+
+
+@dataclass(eq=False)
+class _Page:
+    """A full page. Given back when nobody has it any more."""
+
+    format: PageFormat
+    owners: list[KVPages]
+    state: State = field(init=False)
+
+    def next_use(self) -> float:
+        return min((owner.next_use_of(self) for owner in self.owners), default=math.inf)
+
+    def leave(self, owner: KVPages) -> None:
+        self.owners.remove(owner)
+        if not self.owners:
+            self.state.close()
+
+
+class KVPages:
+    """Keys and values [batch, heads, length, dim] of one layer. For the thread of the model."""
+
+    def __init__(self, store: KVStore, name: str, seat: Seat, window: int | None = None) -> None:
+        """`window`: so many tokens are kept, in the end. Made by `KVStore.pages`."""
+        self.name = name
+        self.length = 0  # tokens
+        self.batch = 0
+        self.seat = seat
+        self._store = store
+        self._window = window
+        self._format: PageFormat | None = None  # once anything is known
+        self._pages: list[tuple[_Page, Rows]] = []
+        self._open: Lease | None = None
+        self._filled = 0  # tokens of the open page
+        self._dropped = 0  # tokens of the first page that are no longer kept
+        self._reading: int | None = None  # the first of the pages that a read has not come to yet
+        self._places: dict[_Page, int] = {}  # which of the pages each is
+        self._closed = False
+
+    # ---------------------------------------------------------------- fetching
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Begin to bring the pages, in order, as far as there is room; whether that was all."""
+        return all(
+            page.state.bring(next_use=next_use, priority=priority) for page, _ in self._pages
+        )
+
+    def note_use(self) -> None:
+        for page, _ in self._pages:
+            page.state.note_use()
+
+    def next_use_of(self, page: _Page) -> float:
+        """Uses until the page is needed. For any thread."""
+        reading, place = self._reading, self._places.get(page)
+        if reading is not None and place is not None and place >= reading:
+            return _NOW
+        return self._store.fetcher.trace.next_use(self.seat.index)
+
+    # ---------------------------------------------------------------- the verbs
+    @interrupted_in_waits
+    def extend(
+        self, keys: torch.Tensor, values: torch.Tensor, *, keep: int | None = None,
+        length: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Add tokens, [batch, heads, count, dim]; keys and values of all of them, old and new.
+
+        Contiguous, with the bits of `torch.cat`; valid until they are let go of. With `keep` only
+        the last so many stay here. With `length` zeros follow up to it. Raises TierFullError, and
+        has then added nothing.
+        """
+        self._check(keys, values)
+        self._learn(keys, values)
+        assert self._format is not None, "just learnt"
+        past, count = self.length, keys.shape[2]
+        self._store.use(self)
+        if not past and self._format.exact and length in (None, count):
+            whole = self._contiguous(keys, values)
+        else:
+            whole = self._room_for(max(past + count, length or 0))
+            self._read(*(each[:, :, :past] for each in whole))
+            for each, new in zip(whole, (keys, values), strict=True):
+                self._format.rounded(new, into=each[:, :, past : past + count])
+                each[:, :, past + count :] = 0
+        unneeded = 0 if keep is None else max(0, count - keep)
+        if unneeded and past:
+            self.drop_last(past)
+        self._append(keys[:, :, unneeded:], values[:, :, unneeded:])
+        if keep is not None:
+            self.keep_last(keep)
+        return whole
+
+    @interrupted_in_waits
+    def read(
+        self, *, keys: bool = False, values: bool = False, length: int | None = None
+    ) -> list[torch.Tensor]:
+        """Those that are asked for, as `extend` returns them."""
+        self._check_open()
+        self._store.use(self)
+        found = list(self._room_for(max(self.length, length or 0), keys=keys, values=values))
+        parts = iter([each[:, :, : self.length] for each in found])
+        self._read(next(parts) if keys else None, next(parts) if values else None)
+        for each in found:
+            each[:, :, self.length :] = 0
+        return found
+
+    @interrupted_in_waits
+    def keep_last(self, count: int) -> None:
+        """Forget all tokens but the last `count`."""
+        if count >= self.length:
+            return
+        if not count:
+            self.drop_last(self.length)
+            return
+        assert self._format is not None, "there are tokens"
+        self._dropped += self.length - count
+        self.length = count
+        gone, self._dropped = divmod(self._dropped, self._format.tokens)
+        gone = min(gone, len(self._pages))
+        self._forget(self._pages[:gone])
+        del self._pages[:gone]
+        self._number()
+
+    @interrupted_in_waits
+    def drop_last(self, count: int) -> None:
+        """Forget the last `count` tokens, or all."""
+        left = max(0, self.length - count)
+        if left == self.length:
+            return
+        if not left:
+            self._dropped = 0
+        assert self._format is not None, "there are tokens"
+        full, rest = divmod(self._dropped + left, self._format.tokens)
+        pages, self.length = len(self._pages), left
+        if full < pages:
+            reopened = self._pages[full] if rest else None
+            if reopened is not None:
+                self._reopen(*reopened, rest)
+            self._forget(self._pages[full:])
+            del self._pages[full:]
+            self._number()
+        self._filled = rest
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.drop_last(self.length)
+
+    @interrupted_in_waits
+    def select(self, rows: torch.Tensor) -> None:
+        """Let the batch be its `rows`, which may repeat: their numbers (1D)."""
+        if self._format is None:
+            return
+        rows = rows.to(self._store.device, torch.long)
+        memo: dict[int, Rows] = {}
+        for place, (page, before) in enumerate(self._pages):
+            if id(before) not in memo:
+                chosen = rows if before is None else before[rows]
+                same = torch.equal(chosen, torch.arange(page.format.batch, device=rows.device))
+                memo[id(before)] = None if same else chosen
+            self._pages[place] = page, memo[id(before)]
+        self._select_open(rows)
+        self.batch = len(rows)
+
+    def copied(self) -> KVPages:
+        """The same tokens once more, on their own from here on. Full pages are shared."""
+        self._check_open()
+        other = self._store.pages(self.name, self._window)
+        other.batch, other._format = self.batch, self._format
+        if self._open is not None and self._filled:
+            try:
+                other._open_page().copy_(self._open.tensor[: other._open_page().numel()])
+            except BaseException:
+                other.close()
+                raise
+        other.length, other._filled, other._dropped = self.length, self._filled, self._dropped
+        other._pages = list(self._pages)
+        other._number()
+        for page, _ in other._pages:
+            page.owners.append(other)
+        return other
+
+    def close(self) -> None:
+        """Give everything back. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        pages, self._pages = self._pages, []
+        self.length = self._filled = 0
+        try:
+            self._forget(pages)
+        finally:
+            self._close_open()
+            self._store.left(self)
+
+    # ---------------------------------------------------------------- checks
+    def _check_open(self) -> None:
+        self._store.check_usable()
+        if self._closed:
+            raise StateError(f"{self.name} is closed; make a new cache")
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._check_open()
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise UnsupportedError(
+                f"{self.name} lives in tiers, which pass no gradient on; call the model inside "
+                "torch.no_grad(), or with use_cache=False"
+            )
+        if self._format is None:
+            return
+        ours, theirs = self._format, (KVShape.of(keys, keys.dtype), KVShape.of(values, keys.dtype))
+        for own, other in zip((ours.keys, ours.values), theirs, strict=True):
+            if (self.batch, own.heads, own.dim) != (keys.shape[0], other.heads, other.dim):
+                raise StateError(
+                    f"{self.name} has a batch of {self.batch} with {own.heads} heads of {own.dim}, "
+                    f"and is given one of {keys.shape[0]} with {other.heads} heads of {other.dim}; "
+                    "use a new cache for another batch"
+                )
+        for own, given in ((ours.keys, keys.dtype), (ours.values, values.dtype)):
+            if torch.promote_types(own.dtype, given) != own.dtype:
+                raise UnsupportedError(
+                    f"{self.name} holds {own.dtype}, and is given {given}; compute all tokens of a "
+                    "cache in one format"
+                )
+
+    def _learn(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The shapes, when they are seen first."""
+        if self._format is not None:
+            return
+        self.batch = keys.shape[0]
+        value_type = torch.promote_types(keys.dtype, values.dtype)  # as torch.cat has it
+        self._format = self._store.format(
+            KVShape.of(keys, keys.dtype), KVShape.of(values, value_type), self.batch, self._window
+        )
+
+    def _contiguous(self, *states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._format is not None, "learnt"
+        keys, values = (
+            each.to(shape.dtype).contiguous()
+            for each, shape in zip(states, (self._format.keys, self._format.values), strict=True)
+        )
+        return keys, values
+
+    # ---------------------------------------------------------------- reading
+    def _room_for(
+        self, length: int, *, keys: bool = True, values: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        if self._format is None:
+            raise StateError(f"{self.name} is read before anything was added")
+        wanted = (("keys", keys, self._format.keys), ("values", values, self._format.values))
+        return tuple(
+            self._store.buffer(what, self.batch, shape, length)
+            for what, is_wanted, shape in wanted
+            if is_wanted
+        )
+
+    def _read(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
+        """Fill [batch, heads, length, dim] of each."""
+        begun = skipped = self._dropped
+        ahead, self._reading = 0, 0
+        try:
+            for place, (page, rows) in enumerate(self._pages):
+                # of a layer that has more pages than there is room for, the next ones take the
+                # place of those that were read
+                ahead = self._bring_from(max(ahead, place))
+                span = slice(skipped, page.format.tokens)
+                start = place * page.format.tokens + span.start - begun
+                stop = start + page.format.tokens - span.start
+                into = [None if each is None else each[:, :, start:stop] for each in (keys, values)]
+                page.format.read(page.state.tensor(), span, rows, *into)
+                self._reading = place + 1
+                skipped = 0
+        finally:
+            self._reading = None
+        if self._open is not None and self._filled > skipped:
+            assert self._format is not None, "a page is open"
+            start = self.length - (self._filled - skipped)
+            into = [None if each is None else each[:, :, start:] for each in (keys, values)]
+            span = slice(skipped, self._filled)
+            self._format.read(self._open.tensor, span, None, *into)
+
+    def _bring_from(self, place: int) -> int:
+        """Begin to bring pages from `place` on; the first that found no room."""
+        for page, _ in self._pages[place:]:
+            if not page.state.bring(next_use=_NOW, priority=Priority.URGENT):
+                break
+            place += 1
+        return place
+
+    # ---------------------------------------------------------------- writing
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """All of it or, where that fails, nothing."""
+        before, at, count = self.length, 0, keys.shape[2]
+        try:
+            while at < count:
+                at += self._append_some(keys[:, :, at:], values[:, :, at:])
+        except BaseException:
+            self.drop_last(self.length - before)
+            raise
+
+    def _append_some(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Fill the open page as far as there are tokens; how many went in."""
+        assert self._format is not None, "learnt"
+        kind = self._format
+        count = min(keys.shape[2], kind.tokens - self._filled)
+        keys, values = keys[:, :, :count], values[:, :, :count]
+        if count == kind.tokens:
+            self._add_page(lambda page: kind.write(page, 0, keys, values))
+            self.length += count
+            return count
+        page = self._open_page()
+        kind.write(page, self._filled, keys, values)
+        if self._filled + count == kind.tokens:
+            self._add_page(lambda home: home.copy_(page))
+            self._filled = 0
+        else:
+            self._filled += count
+        self.length += count
+        return count
+
+    def _add_page(self, fill: Callable[[torch.Tensor], object]) -> None:
+        """Another full page, in the tier that is its home."""
+        assert self._format is not None, "learnt"
+        page = _Page(self._format, [self])
+        page.state = self._store.new_page(self.name, self._format.nbytes, page.next_use)
+        try:
+            if page.state.at_home_on_device:
+                fill(page.state.blank())
+                page.state.wrote()
+            else:
+                fill(page.state.host_blank())
+                page.state.host_wrote()
+        except BaseException:
+            page.leave(self)
+            raise
+        self._places[page] = len(self._pages)
+        self._pages.append((page, None))
+
+    def _open_page(self) -> torch.Tensor:
+        """The open page's bytes."""
+        assert self._format is not None, "learnt"
+        if self._open is None:
+            self._open = self._store.memory(f"{self.name}, the open page", self._format.nbytes)
+        return self._open.tensor[: self._format.nbytes]
+
+    def _reopen(self, page: _Page, rows: Rows, count: int) -> None:
+        """Let the open page begin with the first tokens of a full one."""
+        assert self._format is not None, "learnt"
+        into = self._open_page()
+        page.format.copy(page.state.tensor(), slice(count), rows, self._format, into)
+
+    def _select_open(self, rows: torch.Tensor) -> None:
+        assert self._format is not None, "learnt"
+        kind, tokens = self._format, slice(self._filled)
+        self._format = replace(kind, batch=len(rows))
+        before = self._open
+        if before is None:
+            return
+        if self._format == kind:
+            kind.copy(before.tensor, tokens, rows, kind, before.tensor)
+            return
+        self._open = None
+        try:
+            if self._filled:
+                kind.copy(before.tensor, tokens, rows, self._format, self._open_page())
+        finally:
+            self._store.free(before)
+
+    def _close_open(self) -> None:
+        if self._open is not None:
+            opened, self._open = self._open, None
+            self._store.free(opened)
+
+    # ---------------------------------------------------------------- books
+    def _number(self) -> None:
+        self._places = {page: place for place, (page, _) in enumerate(self._pages)}
+
+    def _forget(self, pages: Sequence[tuple[_Page, Rows]]) -> None:
+        """Leave them all, also where one fails; then raise the first error."""
+        errors = []
+        for page, _ in pages:
+            try:
+                page.leave(self)
+            except OffloadError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

@@ -1,0 +1,210 @@
+"""The KV caches of a model: their pages in tiers, and the memory that attention reads them from.
+
+    layer ─▶ KVPages ─new_page─▶ State        a full page, in the tier that the placement gives it
+                │─────memory───▶ Lease        its open page, where the model computes
+                │─────buffer───▶ Lease        keys and values for attention, used again by each layer
+                └──────use─────▶ Fetcher      pages are fetched ahead with the weights
+
+Caches come and go: one per call of `generate`. A cache that nobody has any more is given back by
+whoever comes next, or at once where that is safe: its last reference may go anywhere, in any
+thread, also amid our own bookkeeping.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from offload.swap.io_backend import Priority
+from offload.swap.state import State
+from offload.tiers.errors import StateError
+from offload.tiers.memory_tier import Lease
+from offload.zero.fetching import Fetcher
+from offload.zero.kv_format import Int8Format, KVShape, PageFormat, PlainFormat
+from offload.zero.kv_pages import KVPages
+
+PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
+_MIN_WINDOW_PAGES = 8  # a page is at most this part of a window: what is kept beside it
+_OPEN_SHARE = 4  # ... and all open pages together at most this part of the memory there is
+
+
+class KVHomes(Protocol):
+    """Where pages of keys and values live. Raises TierFullError where a budget has no room."""
+
+    lock: threading.RLock
+
+    def kv_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
+        """The home of another page."""
+        ...
+
+    def kv_memory(self, name: str, nbytes: int) -> Lease:
+        """Memory that the model computes with."""
+        ...
+
+    def free_kv_memory(self, lease: Lease) -> None:
+        """What was queued to read it may still do so."""
+        ...
+
+    def kv_room_nbytes(self) -> int:
+        """Memory that open pages and what attention reads may take."""
+        ...
+
+
+class Seat:
+    """A number in the trace, that the pages of one layer after another have: of caches that follow
+    each other, the same layer has the same."""
+
+    in_place = False
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.pages: KVPages | None = None
+
+    @property
+    def state(self) -> Seat:
+        return self
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return self.pages is None or self.pages.bring(next_use=next_use, priority=priority)
+
+    def note_use(self) -> None:
+        if self.pages is not None:
+            self.pages.note_use()
+
+
+class KVStore:
+    """Owns the pages of all caches of one model. For the thread of the model."""
+
+    def __init__(
+        self, homes: KVHomes, fetcher: Fetcher, device: torch.device, *, int8: bool = False,
+        layers: int = 1, session: AbstractContextManager[object] | None = None,
+        page_tokens: int | None = None, check_usable: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Caches have about so many `layers` (times pieces of the batch); `page_tokens` are in a
+        page, by default as many as make it `PAGE_NBYTES` long and leave room for the open ones."""
+        self.fetcher = fetcher
+        self.device = device
+        self.check_usable = check_usable
+        self._homes = homes
+        self._kind: type[PageFormat] = Int8Format if int8 else PlainFormat
+        self._layers = layers
+        self._page_tokens = page_tokens
+        self._session: AbstractContextManager[object] = session or nullcontext()
+        self._thread = threading.get_ident()
+        self._live: dict[int, KVPages] = {}  # by seat
+        self._free_seats: list[Seat] = []
+        self._dropped: deque[KVPages] = deque()  # nobody has them any more
+        self._buffers: dict[str, list[Lease]] = {}
+        self._closed = False
+
+    # ---------------------------------------------------------------- pages
+    def pages(self, name: str, window: int | None = None) -> KVPages:
+        """Room for the keys and values of one layer, empty."""
+        self.reap()
+        if self._closed:
+            raise StateError(f"{name}: the model was given back; dispatch it again")
+        if not self._free_seats:
+            seat = Seat(self.fetcher.next_number)
+            self.fetcher.add(seat)
+        else:
+            seat = self._free_seats.pop()
+        seat.pages = KVPages(self, name, seat, window)
+        self._live[seat.index] = seat.pages
+        return seat.pages
+
+    def left(self, pages: KVPages) -> None:
+        """They were closed."""
+        if self._live.pop(pages.seat.index, None) is not None:
+            pages.seat.pages = None
+            self._free_seats.append(pages.seat)
+            self._free_seats.sort(key=lambda seat: -seat.index)  # the same order for the next cache
+
+    def drop(self, pages: KVPages) -> None:
+        """Nobody has them any more. For any thread, at any time."""
+        self._dropped.append(pages)
+        held = self._homes.lock._is_owned()  # type: ignore[attr-defined]
+        if threading.get_ident() == self._thread and not held:
+            self.reap()
+
+    def reap(self) -> None:
+        """Give back what nobody has any more."""
+        while self._dropped:
+            self._dropped.popleft().close()
+        if not self._live:
+            self._close_buffers()
+
+    # ---------------------------------------------------------------- for pages
+    def use(self, pages: KVPages) -> None:
+        """They are needed now: note it, begin to bring them and what comes next."""
+        self.check_usable()
+        self.reap()
+        with self._session:
+            self.fetcher.need(pages.seat)
+            self.fetcher.fetch_ahead()
+
+    def format(
+        self, keys: KVShape, values: KVShape, batch: int, window: int | None
+    ) -> PageFormat:  # fmt: skip
+        """Of the pages of one layer."""
+        tokens = self._page_tokens
+        if tokens is None:
+            most = min(PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers))
+            tokens = max(1, most // self._kind.token_nbytes(keys, values, batch))
+            if window is not None:
+                tokens = min(tokens, max(1, window // _MIN_WINDOW_PAGES))
+        return self._kind(keys, values, batch, tokens)
+
+    def new_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
+        return self._homes.kv_page(name, nbytes, next_use)
+
+    def memory(self, name: str, nbytes: int) -> Lease:
+        return self._homes.kv_memory(name, nbytes)
+
+    def free(self, lease: Lease) -> None:
+        self._homes.free_kv_memory(lease)
+
+    def buffer(self, what: str, batch: int, shape: KVShape, length: int) -> torch.Tensor:
+        """[batch, heads, length, dim], contiguous, content undefined. Nobody else gets its memory
+        while any view of it is alive."""
+        numel = batch * shape.heads * length * shape.dim
+        nbytes = numel * shape.dtype.itemsize
+        lease = self._lease_for(what, nbytes)
+        flat = lease.tensor[:nbytes].view(shape.dtype)
+        return flat.view(batch, shape.heads, length, shape.dim)
+
+    def _lease_for(self, what: str, nbytes: int) -> Lease:
+        kept = self._buffers.setdefault(what, [])
+        idle = [lease for lease in kept if not lease.in_use()]
+        fitting = [lease for lease in idle if lease.extent.nbytes >= nbytes]
+        chosen = min(fitting, key=lambda lease: lease.nbytes, default=None)
+        for lease in idle:
+            if lease is not chosen:
+                kept.remove(lease)
+                self.free(lease)
+        if chosen is None:
+            chosen = self.memory(f"KV cache, {what} for attention", nbytes)
+            kept.append(chosen)
+        return chosen
+
+    # ---------------------------------------------------------------- the end
+    def _close_buffers(self) -> None:
+        for kept in self._buffers.values():
+            for lease in [lease for lease in kept if not lease.in_use()]:
+                kept.remove(lease)
+                self.free(lease)
+
+    def close(self) -> None:
+        """Close all pages. Tensors that were given out must not be used any more."""
+        self._closed = True
+        self.reap()
+        for pages in list(self._live.values()):
+            pages.close()
+        for kept in self._buffers.values():
+            for lease in kept:
+                self.free(lease)
+            kept.clear()
