@@ -12,7 +12,8 @@ a file is fetched ahead of its use, with the weights and by the same trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,14 @@ from offload.swap.shield import interrupted_in_waits
 from offload.swap.state import State
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.tiers.memory_tier import Lease
+from offload.tiers.units import round_up
 from offload.zero.kv_format import KVShape, PageFormat
 
 if TYPE_CHECKING:
     from offload.zero.kv_store import KVStore, Seat
 
 _NOW = -1.0  # before all that the trace expects
+_PER_LOOK = 4  # pages that are read before what comes next is looked for again
 Rows = torch.Tensor | None  # of a page, in the order of the batch; None: as they are
 
 
@@ -103,15 +106,15 @@ class KVPages:
         self._learn(keys, values)
         assert self._format is not None, "just learnt"
         past, count = self.length, keys.shape[2]
-        self._store.use(self)
-        if not past and self._format.exact and length in (None, count):
-            whole = self._contiguous(keys, values)
-        else:
-            whole = self._room_for(max(past + count, length or 0))
-            self._read(*(each[:, :, :past] for each in whole))
-            for each, new in zip(whole, (keys, values), strict=True):
-                self._format.rounded(new, into=each[:, :, past : past + count])
-                each[:, :, past + count :] = 0
+        with self._in_use():
+            if not past and self._format.exact and length in (None, count):
+                whole = self._contiguous(keys, values)
+            else:
+                whole = self._room_for(max(past + count, length or 0))
+                self._read(*(each[:, :, :past] for each in whole))
+                for each, new in zip(whole, (keys, values), strict=True):
+                    self._format.rounded(new, into=each[:, :, past : past + count])
+                    each[:, :, past + count :] = 0
         unneeded = 0 if keep is None else max(0, count - keep)
         if unneeded and past:
             self.drop_last(past)
@@ -126,10 +129,10 @@ class KVPages:
     ) -> list[torch.Tensor]:
         """Those that are asked for, as `extend` returns them."""
         self._check_open()
-        self._store.use(self)
-        found = list(self._room_for(max(self.length, length or 0), keys=keys, values=values))
-        parts = iter([each[:, :, : self.length] for each in found])
-        self._read(next(parts) if keys else None, next(parts) if values else None)
+        with self._in_use():
+            found = list(self._room_for(max(self.length, length or 0), keys=keys, values=values))
+            parts = iter([each[:, :, : self.length] for each in found])
+            self._read(next(parts) if keys else None, next(parts) if values else None)
         for each in found:
             each[:, :, self.length :] = 0
         return found
@@ -276,31 +279,42 @@ class KVPages:
     ) -> tuple[torch.Tensor, ...]:
         if self._format is None:
             raise StateError(f"{self.name} is read before anything was added")
+        room = round_up(length, self._format.tokens)  # as it grows, the next ones fit, too
         wanted = (("keys", keys, self._format.keys), ("values", values, self._format.values))
         return tuple(
-            self._store.buffer(what, self.batch, shape, length)
+            self._store.buffer(what, self.batch, shape, length, room)
             for what, is_wanted, shape in wanted
             if is_wanted
         )
 
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Around a read: no page of it makes room for another one before it was read."""
+        self._reading = 0
+        try:
+            self._store.use(self)
+            yield
+        finally:
+            self._reading = None
+            self._store.fetch_ahead()
+
     def _read(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
         """Fill [batch, heads, length, dim] of each."""
         begun = skipped = self._dropped
-        ahead, self._reading = 0, 0
-        try:
-            for place, (page, rows) in enumerate(self._pages):
-                # of a layer that has more pages than there is room for, the next ones take the
-                # place of those that were read
-                ahead = self._bring_from(max(ahead, place))
-                span = slice(skipped, page.format.tokens)
-                start = place * page.format.tokens + span.start - begun
-                stop = start + page.format.tokens - span.start
-                into = [None if each is None else each[:, :, start:stop] for each in (keys, values)]
-                page.format.read(page.state.tensor(), span, rows, *into)
-                self._reading = place + 1
-                skipped = 0
-        finally:
-            self._reading = None
+        ahead = 0
+        for place, (page, rows) in enumerate(self._pages):
+            # of a layer that has more pages than there is room for, the next ones take the place of
+            # those that were read, and then those of the next layer
+            ahead = self._bring_from(max(ahead, place))
+            if ahead == len(self._pages) and place % _PER_LOOK == _PER_LOOK - 1:
+                self._store.fetch_ahead()
+            span = slice(skipped, page.format.tokens)
+            start = place * page.format.tokens + span.start - begun
+            stop = start + page.format.tokens - span.start
+            into = [None if each is None else each[:, :, start:stop] for each in (keys, values)]
+            page.format.read(page.state.tensor(), span, rows, *into)
+            self._reading = place + 1
+            skipped = 0
         if self._open is not None and self._filled > skipped:
             assert self._format is not None, "a page is open"
             start = self.length - (self._filled - skipped)

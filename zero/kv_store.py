@@ -140,11 +140,15 @@ class KVStore:
 
     # ---------------------------------------------------------------- for pages
     def use(self, pages: KVPages) -> None:
-        """They are needed now: note it, begin to bring them and what comes next."""
+        """They are needed now: note it and begin to bring them."""
         self.check_usable()
         self.reap()
         with self._session:
             self.fetcher.need(pages.seat)
+
+    def fetch_ahead(self) -> None:
+        """Begin to bring what is used next."""
+        with self._session:
             self.fetcher.fetch_ahead()
 
     def format(
@@ -168,13 +172,14 @@ class KVStore:
     def free(self, lease: Lease) -> None:
         self._homes.free_kv_memory(lease)
 
-    def buffer(self, what: str, batch: int, shape: KVShape, length: int) -> torch.Tensor:
-        """[batch, heads, length, dim], contiguous, content undefined. Nobody else gets its memory
-        while any view of it is alive."""
-        numel = batch * shape.heads * length * shape.dim
-        nbytes = numel * shape.dtype.itemsize
-        lease = self._lease_for(what, nbytes)
-        flat = lease.tensor[:nbytes].view(shape.dtype)
+    def buffer(
+        self, what: str, batch: int, shape: KVShape, length: int, room: int
+    ) -> torch.Tensor:  # fmt: skip
+        """[batch, heads, length, dim], contiguous, content undefined, in memory that has room for
+        `room` tokens. Nobody else gets its memory while any view of it is alive."""
+        token_nbytes = batch * shape.heads * shape.dim * shape.dtype.itemsize
+        lease = self._lease_for(what, room * token_nbytes)
+        flat = lease.tensor[: length * token_nbytes].view(shape.dtype)
         return flat.view(batch, shape.heads, length, shape.dim)
 
     def _lease_for(self, what: str, nbytes: int) -> Lease:

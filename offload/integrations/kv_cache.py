@@ -141,7 +141,7 @@ class PagedLayer(_Paged, DynamicLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `DynamicLayer.crop`: a positive number is the length to crop to."""
-        length = self._pages.length
+        length, tokens_to_remove = self._pages.length, int(tokens_to_remove)  # it may be a tensor
         if tokens_to_remove > 0:
             tokens_to_remove = max(0, length - tokens_to_remove)
         self._pages.drop_last(abs(tokens_to_remove))
@@ -166,7 +166,7 @@ class PagedSlidingLayer(_Paged, DynamicSlidingWindowLayer):  # type: ignore[misc
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `DynamicSlidingWindowLayer.crop`."""
-        length = self.cumulative_length
+        length, tokens_to_remove = self.cumulative_length, int(tokens_to_remove)
         if length >= self.sliding_window:
             if not self.record_past:
                 raise StateError(
