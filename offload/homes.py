@@ -31,7 +31,7 @@ from offload.swap.lanes import Lane
 from offload.swap.measure import Bandwidth, measure_bandwidth
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
-from offload.swap.streams import CopyStream
+from offload.swap.streams import CopyStream, mark_here
 from offload.swap.swap_file import SwapFile, check_directory
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
@@ -41,6 +41,7 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
+from offload.tiers.units import round_up
 from offload.zero.bits import FLOAT_OF
 from offload.zero.coded_layout import lay_out_codes
 from offload.zero.collectives import Workspace
@@ -151,11 +152,24 @@ class TieredHomes:
         label, kind = f"{name} parameters", StateClass.PARAMETERS
         if self.plan.groups[index].decoded:
             return self._coded(tier, label, size, piece, self.plan.groups[index].layout, next_use)
+        return self._computed_with(tier, label, size, piece, kind, next_use, *cut)
+
+    def kv_page(self, tier: Tier, name: str, nbytes: int, next_use: NextUse) -> State:
+        """Keys and values of some tokens."""
+        size = round_up(nbytes, PAGE_NBYTES)
+        return self._computed_with(tier, name, nbytes, size, StateClass.KV, next_use)
+
+    def _computed_with(
+        self, tier: Tier, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
+        next_use: NextUse, edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+    ) -> State:  # fmt: skip
+        """A state that the model reads."""
+        cut = edge_nbytes, stride_nbytes
         if not self.plan.gpu:  # used where they are
-            return self._state(tier, label, size, piece, kind, next_use, *cut)
+            return self._state(tier, name, nbytes, piece_nbytes, state_class, next_use, *cut)
         if tier.on_device:
-            return self._device.at_home(label, size, piece, kind, *cut)
-        home = self._state(tier, label, size, piece, kind, next_use, *cut)
+            return self._device.at_home(name, nbytes, piece_nbytes, state_class, *cut)
+        home = self._state(tier, name, nbytes, piece_nbytes, state_class, next_use, *cut)
         return self._device.mirrored(home, next_use)
 
     def _coded(
@@ -164,15 +178,28 @@ class TieredHomes:
         """Weights whose home has codes, which cross every link as they are."""
 
         def home(stored: int, _: int) -> State:
-            if self.plan.gpu and tier.on_device:
-                return self._device.at_home(label, stored, piece, StateClass.PARAMETERS)
-            kept = self._state(tier, label, stored, piece, StateClass.PARAMETERS, next_use)
-            return self._device.mirrored(kept, next_use) if self.plan.gpu else kept
+            return self._computed_with(tier, label, stored, piece, StateClass.PARAMETERS, next_use)
 
         codec = WeightCodes(lay_out_codes(layout, self._itemsize), FLOAT_OF[self._dtype])
         if self.plan.gpu:
             return self._device.coded(nbytes, codec, home, next_use)
         return CodedState(nbytes, nbytes, codec, home, self.pool, next_use)
+
+    def kv_memory(self, name: str, nbytes: int) -> Lease:
+        """Memory where the model computes. What was in it may still be read: what the model's
+        stream is given from here on comes after that."""
+        pool = self._device.pool if self.plan.gpu else self.pool
+        lease = pool.demand(nbytes, name, StateClass.KV)
+        for mark in self._device.links.fences.claim(lease.extent) if self.plan.gpu else ():
+            mark.before_compute()
+        return lease
+
+    def free_kv_memory(self, lease: Lease) -> None:
+        """What was queued to read it may do so."""
+        if self.plan.gpu:
+            self._device.links.fences.retire(lease.extent, (mark_here(self._device.links.device),))
+        with self.lock:
+            lease.free()
 
     def gradients(
         self, index: int, name: str, numel: int, itemsize: int, next_use: NextUse

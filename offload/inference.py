@@ -5,8 +5,10 @@ Its weights are those of a `WeightStore`. There is no gradient, optimizer state 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from offload import machine
 from offload.config import OffloadConfig
+from offload.homes import TieredHomes
+from offload.kv_homes import KVHomes
 from offload.lazy_tensors import LazyWeights
 from offload.report import TierTraffic
 from offload.swap.lanes import waits_s
@@ -25,6 +29,8 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.discovery import Discovery, managed
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
+from offload.zero.kv_sizes import CachedLayer
+from offload.zero.kv_store import KVStore
 from offload.zero.layout import ParamSpec
 from offload.zero.store import WeightStore
 from offload.zero.weight_values import WeightValues
@@ -100,6 +106,7 @@ class Dispatched(TieredModel):
         weights: str | Path | None = None,
     ) -> None:  # fmt: skip
         config = config.for_inference()
+        self._kv: KVStore | None = None
         super().__init__(model, config, takes_values=weights is not None)
         if self.spread.ep_size > 1:
             raise UnsupportedError(
@@ -108,6 +115,8 @@ class Dispatched(TieredModel):
             )
         self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's id
         discovery = self._discover(config, frozen=True)
+        if config.placement.kv is not None:
+            discovery.cached = _cached_layers(model)
         alone = [machine.rank_here()]
         self._find_tensor_parallel(config, alone, takes_values=weights is not None)
         try:
@@ -115,7 +124,7 @@ class Dispatched(TieredModel):
         except BaseException:
             self.close()
             raise
-        self._close_with(model, self._homes.close)
+        self._close_with(model, partial(_close_tiers, self._kv, self._homes))
 
     def _build(
         self, config: OffloadConfig, discovery: Discovery, weights: str | Path | None,
@@ -137,6 +146,21 @@ class Dispatched(TieredModel):
         hooks.follow_recomputation()
         self._refuse_gradients()
         self._refuse_wrappers()
+        self._keep_caches()
+
+    def _keep_caches(self) -> None:
+        """KV caches that the model is called with are in tiers."""
+        kv, store = self.plan.kv, self.store
+        if kv is None:
+            return
+        from offload import kv_cache  # transformers is there: it is its model
+
+        self._kv = KVStore(
+            KVHomes(self._homes, self.plan, kv), store.fetcher, self.device,
+            int8=self.config.kv.dtype == "int8", layers=kv.layers, session=store.one_thread,
+            check_usable=store.check_usable,
+        )  # fmt: skip
+        store.on_close.append(kv_cache.install(self.module, self._kv))
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
         self.store.load(group, values)
@@ -160,7 +184,10 @@ class Dispatched(TieredModel):
         """Bytes per tier, bytes moved, and seconds waited so far. It waits for nothing: numbers of
         what is under way may change while they are read."""
         lanes = [*self._homes.lanes(), *self.store.ranks.lanes()]
-        return TierTraffic(**self._seen(), waits=waits_s(lanes))
+        seen = self._seen()
+        if self.plan.kv is not None:
+            seen["placements"]["kv"] = self.plan.kv.placement.describe()
+        return TierTraffic(**seen, waits=waits_s(lanes))
 
     def _close(self) -> None:
         if self._store is None:
@@ -172,6 +199,8 @@ class Dispatched(TieredModel):
     def _close_all(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
+        if self._kv is not None:
+            self._kv.close()
         try:
             if self._store is not None:
                 self._store.close()
@@ -188,6 +217,28 @@ def _refuse_gradient(name: str, param: torch.Tensor) -> None:
         "torch.no_grad(), freeze it (model.requires_grad_(False)) where something around it "
         "trains, or train it with offload.initialize"
     )
+
+
+def _close_tiers(kv: KVStore | None, homes: TieredHomes) -> None:
+    with ExitStack() as last_first:
+        last_first.callback(homes.close)
+        if kv is not None:
+            last_first.callback(kv.close)
+
+
+def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
+    """UnsupportedError where the model has no KV cache that is known."""
+    found: tuple[CachedLayer, ...] = ()
+    if "transformers" in sys.modules:  # else it is none of its models
+        from offload import kv_cache
+
+        found = kv_cache.cached_layers(model)
+    if not found:
+        raise UnsupportedError(
+            f"placement.kv: {type(model).__name__} has no KV cache that offload knows (those of "
+            "transformers' models are); remove placement.kv"
+        )
+    return found
 
 
 def _in_own_precision(config: OffloadConfig, model: nn.Module) -> OffloadConfig:

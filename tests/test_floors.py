@@ -24,7 +24,8 @@ FLOORS: list[set[str]] = [
     {
         "activations", "caches", "client_optimizers", "device_homes", "first_values",
         "foreign_optimizers",
-        "foreign_wrappers", "homes", "initialisers", "lazy_tensors", "materialise", "model_state",
+        "foreign_wrappers", "homes", "initialisers", "kv_cache", "kv_homes", "lazy_tensors",
+        "materialise", "model_state",
         "model_structure", "optimizer", "optimizer_entries", "optimizer_state_dict",
         "packed_experts", "quantised", "recording",
         "report", "safetensors_weights",

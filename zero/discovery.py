@@ -16,6 +16,7 @@ from torch import nn
 from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.errors import UnsupportedError
 from offload.zero.expert_keys import experts_per_token_of
+from offload.zero.kv_sizes import CachedLayer
 from offload.zero.layout import ParamShape
 from offload.zero.local_tensors import is_dtensor, local_of
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
@@ -82,6 +83,7 @@ class Discovery:
     units: list[Unit]
     packed: list[PackedParam]
     experts_per_token: int | None = None  # that a router chooses, where that is known
+    cached: tuple[CachedLayer, ...] = ()  # layers whose keys and values are kept in tiers
 
     def shape(self) -> ModelShape:
         """The same without modules and values."""
@@ -95,7 +97,7 @@ class Discovery:
                 for index, g in enumerate(self.groups)
             ),
             tuple(UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units),
-            self.experts_per_token,
+            self.experts_per_token, self.cached,
         )  # fmt: skip
 
     def stored(self, storage: Storage) -> Discovery:

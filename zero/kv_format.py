@@ -29,9 +29,9 @@ from dataclasses import dataclass
 import torch
 
 from offload.tiers.units import round_up
+from offload.zero.kv_sizes import groups_of, vector_nbytes
 
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
-_LARGEST_GROUP = 128
 _TOKENS_AT_ONCE = 256  # are encoded in one go: bounds what that takes beside the page
 
 
@@ -76,10 +76,10 @@ class PageFormat(abc.ABC):
     def _part_nbytes(self, shape: KVShape, vectors: int) -> int:
         return round_up(vectors * shape.heads * self._vector_nbytes(shape), _ALIGNMENT)
 
-    @staticmethod
-    @abc.abstractmethod
-    def _vector_nbytes(shape: KVShape) -> int:
+    @classmethod
+    def _vector_nbytes(cls, shape: KVShape) -> int:
         """Of one token and head."""
+        return vector_nbytes(shape.dim, shape.dtype.itemsize, int8=not cls.exact)
 
     def _parts(self, page: torch.Tensor) -> list[tuple[KVShape, torch.Tensor]]:
         """The bytes of keys and of values in `page` (1D uint8)."""
@@ -148,10 +148,6 @@ class PageFormat(abc.ABC):
 class PlainFormat(PageFormat):
     """Keys and values as they are computed."""
 
-    @staticmethod
-    def _vector_nbytes(shape: KVShape) -> int:
-        return shape.dim * shape.dtype.itemsize
-
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
         return [self._view(part, shape, shape.dim, dtype=shape.dtype)]
 
@@ -176,20 +172,16 @@ class Int8Format(PageFormat):
 
     exact = False
 
-    @staticmethod
-    def _vector_nbytes(shape: KVShape) -> int:
-        return shape.dim + 8 * _groups(shape)
-
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
         """Codes [batch, heads, tokens, groups, group]; scales and offsets [..., groups, 2]."""
-        groups = _groups(shape)
+        groups = groups_of(shape.dim)
         codes = self._view(part, shape, groups, shape.dim // groups, dtype=torch.uint8)
         behind = part[round_up(codes.numel(), 4) :]
         return [codes, self._view(behind, shape, groups, 2, dtype=torch.float32)]
 
     def _part_nbytes(self, shape: KVShape, vectors: int) -> int:
         count = vectors * shape.heads
-        scales = 8 * count * _groups(shape)
+        scales = 8 * count * groups_of(shape.dim)
         return round_up(round_up(count * shape.dim, 4) + scales, _ALIGNMENT)
 
     def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None:
@@ -222,15 +214,10 @@ class Int8Format(PageFormat):
             into[:, :, some] = _decode(*_encode(_grouped(states[:, :, some], shape))).flatten(-2)
 
 
-def _groups(shape: KVShape) -> int:
-    """How many groups a head's vector has: the fewest that divide it."""
-    fewest = -(-shape.dim // _LARGEST_GROUP)
-    return next(count for count in range(max(1, fewest), shape.dim + 1) if not shape.dim % count)
-
-
 def _grouped(states: torch.Tensor, shape: KVShape) -> torch.Tensor:
     """[..., groups, group] in fp32, of values that were first rounded as they are computed with."""
-    return states.to(shape.dtype).float().unflatten(-1, (_groups(shape), -1))
+    exact = states.to(shape.dtype).float()
+    return exact.view(*exact.shape[:-1], groups_of(shape.dim), -1)
 
 
 def _encode(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -49,7 +49,7 @@ class _Page:
     def leave(self, owner: KVPages) -> None:
         self.owners.remove(owner)
         if not self.owners:
-            self.state.close()
+            owner.give_back(self.state)
 
 
 class KVPages:
@@ -90,6 +90,10 @@ class KVPages:
             return _NOW
         return self._store.fetcher.trace.next_use(self.seat.index)
 
+    def give_back(self, page: State) -> None:
+        """It was one of these pages, and nobody has it any more."""
+        self._store.free_page(page)
+
     # ---------------------------------------------------------------- the verbs
     @interrupted_in_waits
     def extend(
@@ -107,6 +111,7 @@ class KVPages:
         assert self._format is not None, "just learnt"
         past, count = self.length, keys.shape[2]
         with self._in_use():
+            whole: Sequence[torch.Tensor]
             if not past and self._format.exact and length in (None, count):
                 whole = self._contiguous(keys, values)
             else:
@@ -121,7 +126,7 @@ class KVPages:
         self._append(keys[:, :, unneeded:], values[:, :, unneeded:])
         if keep is not None:
             self.keep_last(keep)
-        return whole
+        return whole[0], whole[1]
 
     @interrupted_in_waits
     def read(
@@ -265,13 +270,11 @@ class KVPages:
             KVShape.of(keys, keys.dtype), KVShape.of(values, value_type), self.batch, self._window
         )
 
-    def _contiguous(self, *states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _contiguous(self, *states: torch.Tensor) -> list[torch.Tensor]:
         assert self._format is not None, "learnt"
-        keys, values = (
-            each.to(shape.dtype).contiguous()
-            for each, shape in zip(states, (self._format.keys, self._format.values), strict=True)
-        )
-        return keys, values
+        shapes = (self._format.keys, self._format.values)
+        pairs = zip(states, shapes, strict=True)
+        return [each.to(shape.dtype).contiguous() for each, shape in pairs]
 
     # ---------------------------------------------------------------- reading
     def _room_for(

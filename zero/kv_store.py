@@ -12,6 +12,7 @@ thread, also amid our own bookkeeping.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -42,6 +43,8 @@ class KVHomes(Protocol):
         """The home of another page."""
         ...
 
+    def free_kv_page(self, state: State) -> None: ...
+
     def kv_memory(self, name: str, nbytes: int) -> Lease:
         """Memory that the model computes with."""
         ...
@@ -52,6 +55,11 @@ class KVHomes(Protocol):
 
     def kv_room_nbytes(self) -> int:
         """Memory that open pages and what attention reads may take."""
+        ...
+
+    @property
+    def page_nbytes(self) -> int | None:
+        """Of a page, about; None: as there is room."""
         ...
 
 
@@ -96,6 +104,7 @@ class KVStore:
         self._page_tokens = page_tokens
         self._session: AbstractContextManager[object] = session or nullcontext()
         self._thread = threading.get_ident()
+        self._process = os.getpid()
         self._live: dict[int, KVPages] = {}  # by seat
         self._free_seats: list[Seat] = []
         self._dropped: deque[KVPages] = deque()  # nobody has them any more
@@ -126,6 +135,8 @@ class KVStore:
 
     def drop(self, pages: KVPages) -> None:
         """Nobody has them any more. For any thread, at any time."""
+        if os.getpid() != self._process:  # a forked child: they are its parent's
+            return
         self._dropped.append(pages)
         held = self._homes.lock._is_owned()  # type: ignore[attr-defined]
         if threading.get_ident() == self._thread and not held:
@@ -157,7 +168,9 @@ class KVStore:
         """Of the pages of one layer."""
         tokens = self._page_tokens
         if tokens is None:
-            most = min(PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers))
+            most = self._homes.page_nbytes or min(
+                PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers)
+            )
             tokens = max(1, most // self._kind.token_nbytes(keys, values, batch))
             if window is not None:
                 tokens = min(tokens, max(1, window // _MIN_WINDOW_PAGES))
@@ -165,6 +178,9 @@ class KVStore:
 
     def new_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
         return self._homes.kv_page(name, nbytes, next_use)
+
+    def free_page(self, page: State) -> None:
+        self._homes.free_kv_page(page)
 
     def memory(self, name: str, nbytes: int) -> Lease:
         return self._homes.kv_memory(name, nbytes)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from offload.zero.kv_sizes import CachedLayer
 from offload.zero.layout import Layout, ParamShape, lay_out
 from offload.zero.sharding import ALONE, Sharding
 from offload.zero.storage import Storage, cut
@@ -62,6 +63,7 @@ class ModelShape:
     groups: tuple[GroupShape, ...]
     units: tuple[UnitShape, ...]
     experts_per_token: int | None = None  # that a router chooses, where that is known
+    cached: tuple[CachedLayer, ...] = ()  # layers with keys and values, where that is known
 
     @cached_property
     def tables(self) -> Mapping[str, tuple[int, ...]]:

@@ -221,6 +221,15 @@ class PlacementConfig(Section):
     activations: ActivationConfig = Field(
         default_factory=ActivationConfig, description="What forward saves for backward."
     )
+    kv: Split = Field(
+        None,
+        description="Home of the KV caches of a dispatched model, page by page: a tier, or shares "
+        "of several that sum to 100%.",
+        examples=["nvme"],
+        json_schema_extra=about(
+            absent="as transformers keeps them, outside of any budget", see=["kv.dtype"]
+        ),
+    )
 
     def homes(self) -> dict[str, Placement | None]:
         """Of each class of states by its key (`optimizer`, and where experts have homes of their
@@ -272,6 +281,29 @@ class StorageConfig(Section):
     @property
     def storage(self) -> Storage:
         return Storage(WeightFormat(Code[self.weights.upper()], self.group_size), self.skip)
+
+
+class KVConfig(Section):
+    """KV caches of a dispatched model, where `placement.kv` names their home."""
+
+    dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="How keys and values are stored. int8: a byte per element, with a scale and an "
+        "offset per head and token: approximate, and the same in every tier. auto: as the model "
+        "computes them.",
+        json_schema_extra=about(see=["placement.kv"]),
+    )
+    tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 40,
+        description="Tokens of all sequences together that the plan leaves room for. Caches may "
+        "grow beyond it, as far as there is room.",
+        examples=[32768],
+        json_schema_extra=about(
+            unit="tokens", absent="what weights leave of the budgets", see=["placement.kv"]
+        ),
+    )
 
 
 class LossScaleConfig(Section):
@@ -470,6 +502,9 @@ class OffloadConfig(Section):
         description="The home of each class of state. auto, or a class that is absent: the fastest "
         "placement within the budgets, by predicted time (`offload plan` shows it).",
         json_schema_extra=_or_auto,
+    )
+    kv: KVConfig = Field(
+        default_factory=KVConfig, description="Keys and values of a dispatched model."
     )
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer and its states."

@@ -54,6 +54,11 @@ class Homes:
             )  # fmt: skip
         return MemoryState(name, nbytes, size, self.kv_memory(name, nbytes))
 
+    def free_kv_page(self, state: State) -> None:
+        state.close()
+
+    page_nbytes = None
+
     def kv_memory(self, name: str, nbytes: int) -> Lease:
         return self.pool.demand(nbytes, name, StateClass.KV)
 

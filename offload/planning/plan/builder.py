@@ -16,6 +16,7 @@ from offload.config.fields import Percent
 from offload.planning.plan.activation_plan import least_window, share_out
 from offload.planning.plan.device_most import within_use
 from offload.planning.plan.device_plan import plan_device
+from offload.planning.plan.kv_plan import plan_kv
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.shared_plan import plan_shared
 from offload.planning.plan.sizes import (
@@ -89,6 +90,7 @@ class PlanBuilder:
             moves: plan_shared(sharding, model, self.groups, self.config, moves=moves)
             for moves in (False, True)
         }
+        self.kv = plan_kv(self.config, model, itemsize=self.sizes.itemsize, gpu=self.gpu)
         self._dealt: dict[tuple[Placement | None, ...], _DealtRecords] = {}  # of all asked for
 
     def share_with(self, other: PlanBuilder) -> None:
@@ -117,7 +119,7 @@ class PlanBuilder:
             device=plan_device(
                 placements, self._kinds, self.sizes, self.hardware, self.budgets[Tier.DEVICE]
             ),
-            sharding=self.hardware.sharding, shared=self.shared[moves],
+            sharding=self.hardware.sharding, shared=self.shared[moves], kv=self.kv,
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan, dealt))
         if self._device_is_open:
@@ -233,6 +235,9 @@ def _expected(plan: Plan, dealt: _DealtRecords) -> dict[Tier, dict[StateClass, i
     expected[computing][StateClass.STAGING] += plan.sums_nbytes
     if plan.device is not None:
         expected[Tier.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
+    if plan.kv is not None:
+        for tier, nbytes in plan.kv.expected.items():
+            expected[tier][StateClass.KV] += nbytes
     if plan.shared is not None:
         expected[computing][StateClass.STAGING] += plan.shared.total_nbytes
     return expected

@@ -30,6 +30,7 @@ from offload.zero.sharding import ALONE, Sharding
 
 if TYPE_CHECKING:
     from offload.planning.plan.device_plan import DevicePlan
+    from offload.planning.plan.kv_plan import KVPlan
     from offload.planning.plan.shared_plan import SharedPlan
 
 
@@ -80,6 +81,7 @@ class Plan:
     device: DevicePlan | None = None  # None: no kernel of ours runs on a device
     sharding: Sharding = ALONE  # of the rank that it is for
     shared: SharedPlan | None = None  # None: this rank is alone
+    kv: KVPlan | None = None  # None: KV caches are in no tier
     device_room_nbytes: int | None = None  # where budget.device is open: with what it cannot use
 
     def room_nbytes(self, tier: Tier) -> int:
@@ -105,6 +107,12 @@ class Plan:
     def opens_files(self) -> bool:
         """Whether anything may go to nvme: of activations it is not known how much."""
         return self.uses_nvme or (self.activations is not None and self.activations.disk_nbytes > 0)
+
+
+def kv_room_nbytes(plan: Plan, tier: Tier) -> int:
+    """What everything else leaves of a tier's budget to KV caches."""
+    others = needed_nbytes(plan, tier) - plan.expected[tier].get(StateClass.KV, 0)
+    return max(0, plan.budgets[tier] - others)
 
 
 def home_nbytes(plan: Plan, placed: PlacedClass, tier: Tier) -> int:

@@ -111,6 +111,9 @@ def _to_disk(plan: Plan, hardware: Hardware) -> str:
 def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
     """A larger budget, and another change that would be enough alone."""
     raised = f"raise budget.{tier}"
+    if plan.expected[tier].get(StateClass.KV, 0) > short_nbytes:
+        fewer = plan.kv is not None and plan.kv.tokens > 1
+        return f"{raised}, {'or lower kv.tokens' if fewer else 'or remove placement.kv'}"
     if tier is Tier.NVME:
         return raised
     below = Tier.HOST if tier is Tier.DEVICE else Tier.NVME

@@ -24,14 +24,19 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
+    get_layer_types_and_kwargs,
 )
 
 from offload.errors import StateError, UnsupportedError
 from offload.zero.kv_pages import KVPages
+from offload.zero.kv_sizes import CachedLayer
 from offload.zero.kv_store import KVStore
 
+# layer types without keys and values
+_STATELESS = ("linear_attention", "conv", "moe", "mlp")
 
-class _Paged(CacheLayerMixin):
+
+class _Paged(CacheLayerMixin):  # type: ignore[misc]
     """What all layers in tiers have in common. `keys` and `values` are read from the tiers."""
 
     is_compileable = False
@@ -51,7 +56,7 @@ class _Paged(CacheLayerMixin):
 
     # ---------------------------------------------------------------- what transformers asks
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+    def keys(self) -> torch.Tensor | None:
         return self._whole(keys=True)
 
     @keys.setter
@@ -59,7 +64,7 @@ class _Paged(CacheLayerMixin):
         self._refuse(given)
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> torch.Tensor | None:
         return self._whole(values=True)
 
     @values.setter
@@ -152,6 +157,7 @@ class PagedSlidingLayer(_Paged, DynamicSlidingWindowLayer):  # type: ignore[misc
 
     def __init__(self, store: KVStore, name: str, sliding_window: int) -> None:
         DynamicSlidingWindowLayer.__init__(self, sliding_window)
+        self.cumulative_length = 0
         self._own(store, name, sliding_window)
 
     def update(
@@ -347,3 +353,23 @@ def install(model: nn.Module, store: KVStore) -> Callable[[], None]:
             handle.remove()
 
     return remove
+
+
+def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
+    """The layers of a transformers model that keep keys and values, as its configuration has them;
+    none of another model."""
+    outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if outermost is None:
+        return ()
+    config = outermost.config.get_text_config(decoder=True)
+    layers = get_layer_types_and_kwargs(config)[0]
+    heads = int(config.num_attention_heads)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layer = CachedLayer(
+        getattr(config, "num_key_value_heads", None) or heads,
+        # of multi-head latent attention, keys and values are of their own widths
+        getattr(config, "qk_head_dim", None) or dim,
+        getattr(config, "v_head_dim", None) or dim,
+    )
+    crossed = layers if outermost.config.is_encoder_decoder else []
+    return (layer,) * sum(kind not in _STATELESS for kind in (*layers, *crossed))

@@ -1,0 +1,86 @@
+"""Homes for the pages of KV caches: within what everything else leaves of the budgets."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from offload.homes import TieredHomes
+from offload.planning.plan.kv_plan import KVPlan
+from offload.planning.plan.plan import Plan, kv_room_nbytes
+from offload.swap.state import State
+from offload.tiers.errors import TierFullError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.memory_tier import Lease
+from offload.tiers.tier import Tier
+from offload.tiers.units import round_up
+
+
+class KVHomes:
+    """Pages by the shares of `placement.kv`, counted in bytes as they come and go."""
+
+    def __init__(self, homes: TieredHomes, plan: Plan, kv: KVPlan) -> None:
+        self.lock: threading.RLock = homes.lock
+        self._homes = homes
+        self._kv = kv
+        self._room = {tier: kv_room_nbytes(plan, tier) for tier in Tier}
+        self._held: Counter[Tier] = Counter()  # pages, and memory to compute with
+        self._pages: Counter[Tier] = Counter()
+        self._tiers: dict[int, tuple[Tier, int]] = {}  # of each page, by the id of its state
+
+    @property
+    def page_nbytes(self) -> int | None:
+        return self._kv.page_nbytes
+
+    def kv_room_nbytes(self) -> int:
+        return self._room[self._kv.computing]
+
+    def kv_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
+        tier, size = self._tier_of_next(nbytes), round_up(nbytes, PAGE_NBYTES)
+        self._take(tier, size, name)
+        try:
+            state = self._homes.kv_page(tier, name, nbytes, next_use)
+        except BaseException:
+            self._held[tier] -= size
+            raise
+        self._pages[tier] += size
+        self._tiers[id(state)] = tier, size
+        return state
+
+    def free_kv_page(self, state: State) -> None:
+        tier, size = self._tiers.pop(id(state))
+        self._held[tier] -= size
+        self._pages[tier] -= size
+        state.close()
+
+    def kv_memory(self, name: str, nbytes: int) -> Lease:
+        size = round_up(nbytes, PAGE_NBYTES)
+        self._take(self._kv.computing, size, name)
+        try:
+            return self._homes.kv_memory(name, nbytes)
+        except BaseException:
+            self._held[self._kv.computing] -= size
+            raise
+
+    def free_kv_memory(self, lease: Lease) -> None:
+        self._held[self._kv.computing] -= lease.extent.nbytes
+        self._homes.free_kv_memory(lease)
+
+    def _tier_of_next(self, nbytes: int) -> Tier:
+        """The one that is furthest behind its share."""
+        whole = sum(self._pages.values()) + nbytes
+        shares = self._kv.placement.shares
+        return max(shares, key=lambda each: each[1] * whole - self._pages[each[0]])[0]
+
+    def _take(self, tier: Tier, nbytes: int, owner: str) -> None:
+        room, held = self._room[tier], self._held[tier]
+        if held + nbytes > room:
+            others = [str(other) for other in tier.slower if other != tier]
+            elsewhere = f", have more of placement.kv on {' or '.join(others)}" if others else ""
+            raise TierFullError(
+                tier, owner, nbytes, max(0, room - held), room,
+                f"raise budget.{tier}{elsewhere}, or set kv.dtype: int8 (the rest of the budget is "
+                "needed by weights); a smaller batch or fewer tokens need less",
+            )  # fmt: skip
+        self._held[tier] += nbytes

@@ -1,0 +1,286 @@
+"""KV caches of dispatched models: `generate` gives the same tokens and logits, leaving nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+)
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+import offload
+from offload.errors import BudgetError, StateError, TierFullError, UnsupportedError
+from offload.kv_cache import PagedLayer, PagedSlidingLayer
+
+MIXED = {"host": "40%", "nvme": "60%"}
+PLACEMENTS: list[Any] = ["host", "nvme", MIXED]
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 61,
+    "num_key_value_heads": 2, "num_hidden_layers": 2, "eos_token_id": None, "bos_token_id": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
+PROMPT = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(1))
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+    "static": {"cache_implementation": "static"},
+    "prompt in chunks": {"prefill_chunk_size": 5},
+    "no cache": {"use_cache": False},
+}
+
+
+def llama(**keys: Any) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **keys)).eval().requires_grad_(False)
+
+
+def gemma() -> Any:
+    """Windows of 7 tokens in every other layer."""
+    torch.manual_seed(0)
+    types = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=7, layer_types=types)
+    return Gemma3ForCausalLM(config).eval().requires_grad_(False)
+
+
+def bart() -> Any:
+    torch.manual_seed(0)
+    config = BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=61,
+        eos_token_id=None, forced_eos_token_id=None, bos_token_id=1, pad_token_id=0,
+        decoder_start_token_id=2,
+    )  # fmt: skip
+    return BartForConditionalGeneration(config).eval().requires_grad_(False)
+
+
+MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "gemma": gemma, "bart": bart}
+
+
+def dispatched(model: Any, folder: Path, tier: Any, **keys: Any) -> Any:
+    """With pages of two tokens of two sequences, unless `keys` say else."""
+    settings = {
+        "placement": {"parameters": "nvme", "kv": tier}, "kv": {"tokens": 32}, "device": "cpu",
+        "budget": {"host": "2MiB", "nvme": "64MiB"}, "nvme": {"paths": [str(folder)]}, **keys,
+    }  # fmt: skip
+    return offload.dispatched(offload.dispatch(model, settings))
+
+
+def generated(model: Any, prompt: torch.Tensor = PROMPT, **keys: Any) -> Any:
+    torch.manual_seed(3)
+    return model.generate(
+        prompt, max_new_tokens=9, return_dict_in_generate=True, output_logits=True, **keys
+    )
+
+
+def bits(output: Any) -> tuple[list[list[int]], bytes]:
+    return output.sequences.tolist(), torch.stack(output.logits).numpy().tobytes()
+
+
+def kv_nbytes(owner: Any) -> int:
+    owner.check_integrity()
+    return sum(each.by_class.get("kv", 0) for each in owner.report().tiers.values())
+
+
+# -------------------------------------------------------------------------------- what it computes
+@pytest.mark.parametrize("kv", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logits_are_those_in_ram(name: str, kv: Any, tmp_path: Path, long: bool) -> None:
+    plain, model = MODELS[name](), MODELS[name]()
+    with dispatched(model, tmp_path, kv) as owner:
+        for way, keys in WAYS.items() if long or kv == MIXED else [("beams", WAYS["beams"])]:
+            prompt = PROMPT[:1] if way == "assisted" else PROMPT
+            expected = bits(generated(plain, prompt, **keys))
+            assert bits(generated(model, prompt, **keys)) == expected, way
+            assert kv_nbytes(owner) == 0
+        peaks = {str(t): r.peak_by_class.get("kv", 0) for t, r in owner.report().tiers.items()}
+        assert (peaks["nvme"] > 0) == (kv != "host")
+
+
+def test_layers_are_those_of_transformers_in_tiers(tmp_path: Path) -> None:
+    with dispatched(gemma(), tmp_path, "nvme") as owner:
+        cache = generated(owner.module).past_key_values
+        assert type(cache) is DynamicCache
+        assert [type(layer) for layer in cache.layers] == [PagedSlidingLayer, PagedLayer]
+        assert owner.report().placements["kv"] == "nvme"
+        assert kv_nbytes(owner) > 0
+        del cache
+        assert kv_nbytes(owner) == 0
+
+
+def test_a_model_that_assists_is_dispatched_too(tmp_path: Path) -> None:
+    plain, model, helper = llama(), llama(), llama(tie_word_embeddings=True)
+    expected = bits(generated(plain, PROMPT[:1], assistant_model=copy.deepcopy(helper)))
+    with dispatched(model, tmp_path, "nvme"), dispatched(helper, tmp_path, "nvme") as owner:
+        assert bits(generated(model, PROMPT[:1], assistant_model=helper)) == expected
+        assert kv_nbytes(owner) == 0
+
+
+def test_a_prompt_is_computed_once_and_used_again(tmp_path: Path) -> None:
+    plain, model = llama(), llama()
+    with dispatched(model, tmp_path, MIXED) as owner:
+        outputs = []
+        for each in (plain, model):
+            cache = DynamicCache(config=each.config)
+            with torch.no_grad():
+                each(PROMPT, past_key_values=cache)
+            runs = []
+            for ends in ([[5], [6]], [[7], [8]]):
+                prompt = torch.cat([PROMPT, torch.tensor(ends)], dim=1)
+                runs.append(generated(each, prompt, past_key_values=copy.deepcopy(cache)))
+            outputs.append([bits(run) for run in runs])
+            del cache, runs
+        assert outputs[0] == outputs[1]
+        assert kv_nbytes(owner) == 0
+
+
+def test_a_cache_that_was_filled_elsewhere_is_taken_over(tmp_path: Path) -> None:
+    plain, model = gemma(), gemma()
+    with dispatched(model, tmp_path, "nvme"), torch.no_grad():
+        caches = [DynamicCache(config=plain.config) for _ in range(2)]
+        for cache in caches:
+            plain(PROMPT, past_key_values=cache)
+        own, ours = (
+            each(PROMPT[:, :3], past_key_values=cache).logits
+            for each, cache in zip((plain, model), caches, strict=True)
+        )
+        assert torch.equal(own, ours)
+        assert isinstance(caches[1].layers[0], PagedSlidingLayer)
+
+
+def test_a_cache_without_a_configuration_gets_its_layers_as_they_come(tmp_path: Path) -> None:
+    plain, model = llama(), llama()
+    with dispatched(model, tmp_path, "nvme"), torch.no_grad():
+        cache = DynamicCache()
+        for start in range(0, 12, 4):
+            some = PROMPT[:, start : start + 4]
+            ours = model(some, past_key_values=cache).logits
+        whole = plain(PROMPT[:, :8], use_cache=True).past_key_values
+        assert torch.equal(ours, plain(PROMPT[:, 8:12], past_key_values=whole).logits)
+        assert {type(layer) for layer in cache.layers} == {PagedLayer}
+
+
+# -------------------------------------------------------------------------------- in 8 bits
+def test_8_bits_are_the_same_in_every_tier_and_near(tmp_path: Path) -> None:
+    expected = torch.stack(generated(llama()).logits)
+    found = []
+    for kv in PLACEMENTS:
+        for tokens in (32, 4096):
+            keys = {"kv": {"dtype": "int8", "tokens": tokens}, "budget": {"host": "8MiB"}}
+            with dispatched(llama(), tmp_path, kv, **keys) as owner:
+                found.append(torch.stack(generated(owner.module).logits))
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert 0 < (found[0] - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+# -------------------------------------------------------------------------------- budgets
+def test_a_budget_too_small_for_one_token_is_refused_before_anything(tmp_path: Path) -> None:
+    model = llama()
+    with pytest.raises(BudgetError, match=r"budget\.nvme: .* short of .*kv .*raise budget\.nvme"):
+        dispatched(model, tmp_path, "nvme", kv={}, budget={"host": "2MiB", "nvme": "112KiB"})
+    assert bits(generated(model)) == bits(generated(llama()))
+
+
+def test_a_plan_leaves_room_for_the_tokens_that_are_named(tmp_path: Path) -> None:
+    keys = {"kv": {"tokens": 1 << 20}}
+    with pytest.raises(BudgetError, match=r"needed \(kv 400.* or lower kv\.tokens"):
+        dispatched(llama(), tmp_path, "host", **keys)
+
+
+@pytest.mark.parametrize("kv", ["host", "nvme"])
+def test_running_out_of_room_says_what_to_raise_and_the_model_goes_on(
+    kv: str, tmp_path: Path
+) -> None:
+    budget = {"host": "512KiB", "nvme": "480KiB" if kv == "nvme" else "64MiB"}
+    with dispatched(llama(), tmp_path, kv, budget=budget) as owner:
+        long = PROMPT.repeat(1, 80)
+        with pytest.raises(TierFullError, match=rf"{kv} tier full: KV cache, layer .*{kv}") as full:
+            generated(owner.module, long)
+        assert full.value.needed_nbytes > 0
+        del full
+        gc.collect()
+        assert kv_nbytes(owner) == 0
+        assert bits(generated(owner.module)) == bits(generated(llama()))
+
+
+# -------------------------------------------------------------------------------- its end
+class _Fails:
+    """Raises amid generating."""
+
+    def __init__(self, at: int, error: Callable[[], Any]) -> None:
+        self.left, self.error = at, error
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            self.error()
+        return scores
+
+
+def _raise() -> None:
+    raise LookupError("of the user's own")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(_raise, LookupError), (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt)],
+    ids=["error", "Ctrl-C"],
+)
+def test_what_ends_generate_leaves_nothing(
+    error: Callable[[], Any], kind: type[BaseException], tmp_path: Path
+) -> None:
+    with dispatched(llama(), tmp_path, MIXED) as owner:
+        with pytest.raises(kind):
+            generated(owner.module, logits_processor=LogitsProcessorList([_Fails(4, error)]))
+        gc.collect()
+        assert kv_nbytes(owner) == 0
+        assert bits(generated(owner.module)) == bits(generated(llama()))
+
+
+def test_a_closed_model_says_so_of_its_caches(tmp_path: Path) -> None:
+    with dispatched(llama(), tmp_path, MIXED) as owner:
+        cache = generated(owner.module).past_key_values
+    with pytest.raises(StateError, match="closed"):
+        _ = cache.layers[0].keys
+    with pytest.raises(StateError, match="closed"):
+        copy.deepcopy(cache)
+
+
+# -------------------------------------------------------------------------------- refusals
+def test_layers_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
+    class OwnLayer(DynamicLayer):  # type: ignore[misc]
+        pass
+
+    cache = DynamicCache(config=llama().config)
+    cache.layers[1] = OwnLayer()
+    said = pytest.raises(UnsupportedError, match=r"layer 1 is a OwnLayer.*placement\.kv")
+    with dispatched(llama(), tmp_path, "nvme") as owner, said:
+        generated(owner.module, past_key_values=cache)
+
+
+def test_gradients_through_a_cache_are_refused(tmp_path: Path) -> None:
+    with dispatched(llama(), tmp_path, "nvme") as owner:
+        embeds = torch.randn(2, 3, 32, requires_grad=True)
+        with pytest.raises(UnsupportedError, match=r"pass no gradient on.*use_cache=False"):
+            owner.module(inputs_embeds=embeds, past_key_values=DynamicCache())
+
+
+def test_a_model_without_a_known_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"placement\.kv: Linear has no KV cache"):
+        dispatched(torch.nn.Linear(4, 4), tmp_path, "nvme")
