@@ -6,6 +6,7 @@ Its weights are those of a `WeightStore`. There is no gradient, optimizer state 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -155,10 +156,11 @@ class Dispatched(TieredModel):
             return
         from offload import kv_cache  # transformers is there: it is its model
 
+        # caches live as long as somebody has them, and keep no model
         self._kv = KVStore(
-            KVHomes(self._homes, self.plan, kv), store.fetcher, self.device,
+            KVHomes(self._homes, self.plan, kv), weakref.proxy(store.fetcher), self.device,
             int8=self.config.kv.dtype == "int8", layers=kv.layers, session=store.one_thread,
-            check_usable=store.check_usable,
+            check_usable=partial(_check_usable, weakref.ref(store)),
         )  # fmt: skip
         store.on_close.append(kv_cache.install(self.module, self._kv))
 
@@ -217,6 +219,13 @@ def _refuse_gradient(name: str, param: torch.Tensor) -> None:
         "torch.no_grad(), freeze it (model.requires_grad_(False)) where something around it "
         "trains, or train it with offload.initialize"
     )
+
+
+def _check_usable(found: weakref.ref[WeightStore]) -> None:
+    store = found()
+    if store is None:
+        raise StateError(Dispatched._CLOSED)
+    store.check_usable()
 
 
 def _close_tiers(kv: KVStore | None, homes: TieredHomes) -> None:

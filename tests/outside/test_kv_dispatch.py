@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,16 @@ def test_a_closed_model_says_so_of_its_caches(tmp_path: Path) -> None:
         _ = cache.layers[0].keys
     with pytest.raises(StateError, match="closed"):
         copy.deepcopy(cache)
+
+
+def test_a_cache_keeps_no_model(tmp_path: Path) -> None:
+    owner = dispatched(llama(), tmp_path, MIXED)
+    cache, model = generated(owner.module).past_key_values, weakref.ref(owner.module)
+    del owner
+    gc.collect()
+    assert model() is None
+    with pytest.raises(StateError, match="closed"):
+        _ = cache.layers[0].keys
 
 
 # -------------------------------------------------------------------------------- refusals
