@@ -101,6 +101,15 @@ class ModelShape:
         )
         return replace(self, groups=tuple(groups), units=tuple(units))
 
+    @property
+    def frozen(self) -> ModelShape:
+        """The same model when none of it is trained."""
+        groups = (
+            replace(group, params=tuple(replace(p, trainable=False) for p in group.params))
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(groups))
+
     def spread(self, ep_size: int) -> ModelShape:
         """What the first of `ep_size` ranks has of the model when the experts of every table are
         spread over them, which they divide: others have as many, under other numbers."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from offload import __version__
+from offload.cli import inference_options
 from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
 from offload.cli.errors import GuardedGroup, failing_io
@@ -107,11 +108,25 @@ def plan(
     ep_size: Annotated[
         int, typer.Option(metavar="N", help="Ranks that share the experts of a layer.")
     ] = 1,
+    inference: Annotated[
+        bool, typer.Option("--inference", help=inference_options.INFERENCE)
+    ] = False,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", help=f"{inference_options.BATCH} Of inference.")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(metavar="N", help=inference_options.PROMPT)] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help=inference_options.NEW_TOKENS)
+    ] = None,
 ) -> None:
     """Print where everything would live and how many bytes that takes; train nothing."""
-    from offload.cli.plan import print_plan
+    from offload.cli.plan import print_inference_plan, print_plan
 
-    print_plan(file, option or [], ranks, nodes, model, ep_size)
+    generation = {"--batch": batch, "--prompt": prompt, "--new-tokens": new_tokens}
+    if inference:
+        print_inference_plan(file, option or [], model, generation, ranks * nodes * ep_size)
+        return
+    print_plan(file, option or [], ranks, nodes, model, ep_size, generation)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +10,11 @@ from rich.console import Console
 
 from offload.cli.located import located
 from offload.config import OffloadConfig
+from offload.planning.plan.workload import Generation
 from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offload.cli.planned_model import PlannedModel
+    from offload.cli.planned_model import GeneratingModel, PlannedModel
     from offload.planning.choice.plan_text import Planned
 
 
@@ -22,11 +23,14 @@ _MOST = 1 << 16  # ranks on a machine, or machines
 
 def print_plan(
     file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1, model: str | None = None,
-    ep_size: int = 1,
+    ep_size: int = 1, generation: Mapping[str, int | None] | None = None,
 ) -> None:  # fmt: skip
     """Describe the run of `file` without starting it: that of one of `ranks` on each of `nodes`,
     of `model`, by default of the one that the file was written for, or the built-in one; `ep_size`
     ranks share the experts of a layer."""
+    for option, given in (generation or {}).items():
+        if given is not None:
+            raise ConfigError(f"{option} {given}: is of inference alone; add --inference")
     for option, number in (("--ranks", ranks), ("--nodes", nodes)):
         if not 1 <= number <= _MOST:
             raise ConfigError(f"{option} {number}: write 1 to {_MOST}")
@@ -39,6 +43,65 @@ def print_plan(
         found = named(config, model) if other else built_in(config)
         planned = _plan(found, ranks, nodes, ep_size)
     Console().print(describe(planned))
+
+
+def print_inference_plan(
+    file: Path, overrides: Sequence[str], model: str | None, generation: Mapping[str, int | None],
+    ranks: int = 1,
+) -> None:  # fmt: skip
+    """Describe how `offload generate` would run `model` under `file`: `generation` has the options
+    --batch, --prompt and --new-tokens."""
+    if ranks > 1:
+        raise ConfigError(
+            "--inference: is of one process; leave --ranks, --nodes and --ep-size out"
+        )
+    config = OffloadConfig.load(file, overrides)
+    source = model or (config.written_for.source if config.written_for is not None else None)
+    if source is None:
+        raise ConfigError("--inference: of which model? add --model FOLDER")
+    asked, notes = Generation.asked(*generation.values())
+    from offload.cli.planned_model import generating
+    from offload.planning.choice.plan_text import describe
+
+    with located(file, overrides):
+        planned = _plan_generation(generating(config, source), asked, notes)
+    Console().print(describe(planned))
+
+
+def _plan_generation(
+    model: GeneratingModel, generation: Generation, notes: tuple[str, ...]
+) -> Planned:
+    """As `offload generate` plans. Raises what it would raise before anything is allocated."""
+    from offload.homes import compute_device, nvme_paths, this_machine
+    from offload.planning.choice.plan_text import Planned
+    from offload.planning.choice.planner import check_plan
+    from offload.planning.choice.solver import solve
+    from offload.planning.machine.preflight import preflight
+    from offload.planning.plan.experts import estimate_experts
+    from offload.planning.plan.sizes import ITEMSIZE
+    from offload.runs.forecast import forecast_generation
+
+    config = model.config
+    device = compute_device(config)
+    hardware = this_machine(config.nvme, device)
+    found = None
+    if model.facts is not None:
+        found = forecast_generation(config, model.shape, model.facts, generation)
+    solution = solve(config, model.shape, hardware) if found is None else found.solution
+    best = solution.best
+    check_plan(best.plan, hardware)
+    looked = preflight(
+        best.plan, config.nvme, nvme_paths(config.nvme), passing_nbytes=best.passing_nbytes,
+        disk_nbytes=hardware.nvme_free_nbytes,
+    )  # fmt: skip
+    looked.refuse()
+    usual, itemsize = generation.usual, ITEMSIZE[config.precision]
+    experts = estimate_experts(best.plan, model.shape, usual, itemsize)
+    timed = found is not None and found.timed
+    return Planned(
+        model.name, config, usual, solution, device.type, looked, timed, 1, experts,
+        None if found is None else found.inference, notes,
+    )  # fmt: skip
 
 
 def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.homes import compute_device
 from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.plan.workload import Workload
 from offload.runs.forecast import Facts, FactsOf, workload_of
 from offload.tiers.errors import ConfigError
@@ -64,6 +66,44 @@ def named(config: OffloadConfig, source: str | None) -> PlannedModel:
     if found.has_graph:
         facts = _traced(found, workload, compute_device(config).type)
     return PlannedModel(found.name, config, found.shape, workload, facts)
+
+
+@dataclass(frozen=True)
+class GeneratingModel:
+    """A model that generates, and the configuration as `offload.dispatch` will have it."""
+
+    name: str
+    config: OffloadConfig
+    shape: ModelShape
+    facts: GenerationFactsOf | None  # what its passes take; None: its code is not known
+    context: int | None  # longest sequence in tokens, where one is known
+
+
+def generating(config: OffloadConfig, source: str) -> GeneratingModel:
+    """The model at `source`, as it generates under `config`. ConfigError as `named`."""
+    reader: Any = importlib.import_module(_READER)
+    if config.written_for is not None:
+        found = reader.read_written_for(config, config.written_for, source)
+    else:
+        found = reader.read_model(source, blocks=config.groups.blocks)
+    if found.config is not None and config.written_for is None:
+        raise ConfigError(f"--model {source}: is a configuration, too; name the model itself")
+    config = config.in_precision_of(found.precision).for_inference()
+    device = compute_device(config).type
+    facts = None
+    if found.has_graph:
+        facts = GenerationFactsOf(partial(_forward, found, device), found.cache)
+    shape = found.shape.frozen
+    if not config.splits_experts(1):
+        shape = shape.joined
+    return GeneratingModel(found.name, config, shape, facts, found.context)
+
+
+def _forward(
+    model: Any, device: str, config: OffloadConfig, workload: Workload
+) -> ActivationFacts:  # fmt: skip
+    found: ActivationFacts = model.activations(config, workload, device, trains=False)
+    return found
 
 
 def _traced(model: Any, workload: Workload, device: str) -> FactsOf:

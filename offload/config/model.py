@@ -731,6 +731,12 @@ class OffloadConfig(Section):
         }
         return self.model_copy(update=update)
 
+    def in_precision_of(self, weights: str | None) -> OffloadConfig:
+        """With the format that weights have, where none is named and that is known."""
+        if weights is None or "precision" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"precision": weights})
+
     def for_inference(self) -> OffloadConfig:
         """Without what only training uses, and settled: nothing is at home but parameters, and
         ranks share none."""

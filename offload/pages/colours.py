@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 # What memory and files hold, in the order in which it is stacked.
 CLASSES = (
-    "parameters", "master", "gradients", "optimizer", "activations", "staging", "fragmentation",
-    "framework",
+    "parameters", "master", "gradients", "optimizer", "activations", "kv cache", "staging",
+    "fragmentation", "framework",
 )  # fmt: skip
 # What a step does: the model's work (backward in a shade of its own), the optimizer's, each link's,
 # and none.
@@ -48,18 +48,18 @@ LIGHT = Theme(
     page="#f6f6f4", card="#ffffff", ink="#1b1b1a", quiet="#5f5e5a", line="#deddd8",
     track="#e9e8e4", good="#0b7a3e", bad="#c2281d",
     of=_by_meaning(
-        "#4c95ee", "#076999", "#d9660c", "#1b4f12", "#8353db", "#6e165f", "#8e8f8b", "#5b5a58",
-        "#2b9f93", "#4f7e7b", "#5e3812", "#b84f2c", "#971646", "#1a3a9a", "#9c83de", "#853e77",
-        "#a98d2d",
+        "#4c95ee", "#076999", "#d9660c", "#1b4f12", "#8353db", "#470005", "#6e165f", "#8e8f8b",
+        "#5b5a58", "#2b9f93", "#4f7e7b", "#5e3812", "#b84f2c", "#971646", "#1a3a9a", "#9c83de",
+        "#853e77", "#a98d2d",
     ),
 )  # fmt: skip
 DARK = Theme(
     page="#161615", card="#20201f", ink="#f1f0ec", quiet="#aeaca4", line="#3b3a37",
     track="#343330", good="#4cc38a", bad="#ff7a6b",
     of=_by_meaning(
-        "#256eb4", "#38c3fc", "#a35804", "#4db469", "#ad6df0", "#f08bba", "#706a69", "#d5d0c8",
-        "#51c1b6", "#86dcdd", "#c99c81", "#d8500d", "#cb6879", "#7488c7", "#b2a4f9", "#93598d",
-        "#f1cd56",
+        "#256eb4", "#38c3fc", "#a35804", "#4db469", "#ad6df0", "#91ff67", "#f08bba", "#706a69",
+        "#d5d0c8", "#51c1b6", "#86dcdd", "#c99c81", "#d8500d", "#cb6879", "#7488c7", "#b2a4f9",
+        "#93598d", "#f1cd56",
     ),
 )  # fmt: skip
 

@@ -15,8 +15,10 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.homes import compute_device, nvme_paths, this_machine
 from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.advice import advise, corrected
+from offload.planning.choice.inference import estimate_inference
 from offload.planning.choice.planner import chosen_config
 from offload.planning.choice.run_check import LinkPrediction, Prediction
 from offload.planning.choice.run_plan import RunPlan, plan_run
@@ -24,10 +26,10 @@ from offload.planning.choice.solver import RunFacts, Solution
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.estimate import Change
+from offload.planning.plan.estimate import Change, InferenceEstimate
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.tuning import WORTH_MEASURING_NBYTES
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.workload import Generation, Workload
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.tier import Tier
@@ -46,6 +48,7 @@ class Forecast:
 
     planned: RunPlan
     speeds: Speeds | None
+    inference: InferenceEstimate | None = None  # of a run that generates text
 
     @property
     def solution(self) -> Solution:
@@ -124,6 +127,22 @@ def forecast_of(
         _log.warning("no prediction for this run: %s", error)
         return None
     return Forecast(planned, speeds)
+
+
+def forecast_generation(
+    config: OffloadConfig, shape: ModelShape, facts: GenerationFactsOf, generation: Generation
+) -> Forecast | None:
+    """The plan of a model that generates so much. `config` is for inference, `shape` frozen. None
+    as `forecast`."""
+    found = forecast_of(
+        config, shape, lambda settled: facts(settled, generation).peak, generation.usual
+    )
+    if found is None:
+        return None
+    speeds = found.speeds if found.timed else None
+    return replace(
+        found, inference=estimate_inference(found.planned, generation, facts, speeds)
+    )  # fmt: skip
 
 
 def workload_of(config: OffloadConfig) -> Workload:

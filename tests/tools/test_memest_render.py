@@ -342,8 +342,8 @@ def test_json_has_the_documented_fields(case: Estimate) -> None:
     assert value["schema"] == SCHEMA == "memest/1"
     assert set(value) == {
         "schema", "fits", "model", "hardware", "workload", "memory", "ledger_peaks",
-        "checkpoint_nbytes", "step", "experts", "ssd", "plan", "shortfalls", "changes", "notes",
-        "config",
+        "checkpoint_nbytes", "step", "inference", "experts", "ssd", "plan", "shortfalls", "changes",
+        "notes", "config",
     }  # fmt: skip
     assert value["fits"] is case.fits
     for tier, place in case.memory.places.items():

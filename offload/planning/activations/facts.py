@@ -40,7 +40,8 @@ class ActivationFacts:
     forward: PassCost
     backward: PassCost  # recomputation included
     heap: HeapFacts = HeapFacts()
+    cache_nbytes: int = 0  # of the peak, what a cache of keys and values holds
 
 
-_NO_WORK = PassCost(0, 0, 0)
-NOTHING = ActivationFacts(0, 0, 0, "", _NO_WORK, _NO_WORK)
+NO_WORK = PassCost(0, 0, 0)
+NOTHING = ActivationFacts(0, 0, 0, "", NO_WORK, NO_WORK)

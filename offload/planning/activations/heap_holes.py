@@ -30,7 +30,7 @@ def heap_holes_nbytes(facts: ActivationFacts, *, leaves: bool) -> int:
         peak, in_heap = facts.peak_elsewhere_nbytes, facts.heap.peak_elsewhere_nbytes
         holes = _OF_LEFT * min(facts.saved_nbytes, TRIM_NBYTES) + _OF_PEAK * peak
     else:
-        peak, in_heap = facts.peak_nbytes, facts.heap.peak_nbytes
+        peak, in_heap = facts.peak_nbytes - facts.cache_nbytes, facts.heap.peak_nbytes
         holes = _OF_SAVED * facts.saved_nbytes + _OF_PASSING * (peak - facts.saved_nbytes)
     if not peak:
         return 0

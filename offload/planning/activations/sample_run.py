@@ -1,4 +1,4 @@
-"""How a model is called for one training pass, where the caller does not say."""
+"""How a model is called for one pass, where the caller does not say."""
 
 from __future__ import annotations
 
@@ -31,6 +31,33 @@ def default_run(model: nn.Module) -> Run:
         "tokens and targets); give a function run(model, workload) that calls it and returns the "
         "loss"
     )
+
+
+def forward_run(model: nn.Module) -> Run:
+    """As `default_run`, for a pass that generates: gives the logits of each sequence's last token,
+    or of all where the model cannot leave the others out. Nothing is kept in a cache."""
+    names = inspect.signature(model.forward).parameters.keys()
+    if "tokens" in names:
+        return _logits_of_tokens
+    if "input_ids" in names:
+        more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+        if "logits_to_keep" in names:
+            more["logits_to_keep"] = 1
+        return partial(_logits_of_input_ids, more=more)
+    raise UnsupportedError(
+        f"{type(model).__name__}.forward takes {', '.join(sorted(names)) or 'nothing'}: what to "
+        "call it with is known for language models alone, which take input_ids (or tokens)"
+    )
+
+
+def _logits_of_tokens(model: nn.Module, workload: Workload) -> Tensor:
+    logits: Tensor = model(_tokens(workload)).logits
+    return logits
+
+
+def _logits_of_input_ids(model: nn.Module, workload: Workload, more: dict[str, Any]) -> Tensor:
+    logits: Tensor = model(input_ids=_tokens(workload), **more).logits
+    return logits
 
 
 def _run_on_tokens(model: nn.Module, workload: Workload) -> Tensor:

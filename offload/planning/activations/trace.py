@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from offload.config import OffloadConfig
 from offload.planning.activations.compiler_free import without_compiler
 from offload.planning.activations.cuda_choices import choosing_for_cuda
-from offload.planning.activations.facts import ActivationFacts, HeapFacts
+from offload.planning.activations.facts import NO_WORK, ActivationFacts, HeapFacts
 from offload.planning.activations.pass_watch import PassWatch
-from offload.planning.activations.sample_run import Run, default_run
+from offload.planning.activations.sample_run import Run, default_run, forward_run
 from offload.planning.activations.saved_elsewhere import SavedElsewhere
 from offload.planning.activations.traced_blocks import CannotSkipError, watched_blocks
 from offload.planning.activations.valueless import WithoutValues
@@ -58,16 +58,52 @@ def trace_activations(
     """
     config = config.settled()
     call = run or default_run(model)
+    return _traced(model, config, workload, call, device, _both, skip=skip)
+
+
+def trace_forward(
+    model: nn.Module, config: OffloadConfig, workload: Workload, *, run: Run | None = None,
+    device: str | None = None, skip: bool = True,
+) -> ActivationFacts:  # fmt: skip
+    """As `trace_activations`, of one forward pass without gradients in eval mode: nothing is saved,
+    and there is no backward. Without a cache of keys and values: `cache_work` adds that.
+
+    `run` gives the logits; by default models that take `input_ids` or `tokens` are called so.
+    """
+    config = config.settled()
+    call = run or forward_run(model)
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        return _traced(model, config, workload, call, device, _forward_alone, skip=skip)
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+def _traced(
+    model: nn.Module, config: OffloadConfig, workload: Workload, call: Run, device: str | None,
+    both: Callable[[Callable[..., PassWatch]], ActivationFacts], *, skip: bool,
+) -> ActivationFacts:  # fmt: skip
     target = device or _device_of(config)
     try:
         units = discover(model, config.groups.blocks, experts=config.splits_experts(1)).units
         passes = partial(_passes, model, units, config, workload, call, target)
         try:
-            return _both(partial(passes, skip=skip))
+            return both(partial(passes, skip=skip))
         except CannotSkipError:
-            return _both(partial(passes, skip=False))
+            return both(partial(passes, skip=False))
     except OffloadError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be traced: {error}") from error
+
+
+def _forward_alone(passes: Callable[..., PassWatch]) -> ActivationFacts:
+    watch = passes(elsewhere=False, gradients=False)
+    peak = watch.peak
+    heap = HeapFacts(0, peak.heap_nbytes, peak.heap_nbytes)
+    return ActivationFacts(
+        0, peak.nbytes, peak.nbytes, watch.peak_at, watch.cost(backward=False), NO_WORK, heap
+    )
 
 
 def _device_of(config: OffloadConfig) -> str:
@@ -93,9 +129,9 @@ def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
 
 def _passes(
     model: nn.Module, units: Sequence[Unit], config: OffloadConfig, workload: Workload, run: Run,
-    device: str, *, skip: bool, elsewhere: bool,
+    device: str, *, skip: bool, elsewhere: bool, gradients: bool = True,
 ) -> PassWatch:  # fmt: skip
-    """Forward and backward, seen by the watch that is returned."""
+    """Forward and, with `gradients`, backward, seen by the watch that is returned."""
     watch = PassWatch()
     away = SavedElsewhere(watch.live, in_place=device == "cpu") if elsewhere else None
     with ExitStack() as stack:
@@ -109,10 +145,11 @@ def _passes(
         stack.enter_context(watched_blocks(model, units, watch, skip=skip))
         stack.enter_context(values)
         stack.enter_context(watch)
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(gradients))
         loss = run(model, workload)
         watch.end_forward(loss)
-        loss.backward()
+        if gradients:
+            loss.backward()
     if not watch.looked_alike:
         raise CannotSkipError
     return watch

@@ -58,7 +58,7 @@ def _changes(now: RunPlan) -> Iterator[tuple[dict[str, str], str]]:
     }
     if named:
         yield named, "set " + ", ".join(f"{key}: auto" for key in named)
-    for checkpoint in ("false", "selective", "true"):
+    for checkpoint in ("false", "selective", "true") if plan.trains else ():
         if str(now.best.config.placement.activations.checkpoint).lower() != checkpoint:
             key = "placement.activations.checkpoint"
             yield {key: checkpoint}, f"set {key}: {checkpoint}"

@@ -351,7 +351,7 @@ class PlacementEvaluator:
         if held + beside <= capacity:
             return
         short = held + beside - capacity
-        recomputes = self._config.placement.activations.checkpoint is True
+        recomputes = self._config.placement.activations.checkpoint is True or not plan.trains
         remedy = "" if recomputes else "set placement.activations.checkpoint: true, or "
         yield Shortfall(
             tier, held + beside, capacity, "placement.activations.checkpoint",

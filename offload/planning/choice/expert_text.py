@@ -8,7 +8,7 @@ from offload.planning.choice.durations import counted, three_digits
 from offload.planning.plan.experts import ExpertEstimate
 from offload.tiers.units import format_bytes
 
-EXPERT_HEADS = ("moved in a step", "expected", "if all were touched")
+EXPERT_HEADS = ("moved in a step or pass", "expected", "if all were touched")
 
 
 def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
@@ -20,11 +20,12 @@ def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
             "not known: all are counted as touched",
             *_spread_facts(found),
         )
+    in_pass = f"{_share(found.touched_pass)} in a pass of {found.tokens:,} tokens"
+    in_step = f", {_share(found.touched_step)} in a step" if len(found.moved) > 1 else ""
     return (
         f"{there} with {counted(found.numel)} parameters; a token is sent to {found.chosen} of "
         f"each table, and computed with {counted(found.active_numel)} parameters of the model",
-        f"expected to be touched, if routers prefer none: {_share(found.touched_pass)} in a pass "
-        f"of {found.tokens:,} tokens, {_share(found.touched_step)} in a step",
+        f"expected to be touched, if routers prefer none: {in_pass}{in_step}",
         "bytes as if no copy of an expert were kept anywhere",
         *_spread_facts(found),
     )

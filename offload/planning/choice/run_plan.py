@@ -120,8 +120,10 @@ def remedy(name: MemoryClass, tier: Tier, best: Candidate, workload: Workload) -
     """What could be done about the largest part of a place, of what is not done already."""
     if name is MemoryClass.ACTIVATIONS:
         fewer = "a smaller batch" if workload.batch > 1 else "a shorter sequence"
-        recomputed = best.config.placement.activations.checkpoint is True
+        recomputed = best.config.placement.activations.checkpoint is True or not best.plan.trains
         return fewer if recomputed else f"set placement.activations.checkpoint: true, or {fewer}"
+    if name is MemoryClass.CACHE:
+        return "fewer or shorter sequences"
     if name is MemoryClass.FRAMEWORK:
         return "nothing to be done about it here"
     if name not in _CLASSES:

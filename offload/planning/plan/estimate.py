@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from offload.config import OffloadConfig
 from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.tier import Tier
 
 
@@ -24,6 +24,7 @@ class MemoryClass(enum.StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
+    CACHE = "kv cache"  # keys and values of the tokens that a model has seen
     STAGING = "staging"  # buffers in transit, and copies of what lives elsewhere
     FRAGMENTATION = "fragmentation"  # padding to pages and blocks, holes between what is held
     FRAMEWORK = "framework"  # interpreter, libraries, contexts, compiled kernels
@@ -126,6 +127,24 @@ class Change:
 
 
 @dataclass(frozen=True)
+class InferenceEstimate:
+    """Generating text: the pass over the prompts, and then one pass per token (`Estimate.step`)."""
+
+    generation: Generation
+    prefill: StepEstimate | None  # None where nothing is known of speeds
+    cache_nbytes: int | None  # of all sequences, in the end; None: it is not known what is cached
+    token_nbytes: int | None  # that one more token of one sequence adds
+    # sequences from which on the model's work takes longer than any link; None: nothing moves, or
+    break_even_batch: int | None  # ... it never does, or speeds are not known
+
+    def seconds(self, decode: StepEstimate) -> float | None:
+        """Of all of it."""
+        if self.prefill is None:
+            return None
+        return self.prefill.seconds + (self.generation.new_tokens - 1) * decode.seconds
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Everything `memest` says about one model, one configuration and one machine."""
 
@@ -142,6 +161,7 @@ class Estimate:
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what was assumed
     experts: ExpertEstimate | None = None  # of a model that has some, moved one by one
+    inference: InferenceEstimate | None = None  # `step` is then a pass of one token per sequence
     system_nbytes: int = 0  # of a rank's RAM, kept for the system and in no capacity
     endurance_nbytes: int = 0  # that the SSDs are rated to take in writes; 0: unknown
 

@@ -251,6 +251,9 @@ def _of_each(
             used += times * (whole * table.touched(chosen, tokens) // len(table.indices))
         return ExpertBytes(name, used, everything)
 
+    if not plan.trains:
+        yield moved("weights", 1, per_pass, lambda g: g.parameters)
+        return
     yield moved("weights, for forward and backward", 2 * passes, per_pass, lambda g: g.parameters)
     yield moved("gradients", passes, per_pass, lambda g: g.gradients)
     yield moved("optimizer records, read and written", 2, per_step, lambda g: g.optimizer)

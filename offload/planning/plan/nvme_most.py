@@ -15,8 +15,9 @@ a time, no more than lives on nvme:
     ├ homes, window of activations ┤├───────── slots, update buffers ─────────┤   host
     ├──── parameters, gradients, records ────┤├──── versions on their way ────┤   nvme
 
-Gradients have no second version: an old sum is never read again, so it is freed before the next one
-is written. Nothing here depends on an order of uses, arrivals or updates.
+Where nothing is trained nothing is written anew. Gradients have no second version: an old sum is
+never read again, so it is freed before the next one is written. Nothing here depends on an order
+of uses, arrivals or updates.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def nvme_most(plan: Plan, saved_nbytes: int) -> Mapping[StateClass, int]:
     as they go there. Within the budget: what finds no room waits."""
     homes = plan.expected[Tier.NVME]
     most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
-    replaced = sum(most[state_class] for state_class in _REPLACED)
+    replaced = sum(most[state_class] for state_class in _REPLACED) if plan.trains else 0
     left = max(0, plan.budgets[Tier.NVME] - sum(most.values()))
     most[StateClass.STAGING] = min(replaced, _sources_nbytes(plan), left)
     most[StateClass.ACTIVATIONS] = min(saved_nbytes, left - most[StateClass.STAGING])

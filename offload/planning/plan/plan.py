@@ -94,6 +94,11 @@ class Plan:
         return sum(self.expected[tier].values())
 
     @property
+    def trains(self) -> bool:
+        """Whether anything is trained; otherwise a step is a pass of inference."""
+        return any(group.layout.numel_trainable for group in self.groups)
+
+    @property
     def uses_nvme(self) -> bool:
         return self.total(Tier.NVME) > 0
 
@@ -197,6 +202,9 @@ def spare_host_nbytes(plan: Plan) -> int:
 
 
 def nvme_slack(plan: Plan) -> int:
-    """Extents whose new version is being written while the old one is still valid."""
+    """Extents whose new version is being written while the old one is still valid; of what is not
+    trained there is none."""
+    if not plan.trains:
+        return 0
     largest = max((g.parameters + g.gradients for g in plan.groups), default=0)
     return 2 * largest + plan.staging_buffers * plan.staging_nbytes

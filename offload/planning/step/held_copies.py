@@ -28,6 +28,7 @@ class Copyable:
     state_class: StateClass
     chunks: int = 1  # that are taken together, where there are very many
     is_decoded: bool = False  # values made of codes, which are given up before anything else
+    passes: float = 1.0  # until one of those that it stands for is used again
 
 
 @dataclass(slots=True)
@@ -151,6 +152,6 @@ class HeldCopies:
         counts as one of the next step's."""
         trace = self._trace
         if piece.state_class is StateClass.PARAMETERS:
-            use = trace.cursor + trace.next_use(piece.group)
+            use = trace.cursor + piece.passes * trace.next_use(piece.group)
             return use + MADE_HERE if piece.is_decoded else use
         return trace.cursor + trace.next_cycle_use(piece.group) + 0.5

@@ -203,7 +203,8 @@ class PlannedMemory:
         mirrors = self._device_peak() - homes.nbytes - self._kernel_buffers
         by_class[MemoryClass.STAGING] = self._kernel_buffers + max(0, mirrors)
         by_class[MemoryClass.FRAGMENTATION] = budget - sum(by_class.values())
-        by_class[MemoryClass.ACTIVATIONS] = self._tensors
+        by_class[MemoryClass.ACTIVATIONS] = self._tensors - self._facts.cache_nbytes
+        by_class[MemoryClass.CACHE] = self._facts.cache_nbytes
         by_class[MemoryClass.FRAMEWORK] = self._baseline.gpu_nbytes
         capacity = budget + self._tensors + self._baseline.gpu_nbytes
         return PlaceEstimate(capacity, _without_zeros(by_class))
@@ -267,11 +268,13 @@ class PlannedMemory:
         return self._baseline.ram_nbytes + self._baseline.more_nbytes(self._config)
 
     def _ram(self) -> PlaceEstimate:
-        states, tensors = self._states_in_ram(), 0 if self._plan.gpu else self._tensors
+        states = self._states_in_ram()
+        tensors, cache = (self._tensors, self._facts.cache_nbytes) if not self._plan.gpu else (0, 0)
         held = sum(states.values())
         steps = {
             **states,
-            MemoryClass.ACTIVATIONS: min(self._window, self._parked) + tensors,
+            MemoryClass.ACTIVATIONS: min(self._window, self._parked) + tensors - cache,
+            MemoryClass.CACHE: cache,
             MemoryClass.FRAMEWORK: self._framework,
         }
         steps[MemoryClass.FRAGMENTATION] += self._heap_holes
@@ -314,7 +317,11 @@ class PlannedMemory:
 
     @property
     def _largest_values(self) -> int:
-        """While the largest group is loaded: its values and a chunk of them in fp32."""
+        """While the largest group is loaded: its values and a chunk of them in fp32; of what is not
+        trained, whose values are in files, one parameter at a time."""
+        if not self._plan.trains:
+            params = (param.numel for group in self._model.groups for param in group.params)
+            return self._itemsize * max(params, default=0)
         largest = max((group.numel for group in self._model.groups), default=0)
         return 4 * (largest + min(largest, self._plan.chunk_numel))
 

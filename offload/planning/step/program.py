@@ -5,7 +5,7 @@
 
 Groups are used in module order, and in backward in the reverse of it. A module in front of the
 blocks that has one matrix (an embedding, or any layer whose input needs no gradient) is not needed
-again in backward.
+again in backward. Where nothing is trained there is no backward: a step is a pass of inference.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
     Updates behind the next forward are made just before their group is needed, as where they take
     longer than the forward.
     """
-    forward, backward = _forward_uses(model), _backward_uses(model)
+    forward = _forward_uses(model)
+    backward = _backward_uses(model) if model.numel_trainable else {}
     ends = _gradient_ends(model)
     ahead = config.optimizer.in_backward is True
     late = late_groups(config, model)
@@ -88,6 +89,12 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
                     waiting = [group] if behind_it else []
         actions += [Action(Verb.UPDATE, group, len(uses), number) for group in waiting]
     return StepProgram(tuple(actions), tuple(uses))
+
+
+def working_groups(model: ModelShape) -> frozenset[int]:
+    """Groups whose use is work: those that backward needs, if there is one. A table that rows are
+    taken of is not among them."""
+    return frozenset(group for groups in _backward_uses(model).values() for group in groups)
 
 
 def _rank(forward: list[int], otherwise: int) -> Callable[[int], int]:

@@ -8,7 +8,8 @@ home in the same tiers are taken together in bundles; one of each, its first, is
     in memory            4 copies  4         4           all that may have one, in the long run
     moved                3 times   3         2           those of them that are expected a token
 
-Models of few groups are simulated group by group.
+Models of few groups are simulated group by group; but of passes of inference that touch few of a
+table's experts the bundles are as many as those, so that a bundle has one of them.
 """
 
 from __future__ import annotations
@@ -51,9 +52,12 @@ def stand_ins(
     is_large = len(model.groups) > most_groups
     for table in tables_of(model):
         bundles = max(1, (most_groups - len(alone)) // len(model.tables)) if is_large else None
+        here, few = len(table.indices), table.touched(chosen, step_tokens)
+        if few < here and not model.numel_trainable:
+            # every pass chooses others: a copy is of use if it is of one of those
+            bundles = min(few, bundles or few)
         together = dict(_bundles(plan, table.indices, bundles))
-        here = len(table.indices)
-        in_step = _spread(together, table.touched(chosen, step_tokens), here)
+        in_step = _spread(together, few, here)
         touched = sum(in_step.values())
         alike.update(together)
         updated.update(in_step)

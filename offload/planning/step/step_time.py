@@ -30,9 +30,10 @@ from offload.planning.plan.estimate import LinkTime, Span, StepEstimate
 from offload.planning.plan.plan import Plan
 from offload.planning.step.collective_sequence import Collective, collective_sequence
 from offload.planning.step.moves import Move
-from offload.planning.step.program import Action, Verb
+from offload.planning.step.program import Action, Verb, working_groups
+from offload.planning.step.stand_ins import StandIns
 from offload.planning.step.traffic import StepTraffic, step_traffic
-from offload.planning.step.work_time import gradient_s, pass_s, update_s
+from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
 from offload.zero.model_shape import ModelShape
 
@@ -89,6 +90,12 @@ def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -
     slowest = max(links, key=lambda link: link.seconds)
     seconds = step.seconds + more * (step.seconds - shorter.seconds)
     return StepEstimate(max(seconds, slowest.seconds), links, slowest.name, tokens, step.spans)
+
+
+def used_numel(experts: StandIns) -> int:
+    """Elements of the weights that one pass works with."""
+    model, working = experts.model, working_groups(experts.model)
+    return sum(model.groups[g].numel * used for g, used in experts.used.items() if g in working)
 
 
 @dataclass(slots=True)
@@ -159,10 +166,13 @@ class _Pipeline:
             verb: [action.group for action in first if action.verb is verb]
             for verb in (Verb.FORWARD, Verb.BACKWARD)
         }
-        needed = set(uses[Verb.BACKWARD])
+        needed = working_groups(model)
         costs: dict[tuple[Verb, int], float] = {}
         for verb, cost in ((Verb.FORWARD, facts.forward), (Verb.BACKWARD, facts.backward)):
             total = pass_s(cost, precision, self._speeds)
+            if not model.numel_trainable:
+                worked = used_numel(self._experts)
+                total = forward_s(facts.forward, worked, precision, self._speeds)
             weights = {g: self._active_numel(model, g) if g in needed else 0 for g in uses[verb]}
             whole = sum(weights[g] for g in uses[verb])
             for group, weight in weights.items():

@@ -146,8 +146,9 @@ class StepRun:
             group, tiers = plan.groups[index], plan.records[index]
             name = "" if group.name == "(root)" else group.name
             self._weights[index] = Copyable(
-                f"{name} parameters", index, alike * group.parameters, StateClass.PARAMETERS
-            )
+                f"{name} parameters", index, alike * group.parameters, StateClass.PARAMETERS,
+                passes=1.0 if plan.trains else alike / max(1, self._experts.used[index]),
+            )  # fmt: skip
             if group.decoded:
                 self._decoded[index] = replace(
                     self._weights[index], nbytes=alike * group.decoded, is_decoded=True

@@ -26,6 +26,39 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
+def forward_s(cost: PassCost, weights_numel: float, precision: str, speeds: Speeds) -> float:
+    """A forward without gradients, whose products are with so many elements of weights: few rows
+    take as long as reading those does."""
+    rows = cost.flops / (2 * weights_numel) if weights_numel else 0.0
+    touched = max(0.0, cost.touched_nbytes - weights_numel * ITEMSIZE[precision])
+    rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
+    work_s = weights_numel * _weight_s(rows, precision, speeds) + touched / rate
+    calls_s = cost.operations * speeds.operation_s
+    return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
+
+
+def _weight_s(rows: float, precision: str, speeds: Speeds) -> float:
+    """Seconds per element of weights in a product of so many rows: between those measured on a
+    straight line."""
+    measured = sorted(
+        (int(name.rpartition(" ")[2]), rate)
+        for name, rate in speeds.forward_flops_per_s.items()
+        if name.partition(" ")[0] == precision
+    )
+    if not measured:
+        read_s = ITEMSIZE[precision] / speeds.compute_bytes_per_s
+        return max(2 * rows / _matmul_rate(precision, speeds), read_s)
+    points = [(each, 2 * each / rate) for each, rate in measured]
+    most, most_s = points[-1]
+    if rows >= most:
+        return rows / most * most_s
+    below = max((point for point in points if point[0] <= rows), default=points[0])
+    above = min(point for point in points if point[0] > rows)
+    if below == points[0] and rows <= below[0]:
+        return below[1]
+    return below[1] + (above[1] - below[1]) * (rows - below[0]) / (above[0] - below[0])
+
+
 def _matmul_rate(precision: str, speeds: Speeds) -> float:
     rate = speeds.matmul_flops_per_s.get(precision)
     if not rate:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from offload.cli import inference_options
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.files import check_target
 
@@ -19,9 +20,15 @@ def _given(panel: str, text: str, *names: str, **more: Any) -> Any:
 
 
 _MODEL, _WORK, _MACHINE, _ANSWER = "Model", "Work", "Hardware", "Answer"
+_SERVE = "Inference"
 _SIZE = {"metavar": "SIZE"}
-Batch = _given(_WORK, "Sequences per pass.")
+Batch = _given(_WORK, inference_options.BATCH)
 Sequence = _given(_WORK, "Tokens of each.")
+Inference = _given(_SERVE, inference_options.INFERENCE, "--inference")
+Prompt = _given(_SERVE, inference_options.PROMPT)
+NewTokens = _given(_SERVE, inference_options.NEW_TOKENS)
+Storage = _given(_SERVE, "Format of weights at home: int8, int4 or nf4.", metavar="FORMAT")
+GroupSize = _given(_SERVE, "Weights that share a scale.")
 Gpus = _given(_MACHINE, "GPUs per node.")
 Nodes = _given(_MACHINE, "Nodes.")
 NoMeasure = _given(
@@ -95,6 +102,17 @@ class ModelOptions:
             )
 
 
+def check_work(
+    training: Mapping[str, object], generating: Mapping[str, object], *, inference: bool
+) -> None:
+    """ConfigError for an option, by its name, that was given for the other kind of work."""
+    other, what = (training, "training") if inference else (generating, "inference")
+    for option, value in other.items():
+        if value is not None:
+            remedy = "use --prompt and --new-tokens" if inference else "add --inference"
+            raise ConfigError(f"{option} {value}: is of {what} alone; {remedy}, or leave it out")
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkOptions:
     """The configuration, and the input of a step."""
@@ -116,6 +134,28 @@ class WorkOptions:
     precision: Annotated[Precision | None, _given(_WORK, "Of the weights.")] = None
     checkpoint: Annotated[Recompute | None, _given(_WORK, "Recompute activations.")] = None
     ep_size: Annotated[int, _given(_WORK, "Ranks that share the experts of a layer.")] = 1
+    inference: Annotated[bool, Inference] = False
+    prompt: Annotated[int | None, Prompt] = None
+    new_tokens: Annotated[int | None, NewTokens] = None
+    storage: Annotated[str | None, Storage] = None
+    group_size: Annotated[int | None, GroupSize] = None
+    kv_dtype: Annotated[
+        str | None, _given(_SERVE, "Format of the cache: int8.", metavar="FORMAT")
+    ] = None
+
+    def check(self) -> None:
+        """ConfigError where options of training and of inference are mixed."""
+        check_work(
+            {
+                "--sequence": self.sequence, "--accumulate": self.accumulate,
+                "--checkpoint": self.checkpoint,
+            },
+            {
+                "--prompt": self.prompt, "--new-tokens": self.new_tokens,
+                "--kv-dtype": self.kv_dtype,
+            },
+            inference=self.inference,
+        )  # fmt: skip
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
@@ -124,6 +164,9 @@ class WorkOptions:
             "precision": self.precision,
             "gradient_accumulation_steps": self.accumulate,
             "placement.activations.checkpoint": self.checkpoint,
+            "storage.weights": self.storage,
+            "storage.group_size": self.group_size,
+            "kv.dtype": self.kv_dtype,
         }
         given = {key: value for key, value in named.items() if value is not None}
         overrides = self.overrides or []
@@ -227,5 +270,6 @@ class EstimateOptions:
     def check(self) -> None:
         """The first thing that is wrong, before anything is read."""
         self.model.check()
+        self.work.check()
         self.machine.check()
         self.output.check()

@@ -13,7 +13,7 @@ from offload.config.training import MOST_TOKENS
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Estimate
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.files import write_file
 from offload.tools.memest.commands.options import (
@@ -42,14 +42,27 @@ def read_question(asked: EstimateOptions) -> Question:
     named = _named_config(asked.work)
     source = source_of(asked.model, named)
     config, assumed = _config_of(asked, source, named)
-    workload, more = _workload_of(asked.work, source, config)
+    generation = None
+    if asked.work.inference:
+        generation, more = _generation_of(asked.work, source)
+        workload = generation.usual
+    else:
+        workload, more = _workload_of(asked.work, source, config)
     profile = profile_of(asked.machine, config)
     speeds = speeds_of(profile, config, measure=source.has_graph and not asked.output.no_measure)
     # `offload train` takes every step it begins; whose loop the others are in is not known
     planned = config.owning_the_loop() if source.kind is SourceKind.YAML else config
-    case = Case(source, planned, workload, profile, speeds, asked.work.ep_size)
+    if generation is not None:
+        planned = config.for_inference()
+    case = Case(source, planned, workload, profile, speeds, asked.work.ep_size, generation)
     case.check_ep_size()
     return Question(case, config, (*assumed, *more))
+
+
+def refuse_inference(work: WorkOptions, command: str) -> None:
+    """ConfigError: other systems' inference is not known."""
+    if work.inference:
+        raise ConfigError(f"{command}: is of training alone; leave --inference out")
 
 
 def answered(
@@ -111,14 +124,18 @@ def _config_of(
     if named is not None:
         if named.written_for is not None:
             named.written_for.check(source.name, source.shape.numel)
+        if asked.work.inference:
+            return named.in_precision_of(source.precision), []
         return named, []
-    precision = _usual_precision(asked)
+    own = source.precision if asked.work.inference else None
+    precision = own or _usual_precision(asked)
     chosen = [f"precision={precision}", "placement.activations.checkpoint=auto"]
     config = OffloadConfig.load({}, [*chosen, *overrides])
     given = asked.work.precision is not None or any(
         text.partition("=")[0].strip() == "precision" for text in overrides
     )
-    return config, [] if given else [f"precision: {precision}, as none was asked for"]
+    why = "as the weights are" if own is not None else "as none was asked for"
+    return config, [] if given else [f"precision: {precision}, {why}"]
 
 
 def _usual_precision(asked: EstimateOptions) -> str:
@@ -148,6 +165,19 @@ def _workload_of(
     return Workload(batch, sequence, config.gradient_accumulation_steps), list(
         _workload_notes(work, source, Workload(batch, sequence), assumed=given is None)
     )
+
+
+def _generation_of(work: WorkOptions, source: ModelSource) -> tuple[Generation, list[str]]:
+    """What is to be generated, and what of it was assumed."""
+    found, assumed = Generation.asked(work.batch, work.prompt, work.new_tokens)
+    notes = list(assumed)
+    if source.context is not None and found.context >= source.context:
+        notes.append(
+            f"sequences get longer than the {source.context:,} tokens the model was made for"
+        )
+    if source.cache is None:
+        notes.append("the cache of keys and values is not counted: what is cached is not known")
+    return found, notes
 
 
 def _workload_notes(

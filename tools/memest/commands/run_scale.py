@@ -7,7 +7,11 @@ from dataclasses import replace
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.options import EstimateOptions
 from offload.tools.memest.commands.output import show_answer
-from offload.tools.memest.commands.run_estimate import DOES_NOT_FIT, read_question
+from offload.tools.memest.commands.run_estimate import (
+    DOES_NOT_FIT,
+    read_question,
+    refuse_inference,
+)
 from offload.tools.memest.estimate.scaling import MOST_RANKS, scaling
 from offload.tools.memest.show.scale import scale_sheet, tables, to_values
 
@@ -16,6 +20,7 @@ def run_scale(asked: EstimateOptions) -> int:
     """Print or write what a run of every size takes. 0 if the largest fits, 1 if not."""
     if asked.output.write is not None or asked.output.advise:
         raise ConfigError("scale: writes no configuration; leave --write and --advise out")
+    refuse_inference(asked.work, "scale")
     # one machine that is not here: there is nothing to be measured
     one = replace(asked.machine, nodes=None)
     output = replace(asked.output, no_measure=True)

@@ -19,6 +19,7 @@ from offload.tools.memest.commands.run_estimate import (
     answered,
     profile_of,
     read_question,
+    refuse_inference,
     source_of,
     speeds_of,
 )
@@ -55,6 +56,7 @@ def run_compare(asked: EstimateOptions) -> int:
     output = asked.output
     if output.write is not None or output.advise:
         raise ConfigError("compare: writes no configuration; leave --write and --advise out")
+    refuse_inference(asked.work, "compare")
     estimator = Estimator()
     question, ours = answered(read_question(asked), estimator, by_node=True)
     case = question.case

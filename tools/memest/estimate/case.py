@@ -9,7 +9,7 @@ from offload.config import OffloadConfig
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.experts import check_ranks, check_spread
 from offload.planning.plan.plan import Hardware
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.workload import Generation, Workload
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.source.model_source import ModelSource
 from offload.zero.model_shape import ModelShape
@@ -26,12 +26,15 @@ class Case:
     profile: HardwareProfile
     speeds: Speeds | None
     ep_size: int = 1  # ranks that share the experts of each table
+    generation: Generation | None = None  # None: training; else `workload` is its usual pass
 
     @cached_property
     def shape(self) -> ModelShape:
         """What a rank has of the model; its experts one by one where the configuration lets them
         be, and where they are spread over ranks."""
         shape = self.source.shape
+        if self.generation is not None:
+            shape = shape.frozen
         if self.ep_size > 1:
             return shape.spread(self.ep_size)
         return shape if self.config.splits_experts(self.profile.ranks) else shape.joined

@@ -1,4 +1,6 @@
-"""The estimate of a case: the plan that `offload train` would choose, its peaks and its step."""
+"""The estimate of a case: the plan that `offload train` or `offload generate` would choose, its
+peaks, and its step or its passes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ from typing import Any, TypeVar
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import NOTHING, ActivationFacts, HeapFacts, PassCost
+from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.choice.advice import advise
+from offload.planning.choice.inference import estimate_inference
 from offload.planning.choice.planner import resolved_config
 from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
-from offload.planning.plan.estimate import Change, Estimate
+from offload.planning.plan.estimate import Change, Estimate, InferenceEstimate, StepEstimate
 from offload.planning.plan.experts import estimate_experts
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.tools.memest.estimate.case import Case
@@ -26,18 +30,17 @@ class Estimator:
     """Estimates cases of one model; what a pass takes is found once per kind of pass."""
 
     _facts: dict[object, dict[int, ActivationFacts]] = field(default_factory=dict)
+    _passes: dict[object, GenerationFactsOf] = field(default_factory=dict)
 
     def __call__(self, case: Case) -> Estimate:
         """The best plan that the configuration allows, whether or not it fits."""
         planned = self._planned(case)
         best = planned.best
-        step = best.step if case.timed else None
-        if step is not None:
-            step = replace(step, tokens=step.tokens * case.profile.ranks)
+        step = self._of_all_ranks(case, best.step if case.timed else None)
         return Estimate(
             model=case.source.name,
             numel=case.source.shape.numel,
-            numel_trainable=case.source.shape.numel_trainable,
+            numel_trainable=case.source.shape.numel_trainable if case.generation is None else 0,
             hardware=case.profile.text,
             workload=case.workload,
             config=resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu"),
@@ -49,9 +52,21 @@ class Estimator:
             experts=estimate_experts(
                 best.plan, case.shape, case.workload, ITEMSIZE[best.config.precision]
             ),
+            inference=None if case.generation is None else self._inference(case, planned),
             system_nbytes=case.profile.system_nbytes // case.profile.ranks_per_node,
             endurance_nbytes=case.speeds.endurance_nbytes if case.speeds is not None else 0,
         )
+
+    @staticmethod
+    def _of_all_ranks(case: Case, step: StepEstimate | None) -> StepEstimate | None:
+        return None if step is None else replace(step, tokens=step.tokens * case.profile.ranks)
+
+    def _inference(self, case: Case, planned: RunPlan) -> InferenceEstimate:
+        assert case.generation is not None, "what is asked for"
+        facts_of = self._generation_facts(case) if case.source.has_graph else None
+        speeds = case.speeds if case.timed else None
+        found = estimate_inference(planned, case.generation, facts_of, speeds)
+        return replace(found, prefill=self._of_all_ranks(case, found.prefill))
 
     def fits(self, case: Case) -> bool:
         """Whether any plan does. Takes a fraction of the time of an estimate, mostly: where the
@@ -70,7 +85,9 @@ class Estimator:
         source, workload = case.source, case.workload
         if not source.has_graph:
             return NOTHING
-        device = "cuda" if case.profile.gpu_nbytes else "cpu"
+        if case.generation is not None:
+            return self._generation_facts(case)(config, case.generation).peak
+        device = _device(case)
         key = (
             source.fingerprint, config.precision, config.placement.activations.checkpoint,
             config.micro_batches, workload.sequence, device,
@@ -83,6 +100,18 @@ class Estimator:
             by_batch[workload.batch] = source.activations(config, workload, device)
         return by_batch[workload.batch]
 
+    def _generation_facts(self, case: Case) -> GenerationFactsOf:
+        source, device = case.source, _device(case)
+        key = source.fingerprint, device
+        if key not in self._passes:
+            self._passes[key] = GenerationFactsOf(
+                lambda config, workload: source.activations(
+                    config, workload, device, trains=False
+                ),
+                source.cache,
+            )  # fmt: skip
+        return self._passes[key]
+
     def advice(self, case: Case) -> tuple[Change, ...]:
         """What would make a step faster; nothing where nothing is known of time."""
         return tuple(advise(self._planned(case))) if case.timed else ()
@@ -94,6 +123,10 @@ class Estimator:
             baseline, any_fit,
         )  # fmt: skip
         return plan_run(case.config, case.shape, case.hardware, run, traced=case.source.has_graph)
+
+
+def _device(case: Case) -> str:
+    return "cuda" if case.profile.gpu_nbytes else "cpu"
 
 
 def scaled(facts: Facts, factor: float) -> Facts:

@@ -50,18 +50,21 @@ def knobs(case: Case, found: Estimate, peak_at: str) -> list[Knob]:
 
 def _all(case: Case, found: Estimate, peak_at: str, tiers: set[Tier]) -> Iterator[Knob]:
     compute = Tier.DEVICE if case.profile.gpu_nbytes else Tier.HOST
+    generates = case.generation is not None
     if compute in tiers:
-        yield _recompute(case)
-        yield _batch(case)
+        yield () if generates else _recompute(case)
+        yield _sequences(case) if generates else _batch(case)
         yield _micro_batches(case, peak_at)
     if tiers - {Tier.NVME}:
         yield from _budget(case, found, Tier.DEVICE)
         yield from _budget(case, found, Tier.HOST)
         yield from _placements(case)
     yield from _budget(case, found, Tier.NVME)
-    yield _chunk(case)
+    if not generates:
+        yield _chunk(case)
     yield _precision(case)
-    yield _states(case)
+    if not generates:
+        yield _states(case)
     yield from _hardware(case, tiers)
 
 
@@ -118,6 +121,25 @@ def _batch(case: Case) -> Knob:
     return options
 
 
+def _sequences(case: Case) -> Knob:
+    """Fewer sequences at a time, for a user who has them all."""
+    asked = case.generation
+    assert asked is not None, "of inference"
+    options = []
+    for parts in divisors(asked.batch)[1:]:
+        fewer = replace(asked, batch=asked.batch // parts)
+        text = f"{parts} batches of {fewer.batch}, one after the other"
+        options.append(
+            Option(
+                {"--batch": str(fewer.batch)}, text,
+                lambda case, fewer=fewer: replace(  # type: ignore[misc]
+                    case, generation=fewer, workload=fewer.usual
+                ),
+            )
+        )  # fmt: skip
+    return options
+
+
 def _passes(case: Case, batch: int, passes: int) -> Case | None:
     changed = _set("", {"gradient_accumulation_steps": str(passes)}).apply(case)
     workload = replace(case.workload, batch=batch, passes=passes)
@@ -146,6 +168,8 @@ def _placements(case: Case) -> Iterator[Knob]:
     for name, split in reversed(case.config.placement.homes().items()):
         if split is None or split.tiers == (Tier.NVME,):
             continue
+        if case.generation is not None and not name.endswith("parameters"):
+            continue
         key = f"placement.{name}"
         apart, _, state_class = name.rpartition(".")
         what = f"{state_class} of {apart}" if apart else name
@@ -153,7 +177,8 @@ def _placements(case: Case) -> Iterator[Knob]:
         if not (state_class == "gradients" and case.config.sums_gradients):
             options.append(_set(f"{what} on disk", {key: "nvme"}))
         yield options
-    if case.config.placement.activations.tier != "nvme" and case.profile.nvme_nbytes:
+    trains = case.generation is None
+    if trains and case.config.placement.activations.tier != "nvme" and case.profile.nvme_nbytes:
         gpu = case.profile.gpu_nbytes > 0 and case.config.placement.activations.tier == "device"
         key = "placement.activations.tier"
         host = [_set("saved activations wait in RAM", {key: "host"})] if gpu else []
@@ -169,7 +194,10 @@ def _chunk(case: Case) -> Knob:
 def _precision(case: Case) -> Knob:
     if case.config.precision != "fp32":
         return ()
-    return (_set("parameters and gradients in 16 bits, with exact masters", {"precision": "bf16"}),)
+    text = "parameters and gradients in 16 bits, with exact masters"
+    if case.generation is not None:
+        text = "weights in 16 bits"
+    return (_set(text, {"precision": "bf16"}),)
 
 
 def _states(case: Case) -> Knob:

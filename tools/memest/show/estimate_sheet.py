@@ -33,9 +33,9 @@ def _blocks(estimate: Estimate) -> Iterator[Block]:
         yield _changes(estimate) if estimate.changes else Lines((view.NO_CHANGE,))
     yield Heading("Peak memory")
     yield from _memory(estimate)
-    if estimate.step is not None:
-        yield Heading(view.step_text(estimate.step))
-        yield from _time(estimate.step)
+    for title, step in view.passes_of(estimate):
+        yield Heading(title)
+        yield from _time(estimate, step)
     if estimate.experts is not None:
         yield Heading("Experts")
         yield _experts(estimate.experts)
@@ -78,14 +78,15 @@ def _state(name: str, cell: str) -> str:
     return "bad" if name == "short" and cell != "-" else ""
 
 
-def _time(step: StepEstimate) -> Iterator[Block]:
+def _time(estimate: Estimate, step: StepEstimate) -> Iterator[Block]:
     if step.spans:
         yield lanes(step)
     rows = tuple(
         (Cell(f"{link} (bottleneck)", strong=True) if link == step.bottleneck else link, *cells)
-        for link, *cells in view.link_rows(step)
+        for link, *cells in view.link_rows(estimate, step)
     )
-    yield Table(("link", "busy", "share of the step", "bytes"), rows)
+    heads = ("link", "busy", *view.token_heads(estimate), view.share_head(estimate), "bytes")
+    yield Table(heads, rows)
 
 
 def _experts(found: ExpertEstimate) -> Table:
@@ -98,7 +99,7 @@ def _experts(found: ExpertEstimate) -> Table:
 
 def _homes(estimate: Estimate) -> Table:
     plan = estimate.plan
-    rows = tuple((name, each.describe()) for name, each in plan.placements.items())
+    rows = tuple(view.homes_of(estimate))
     about = (
         f"{len(plan.groups):,} groups, {plan.prefetch} fetched ahead, chunks of "
         f"{plan.chunk_numel:,} elements"

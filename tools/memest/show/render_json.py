@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from offload.planning.plan.estimate import Estimate, PlaceEstimate, StepEstimate
+from offload.planning.plan.estimate import (
+    Estimate,
+    InferenceEstimate,
+    PlaceEstimate,
+    StepEstimate,
+)
 from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.tier import Tier
@@ -41,6 +46,7 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
         "ledger_peaks": {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()},
         "checkpoint_nbytes": memory.checkpoint_nbytes,
         "step": None if estimate.step is None else _step(estimate.step),
+        "inference": None if estimate.inference is None else _inference(estimate.inference),
         "experts": None if estimate.experts is None else _experts(estimate.experts),
         "ssd": {
             "endurance_nbytes": estimate.endurance_nbytes or None,
@@ -73,6 +79,18 @@ def _step(step: StepEstimate) -> dict[str, Any]:
         "written_nbytes": step.written_nbytes,
         "links": [asdict(link) for link in step.links],
         "spans": [asdict(span) for span in step.spans],
+    }
+
+
+def _inference(found: InferenceEstimate) -> dict[str, Any]:
+    return {
+        "batch": found.generation.batch,
+        "prompt": found.generation.prompt,
+        "new_tokens": found.generation.new_tokens,
+        "prefill": None if found.prefill is None else _step(found.prefill),
+        "cache_nbytes": found.cache_nbytes,
+        "cache_nbytes_per_token": found.token_nbytes,
+        "break_even_batch": found.break_even_batch,
     }
 
 

@@ -31,9 +31,9 @@ def _parts(estimate: Estimate) -> Iterator[RenderableType]:
     yield _headline(estimate)
     yield ""
     yield _memory(estimate)
-    if estimate.step is not None:
+    for title, step in view.passes_of(estimate):
         yield ""
-        yield _time(estimate.step)
+        yield _time(estimate, title, step)
     yield ""
     yield _figures(estimate)
     if estimate.experts is not None:
@@ -61,7 +61,7 @@ def _headline(estimate: Estimate) -> Table:
     table.add_row("hardware", Text(estimate.hardware))
     table.add_row("work", view.workload_text(estimate))
     table.add_row("states", view.state_text(estimate))
-    table.add_row("homes", view.homes_text(estimate.plan))
+    table.add_row("homes", view.homes_text(estimate))
     return table
 
 
@@ -97,17 +97,24 @@ def _gauge(place: PlaceEstimate) -> Text:
     return text.append(f" {used:>6}", style=bar.state and "red")
 
 
-def _time(step: StepEstimate) -> Table:
-    share = "share of the step"
-    table = ruled("link", "busy", "bytes", share, title=view.step_text(step), left=[share])
+def _time(estimate: Estimate, title: str, step: StepEstimate) -> Table:
+    share = view.share_head(estimate)
+    table = ruled(
+        "link", "busy", *view.token_heads(estimate), "bytes", share, title=title, left=[share]
+    )
     table.columns[0].min_width = _NAME_CELLS + 2
-    for link, (name, busy, used, nbytes) in zip(step.links, view.link_rows(step), strict=True):
+    links = view.links_of(estimate, step)
+    for link, (name, busy, *tokens, used, nbytes) in zip(
+        links, view.link_rows(estimate, step), strict=True
+    ):
         part = link.seconds / step.seconds if step.seconds else 0.0
         cells = min(_BAR_CELLS, round(part * _BAR_CELLS))
         bar = Text("█" * cells, style=DARK.of[span_meaning(name, "")])
         bar.append("░" * (_BAR_CELLS - cells), style="dim").append(f" {used:>6}", style="default")
         style = "bold" if name == step.bottleneck else ""
-        table.add_row(_swatch(span_meaning(name, "")).append(name, style), busy, nbytes, bar)
+        table.add_row(
+            _swatch(span_meaning(name, "")).append(name, style), busy, *tokens, nbytes, bar
+        )
     return table
 
 
@@ -122,7 +129,7 @@ def _experts(found: ExpertEstimate) -> Table:
 def _figures(estimate: Estimate) -> Table:
     table = plain({"style": "dim", "no_wrap": True}, {"justify": "right", "no_wrap": True}, {})
     for figure in view.figures(estimate):
-        if figure.name != "step":  # the title of the table above
+        if figure.name not in ("step", "prefill", "decoding"):  # titles of the tables above
             table.add_row(figure.name, figure.value, figure.aside)
     return table
 

@@ -152,7 +152,7 @@ def _point_values(point: Point) -> dict[str, Any]:
         "network_s": point.network_s,
         "computing": point.efficiency,
         "tokens_per_s": point.step.tokens_per_s,
-        "placements": homes_text(point.found.plan),
+        "placements": homes_text(point.found),
         "collectives": [asdict(total) for total in point.totals],
         "sequence": [
             {"name": call.name, "group": call.group, "nbytes": call.nbytes} for call in point.calls
@@ -221,7 +221,7 @@ def _memory(points: Sequence[Point]) -> Iterator[Block]:
 
 def _homes(series: Series) -> Iterator[tuple[str, str]]:
     """Neighbouring sizes with the same homes together."""
-    for homes, points in groupby(series.points, lambda point: homes_text(point.found.plan)):
+    for homes, points in groupby(series.points, lambda point: homes_text(point.found)):
         ranks = [point.ranks for point in points]
         yield f"{ranks[0]:,}" + (f" to {ranks[-1]:,}" if len(ranks) > 1 else ""), homes
 

@@ -16,11 +16,14 @@ from offload.planning.choice.expert_text import expert_rows as expert_rows
 from offload.planning.plan.estimate import (
     Change,
     Estimate,
+    InferenceEstimate,
+    LinkTime,
     MemoryClass,
     PlaceEstimate,
     StepEstimate,
 )
-from offload.planning.plan.plan import Plan
+from offload.planning.plan.sizes import class_of
+from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show.sheet import Figure
@@ -77,10 +80,18 @@ def missing_text(estimate: Estimate) -> str:
 
 
 def workload_text(estimate: Estimate) -> str:
-    """`batch 4 x 2,048 tokens, 8 passes per step`."""
+    """`batch 4 x 2,048 tokens, 8 passes per step`, or `4 prompts of 512 tokens, 128 new ones`."""
     workload = estimate.workload
-    passes = f", {workload.passes} passes per step" if workload.passes > 1 else ""
+    if estimate.inference is not None:
+        asked, micro = estimate.inference.generation, estimate.config.micro_batches
+        pieces = f", {micro} pieces of the batch" if micro > 1 else ""
+        prompts = "prompt" if asked.batch == 1 else "prompts"
+        return (
+            f"{asked.batch:,} {prompts} of {asked.prompt:,} tokens, {asked.new_tokens:,} new "
+            f"{'token' if asked.new_tokens == 1 else 'tokens'} each{pieces}"
+        )
     micro = estimate.config.micro_batches
+    passes = f", {workload.passes} passes per step" if workload.passes > 1 else ""
     pieces = f", {micro} micro-batches" if micro > 1 else ""
     return f"batch {workload.batch:,} x {workload.sequence:,} tokens{passes}{pieces}"
 
@@ -90,7 +101,7 @@ def model_text(estimate: Estimate, name: str = "") -> str:
     text = f"{counted(estimate.numel)} parameters"
     if name and name != text:
         text = f"{name}: {text}"
-    if estimate.numel_trainable != estimate.numel:
+    if estimate.numel_trainable != estimate.numel and estimate.inference is None:
         text += f", {counted(estimate.numel_trainable)} trained"
     experts = estimate.experts
     if experts is not None and experts.active_numel != estimate.numel:
@@ -99,8 +110,10 @@ def model_text(estimate: Estimate, name: str = "") -> str:
 
 
 def state_text(estimate: Estimate) -> str:
-    """`bf16, split master, fp32 states`."""
+    """`bf16, split master, fp32 states`; of inference the formats of weights."""
     config = estimate.config
+    if estimate.inference is not None:
+        return f"{config.precision}, nothing is trained"
     master = "" if config.master == "none" else f", {config.master} master"
     recompute = config.placement.activations.checkpoint
     words = {True: ", checkpointing", "selective": ", selective checkpointing"}
@@ -108,8 +121,23 @@ def state_text(estimate: Estimate) -> str:
     return f"{config.precision}{master}{states}{words.get(recompute, '')}"
 
 
-def step_text(step: StepEstimate) -> str:
-    return f"One step: {duration(step.seconds)}, bound by {step.bottleneck}"
+def passes_of(estimate: Estimate) -> Iterator[tuple[str, StepEstimate]]:
+    """What takes time, each with a title: a step, or the passes of inference."""
+    step, inference = estimate.step, estimate.inference
+    if step is None:
+        return
+    if inference is None:
+        yield f"One step: {bound_text(step)}", step
+        return
+    if inference.prefill is not None:
+        yield f"Prefill: {bound_text(inference.prefill)}", inference.prefill
+    if inference.generation.new_tokens > 1:
+        yield f"Decoding, one pass: {bound_text(step)}", step
+
+
+def bound_text(step: StepEstimate) -> str:
+    """`1.23 s, bound by nvme read`."""
+    return f"{duration(step.seconds)}, bound by {step.bottleneck}"
 
 
 def used_text(place: PlaceEstimate) -> str:
@@ -160,12 +188,30 @@ def _bytes(sizes: Sequence[int]) -> tuple[str, ...]:
     return tuple(format_bytes(nbytes) if nbytes else "-" for nbytes in sizes)
 
 
-def link_rows(step: StepEstimate) -> Iterator[tuple[str, str, str, str]]:
-    """A link, how long it is busy, what share of the step that is, and the bytes that cross it."""
-    for link in step.links:
+def links_of(estimate: Estimate, step: StepEstimate) -> Sequence[LinkTime]:
+    """Those that have anything to do in such work."""
+    trains = estimate.inference is None
+    return [link for link in step.links if trains or link.seconds or link.nbytes]
+
+
+def share_head(estimate: Estimate) -> str:
+    """Of the column of `link_rows` that has shares."""
+    return "share of the step" if estimate.inference is None else "share of the pass"
+
+
+def token_heads(estimate: Estimate) -> tuple[str, ...]:
+    """Of the columns that rows of inference have besides."""
+    return () if estimate.inference is None else ("per token",)
+
+
+def link_rows(estimate: Estimate, step: StepEstimate) -> Iterator[tuple[str, ...]]:
+    """A link, how long it is busy (of inference also per token), what share of the step that is,
+    and the bytes that cross it."""
+    for link in links_of(estimate, step):
         busy = share(link.seconds / step.seconds if step.seconds else 0.0)
         nbytes = format_bytes(link.nbytes) if link.nbytes else "-"
-        yield link.name, duration(link.seconds), busy, nbytes
+        token = () if estimate.inference is None else (duration(link.seconds / step.tokens),)
+        yield link.name, duration(link.seconds), *token, busy, nbytes
 
 
 def changes_title(estimate: Estimate) -> str:
@@ -203,13 +249,22 @@ def where_text(estimate: Estimate) -> str:
     return f"{estimate.hardware} · {workload_text(estimate)}"
 
 
-def homes_text(plan: Plan) -> str:
+def homes_of(estimate: Estimate) -> Iterator[tuple[str, str]]:
+    """Where each class of states is; of inference, that of the weights."""
+    for name, each in estimate.plan.placements.items():
+        if estimate.inference is None or class_of(name) is StateClass.PARAMETERS:
+            yield str(name), each.describe()
+
+
+def homes_text(estimate: Estimate) -> str:
     """`parameters device; gradients host; ...`"""
-    return "; ".join(f"{name} {each.describe()}" for name, each in plan.placements.items())
+    return "; ".join(f"{name} {where}" for name, where in homes_of(estimate))
 
 
 def figures(estimate: Estimate) -> tuple[Figure, ...]:
     """Time first, then what it does to disks."""
+    if estimate.inference is not None:
+        return tuple(_of_inference(estimate, estimate.inference))
     step = estimate.step
     found = []
     if step is not None:
@@ -223,6 +278,31 @@ def figures(estimate: Estimate) -> tuple[Figure, ...]:
             found.append(_life(estimate))
     checkpoint = format_bytes(estimate.memory.checkpoint_nbytes)
     return (*found, Figure("checkpoint", checkpoint, "on disk, each"))
+
+
+def _of_inference(estimate: Estimate, found: InferenceEstimate) -> Iterator[Figure]:
+    step, asked = estimate.step, found.generation
+    if found.prefill is not None and step is not None:
+        prefill = found.prefill
+        yield Figure(
+            "prefill", duration(prefill.seconds), f"{per_second(prefill.tokens_per_s)} tokens/s"
+        )
+        if asked.new_tokens > 1:
+            rate = per_second(step.tokens_per_s)
+            yield Figure("decoding", duration(step.seconds), f"a pass; {rate} tokens/s")
+        seconds = found.seconds(step)
+        if seconds is not None:
+            yield Figure(
+                "all of it", duration(seconds), f"{asked.batch * asked.new_tokens:,} new tokens"
+            )
+        if found.break_even_batch is not None:
+            yield Figure(
+                "break-even batch", f"{found.break_even_batch:,}",
+                "sequences: from there on the model's work bounds a pass",
+            )  # fmt: skip
+    if found.token_nbytes is not None:
+        cached = f"{format_bytes(found.token_nbytes)} per token of a sequence"
+        yield Figure("kv cache", format_bytes(found.cache_nbytes or 0), cached)
 
 
 def _life(estimate: Estimate) -> Figure:

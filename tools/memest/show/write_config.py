@@ -11,7 +11,8 @@ from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import home_nbytes, needed_nbytes
-from offload.planning.plan.sizes import ExpertClass
+from offload.planning.plan.sizes import ExpertClass, class_of
+from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
@@ -28,17 +29,20 @@ def config_yaml(
     ranks: Ranks = _ALONE,
 ) -> str:  # fmt: skip
     """The text of a file that `offload.initialize(model, file_name)` takes, and, if the model is
-    one of the built-in ones, `offload train`.
+    one of the built-in ones, `offload train`; of inference one that `offload.dispatch` takes.
 
     `asked`: the configuration before the machine was looked at; what neither model nor budgets
     decide stays as open as it is there.
     """
     lines = [*_header(estimate, source, file_name, ranks), *_compute(estimate), *_budget(estimate)]
-    lines += [*_nvme(asked), *_placement(estimate), *_optimizer(estimate, asked)]
+    lines += [*_nvme(asked), *_placement(estimate)]
+    if estimate.inference is None:
+        lines += _optimizer(estimate, asked)
     lines += _step(estimate)
     lines += _rest(asked)
     lines += _written_for(estimate, source)
-    lines += _train(estimate, source)
+    if estimate.inference is None:
+        lines += _train(estimate, source)
     return "\n".join(lines) + "\n"
 
 
@@ -52,8 +56,9 @@ def _header(
     if estimate.step is not None:
         time = view.duration(estimate.step.seconds)
         rate = view.per_second(estimate.step.tokens_per_s)
+        what = "step" if estimate.inference is None else "decoding pass"
         yield (
-            f"# predicted: {time} per step ({rate} tokens/s), bound by {estimate.step.bottleneck}"
+            f"# predicted: {time} per {what} ({rate} tokens/s), bound by {estimate.step.bottleneck}"
         )
     peaks = (
         f"{view.PLACE_TITLES[tier]} {format_bytes(place.peak_nbytes)}"
@@ -66,6 +71,11 @@ def _header(
     ep_size = 1 if estimate.experts is None else estimate.experts.ep_size
     if ep_size > 1:
         yield f"# layers of experts: offload.moe.MoE(..., ep_size={ep_size})"
+    if estimate.inference is not None:
+        yield f'# offload.dispatch(model, "{_one_line(file_name)}", weights=FOLDER), or'
+        yield f"# `offload generate FOLDER --config {_one_line(file_name)}`"
+        yield ""
+        return
     if source.train_model is not None and estimate.fits and ep_size == 1:
         yield from _train_lines(f"offload train {_one_line(file_name)}", ranks)
     else:
@@ -90,7 +100,10 @@ def _compute(estimate: Estimate) -> Iterator[str]:
     config = estimate.config
     where = "cuda" if estimate.plan.gpu else "cpu"
     yield _key("device", where, "where the model computes")
-    yield _key("precision", config.precision, f"parameters and gradients; master: {config.master}")
+    what = f"parameters and gradients; master: {config.master}"
+    if estimate.inference is not None:
+        what = "of the weights, as the model computes with them"
+    yield _key("precision", config.precision, what)
     if config.seed != _DEFAULTS.seed:
         yield _key("seed", config.seed, "of initialisation, data order and sampling")
 
@@ -133,7 +146,10 @@ def _placement(estimate: Estimate) -> Iterator[str]:
     dumped = config.placement.model_dump(mode="json", exclude_none=True)
     yield ""
     yield "placement:"
+    trains = estimate.inference is None
     for placed, where in plan.placements.items():
+        if not trains and class_of(placed) is not StateClass.PARAMETERS:
+            continue
         if placed is ExpertClass.PARAMETERS:
             yield "  experts:"
         *above, name = placed.split(".")
@@ -141,6 +157,8 @@ def _placement(estimate: Estimate) -> Iterator[str]:
         held = sum(home_nbytes(plan, placed, tier) for tier in Tier)
         value = values.get(name, str(where.tiers[0]))
         yield _key(name, value, f"{format_bytes(held)}", 1 + len(above))
+    if not trains:
+        return
     activations = config.placement.activations
     yield "  activations:"
     yield _key("tier", activations.tier, "where what forward saves waits for backward", 2)
@@ -168,9 +186,10 @@ def _step(estimate: Estimate) -> Iterator[str]:
     config = estimate.config
     passes = config.gradient_accumulation_steps
     yield ""
-    if config.clip_grad_norm is not None:
-        yield _key("clip_grad_norm", config.clip_grad_norm, "largest gradient norm")
-    yield _key("gradient_accumulation_steps", passes, "backward passes per step")
+    if estimate.inference is None:
+        if config.clip_grad_norm is not None:
+            yield _key("clip_grad_norm", config.clip_grad_norm, "largest gradient norm")
+        yield _key("gradient_accumulation_steps", passes, "backward passes per step")
     pieces = "pieces of a batch that each block runs over before the next"
     yield _key("micro_batches", max(1, config.micro_batches), pieces)
     yield _key("prefetch", config.prefetch, "groups fetched ahead")
@@ -193,9 +212,12 @@ def _written_for(estimate: Estimate, source: ModelSource) -> Iterator[str]:
     """The model, where no `train:` section describes it."""
     if source.train_model is not None:
         return
+    sequence = estimate.workload.sequence
+    if estimate.inference is not None:
+        sequence = estimate.inference.generation.prompt
     written = WrittenFor(
         model=_one_line(source.name), parameters=estimate.numel, source=source.location,
-        batch=estimate.workload.batch, sequence=estimate.workload.sequence,
+        batch=estimate.workload.batch, sequence=sequence,
     )  # fmt: skip
     yield ""
     yield "# what all of this was planned for; `offload plan` plans it again"

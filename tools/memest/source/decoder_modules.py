@@ -132,8 +132,9 @@ def _positions(embeds: Tensor) -> Tensor:
 
 
 def _attention(
-    settings: DecoderSettings, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    module: _Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
+    settings = module.settings
     more: dict[str, Any] = {}
     times = settings.heads // settings.kv_heads
     if times > 1:
@@ -141,8 +142,9 @@ def _attention(
             key, value = _repeated(key, times), _repeated(value, times)
         else:
             more = {"enable_gqa": True}
+    dropout = settings.attention_dropout if module.training else 0.0
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=None, dropout_p=settings.attention_dropout, scale=scaling,
+        query, key, value, attn_mask=None, dropout_p=dropout, scale=scaling,
         is_causal=query.shape[2] > 1, **more,
     )  # fmt: skip
     return output.transpose(1, 2).contiguous()
@@ -167,16 +169,19 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 class _CausalModel(_Module):
     """A model and its head."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool = False) -> Any:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = False,
+        logits_to_keep: int = 0,
+    ) -> Any:  # fmt: skip
         body = self.model if "model" in self._modules else self.transformer
         outputs = body(input_ids)
         hidden_states = outputs.last_hidden_state
-        logits = self.lm_head(hidden_states[:, slice(0, None), :])
+        logits = self.lm_head(hidden_states[:, slice(-logits_to_keep, None), :])
         if self.settings.caps_logits:
             logits = logits / 30.0
             logits = torch.tanh(logits)
             logits = logits * 30.0
-        loss = _loss(logits, labels)
+        loss = None if labels is None else _loss(logits, labels)
         return SimpleNamespace(loss=loss, logits=logits, outputs=outputs)
 
 
@@ -244,7 +249,7 @@ class _LlamaAttention(_Module):
         query, key, value = self._projected(hidden_states, shape)
         cos, sin = position_embeddings
         query, key = self._rotated(query, key, cos, sin)
-        output = _attention(self.settings, query, key, value, self.settings.head_dim**-0.5)
+        output = _attention(self, query, key, value, self.settings.head_dim**-0.5)
         output = output.reshape(*shape[:-2], -1).contiguous()
         output = self.o_proj(output)
         return output, None
@@ -445,7 +450,7 @@ class _GPT2Attention(_Module):
         key = key.view(shape).transpose(1, 2)
         value = value.view(shape).transpose(1, 2)
         query = query.view(shape).transpose(1, 2)
-        output = _attention(self.settings, query, key, value, self.settings.head_dim**-0.5)
+        output = _attention(self, query, key, value, self.settings.head_dim**-0.5)
         output = output.reshape(*output.shape[:-2], -1).contiguous()
         output = self.c_proj(output)
         output = F.dropout(output, self.settings.residual_dropout, self.training)

@@ -26,6 +26,7 @@ from offload.zero.module_tree import ModuleTree
 _CODE_KEY = re.compile(r"_*\w*implementation(_internal)?")
 _LAYERS_KEY = re.compile(r"(num|n)_(\w+_)?layers?|num_layers|depth")
 _SIZE_KEY = re.compile(r"\w+_(size|dim|rank)|(num|n|d)_\w+")
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
 
@@ -57,6 +58,16 @@ class ModelConfiguration:
         stated = (self.values, inner, family.defaults if family is not None else None)
         found = (first_size(each, CONTEXT_KEYS) for each in stated if isinstance(each, dict))
         return next((size for size in found if size is not None), None)
+
+    @property
+    def precision(self) -> str | None:
+        """The format of its weights, where the file says one that tiers hold."""
+        inner = self.values.get("text_config")
+        for values in (self.values, inner if isinstance(inner, dict) else {}):
+            named = values.get("dtype", values.get("torch_dtype"))
+            if isinstance(named, str) and named.removeprefix("torch.") in _PRECISIONS:
+                return _PRECISIONS[named.removeprefix("torch.")]
+        return None
 
     @property
     def notes(self) -> tuple[str, ...]:

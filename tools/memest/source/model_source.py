@@ -16,6 +16,7 @@ from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.machine import disk_cache
+from offload.planning.plan.cache_shape import CacheShape
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.tools.memest.source.error_text import one_line
@@ -58,6 +59,8 @@ class ModelSource:
     # modules on the meta device whose trace is the model's for sequences of a length; loads torch
     build: Callable[[int], nn.Module] | None = None
     traced: Callable[[int], str] | None = None  # whose modules these are
+    precision: str | None = None  # that its weights are said to be in
+    cache: CacheShape | None = None  # of keys and values, where it is known
 
     @property
     def has_graph(self) -> bool:
@@ -70,9 +73,11 @@ class ModelSource:
         return replace(self, build=None, notes=(*self.notes, note))
 
     def activations(
-        self, config: OffloadConfig, workload: Workload, device: str | None = None
-    ) -> ActivationFacts:
-        """Bytes and operations of one forward and backward pass, from the module's own graph.
+        self, config: OffloadConfig, workload: Workload, device: str | None = None, *,
+        trains: bool = True,
+    ) -> ActivationFacts:  # fmt: skip
+        """Bytes and operations of one forward and, if it `trains`, backward pass, from the module's
+        own graph; of a forward alone without a cache.
 
         `device` (cpu, cuda): whose kernels are meant, by default those of `config`, or of this
         machine. Loads torch and takes seconds unless the answer is on disk. UnsupportedError where
@@ -84,9 +89,10 @@ class ModelSource:
                 f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
                 "beside them, or name the model's module:function"
             )
-        find = partial(_traced, self.build, config, workload, device)
+        find = partial(_traced, self.build, config, workload, device, trains)
         if self.fingerprint:
-            key = key_of({"model": self.fingerprint, **_pass_parts(config, workload, device)})
+            parts = {**_pass_parts(config, workload, device), "trains": trains}
+            key = key_of({"model": self.fingerprint, **parts})
             facts = disk_cache.remembered("activations", key, ActivationFacts | str, find)
         else:
             facts = find()
@@ -97,14 +103,15 @@ class ModelSource:
 
 def _traced(
     build: Callable[[int], nn.Module], config: OffloadConfig, workload: Workload,
-    device: str | None,
+    device: str | None, trains: bool,
 ) -> ActivationFacts | str:  # fmt: skip
     """The facts, or why the model's code cannot be followed."""
-    from offload.planning.activations.trace import trace_activations
+    from offload.planning.activations.trace import trace_activations, trace_forward
 
     model = build(workload.sequence)
+    trace = trace_activations if trains else trace_forward
     try:
-        return trace_activations(model, config, workload, device=device)
+        return trace(model, config, workload, device=device)
     except UnsupportedError as error:
         return str(error)
     except OffloadError:

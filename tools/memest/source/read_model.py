@@ -15,8 +15,10 @@ from offload.config import OffloadConfig
 from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.config.written_for import WrittenFor
 from offload.planning.choice.durations import counted
+from offload.planning.plan.cache_shape import CacheShape
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.builtin_model import builtin_shape
+from offload.tools.memest.source.cache_shapes import built_in_cache, family_cache
 from offload.tools.memest.source.decoder_settings import own_model, traced_modules
 from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import (
@@ -192,7 +194,7 @@ def _built_in(
     fingerprint = key_of({"built-in": model.model_dump(mode="json")})
     return ModelSource(
         name=name, kind=kind, shape=shape, fingerprint=fingerprint, notes=notes, train_model=model,
-        build=build,
+        build=build, cache=built_in_cache(model),
     )  # fmt: skip
 
 
@@ -215,6 +217,7 @@ def _from_configuration(
         return library() if own is None else own
 
     tree = family_tree(configuration)
+    kept: CacheShape | None = None
     context, notes = configuration.context, configuration.notes
     if tree is not None:
         assert configuration.family is not None, "it has a tree"
@@ -222,9 +225,11 @@ def _from_configuration(
         shape = shape_of(tree, blocks)
         if shape.tables:
             shape = replace(shape, experts_per_token=experts_per_token(values))
+        kept = family_cache(configuration.family, configuration.keys(configuration.family))
     else:
         found, built = library_model(configuration, blocks, library)
         shape, context, notes = found.shape, context or found.context, (*notes, *built)
+        kept = found.cache
     if shape.numel > MOST_PARAMS:
         raise ConfigError(
             f"{configuration.where}: its sizes make {float(shape.numel):.3g} parameters; at most "
@@ -239,6 +244,8 @@ def _from_configuration(
         notes=notes,
         build=cache(build),
         traced=lambda sequence: traced_modules(configuration, sequence),
+        precision=configuration.precision,
+        cache=kept,
     )
 
 

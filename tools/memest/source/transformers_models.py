@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from offload import machine
 from offload.planning.machine.disk_cache import remembered
+from offload.planning.plan.cache_shape import CacheShape
 from offload.tiers.errors import ConfigError, OffloadError
+from offload.tools.memest.source.cache_shapes import modules_cache
 from offload.tools.memest.source.error_text import one_line
 from offload.tools.memest.source.hugging_face import (
     CONTEXT_KEYS,
@@ -51,6 +53,7 @@ class LibraryModel:
 
     shape: ModelShape
     context: int | None  # longest sequence in tokens, where its configuration has one
+    cache: CacheShape | None  # None: it has none, or its code cannot be followed
 
 
 def library_model(
@@ -65,7 +68,8 @@ def library_model(
         notes.append(_BUILT)
         model: Any = build()
         shape = discover(model, blocks).shape()
-        return LibraryModel(shape, first_size(vars(model.config.get_text_config()), CONTEXT_KEYS))
+        context = first_size(vars(model.config.get_text_config()), CONTEXT_KEYS)
+        return LibraryModel(shape, context, modules_cache(model))
 
     key = key_of({**fingerprint_parts(configuration), "blocks": list(blocks)})
     return remembered("shapes", key, LibraryModel, find), tuple(notes)

@@ -1,0 +1,88 @@
+"""What generating text takes beside the weights: the facts of its two kinds of pass, and the cache
+of keys and values that grows behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.planning.activations.facts import ActivationFacts, HeapFacts
+from offload.planning.plan.cache_shape import CacheShape
+from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.plan.workload import Generation, Workload
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+
+ForwardOf = Callable[["OffloadConfig", Workload], ActivationFacts]  # a pass without gradients
+
+# A pass of one token reads a layer's cache and writes it anew, one token longer; attention reads
+# that (`DynamicLayer.update`).
+_CACHE_PASSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationFacts:
+    """Passes at a batch. `peak` is of both together, with the cache in its largest state."""
+
+    prefill: ActivationFacts
+    decode: ActivationFacts  # behind half of the new tokens
+    peak: ActivationFacts  # memory of both, the work of `decode`
+    cache_nbytes: int  # in the end; part of the peak
+
+
+class GenerationFactsOf:
+    """Those of one model, found once for each choice of what they depend on."""
+
+    def __init__(self, forward: ForwardOf, cache: CacheShape | None) -> None:
+        """`cache`: None where it is not known what the model keeps."""
+        self._forward = forward
+        self.cache = cache
+        self._found: dict[object, ActivationFacts] = {}
+
+    def __call__(self, config: OffloadConfig, generation: Generation) -> GenerationFacts:
+        """`config` is settled."""
+        prefill, decode = (
+            self._pass(config, each) for each in (generation.prefill, generation.decode)
+        )
+        itemsize = ITEMSIZE[config.precision]
+        return generation_facts(prefill, decode, self.cache, generation, itemsize)
+
+    def _pass(self, config: OffloadConfig, workload: Workload) -> ActivationFacts:
+        """Weights are read whatever the batch is, so no pass is told from another."""
+        key = config.precision, config.micro_batches, workload
+        if key not in self._found:
+            self._found[key] = self._forward(config, workload)
+        return self._found[key]
+
+
+def generation_facts(
+    prefill: ActivationFacts, decode: ActivationFacts, cache: CacheShape | None,
+    generation: Generation, itemsize: int,
+) -> GenerationFacts:  # fmt: skip
+    """`prefill` and `decode` are traced without a cache, which is added; `itemsize`: bytes of its
+    elements."""
+    cache = cache or CacheShape(())
+    element = generation.batch * itemsize
+    first, last = generation.prompt, generation.context
+    touched = _CACHE_PASSES * element * cache.read_numel((first + last) // 2)
+    decode = replace(
+        decode,
+        forward=replace(
+            decode.forward, touched_nbytes=decode.forward.touched_nbytes + touched
+        ),
+    )  # fmt: skip
+    before, after = (element * cache.kept_numel(tokens) for tokens in (first, last))
+    # the layer at work has its cache twice, before and behind the new token
+    copied = element * cache.largest_numel(last)
+    prefill_nbytes, decode_nbytes = prefill.peak_nbytes + before, decode.peak_nbytes + copied
+    peak = max(prefill_nbytes, decode_nbytes + after)
+    heap = max(prefill.heap.peak_nbytes, decode.heap.peak_nbytes)
+    both = replace(
+        decode, peak_nbytes=peak, peak_elsewhere_nbytes=peak,
+        peak_at=prefill.peak_at if peak == prefill_nbytes else decode.peak_at,
+        heap=HeapFacts(0, heap, heap), cache_nbytes=before if peak == prefill_nbytes else after,
+    )  # fmt: skip
+    return GenerationFacts(prefill, decode, both, after)

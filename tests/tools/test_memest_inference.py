@@ -1,0 +1,243 @@
+"""`memest MODEL --inference`: caches as transformers makes them, one answer in every form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.config import OffloadConfig
+from offload.planning.activations.generation_facts import generation_facts
+from offload.planning.activations.trace import trace_forward
+from offload.planning.plan.cache_shape import CacheLayer, CacheShape
+from offload.planning.plan.workload import Generation, Workload
+from offload.tools.memest.hardware.read_profile import read_profile
+from offload.tools.memest.source.cache_shapes import family_cache, modules_cache
+from offload.tools.memest.source.decoder_settings import own_model
+from offload.tools.memest.source.hugging_face import ModelConfiguration, check_configuration
+from tests.tools.test_memest_cli import run
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "all layers slide": ("mistral", {"sliding_window": 8}),
+    "every other one slides": ("gemma2", {"head_dim": 16, "sliding_window": 8}),
+    "the last ones slide": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+    "wide heads": ("qwen3", {"head_dim": 32}),
+    "experts": ("qwen3_moe", MOE),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 128}),
+}
+MLA = {
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6,
+    "v_head_dim": 12, "n_routed_experts": 4, "num_key_value_heads": 4, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+def built(model_type: str, settings: dict[str, Any]) -> Any:
+    sizes = {} if model_type == "gpt2" else SIZES
+    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **settings})
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def configuration(model: Any) -> ModelConfiguration:
+    values = json.loads(json.dumps(model.config.to_dict()))
+    return check_configuration({**values, "architectures": [type(model).__name__]}, "here")
+
+
+# ---------------------------------------------------------------- what is cached
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_family_s_cache_is_the_one_that_its_modules_make(kind: str) -> None:
+    model = built(*KINDS[kind])
+    described = configuration(model)
+    assert described.family is not None
+    told = family_cache(described.family, described.keys(described.family))
+    assert told == modules_cache(model)
+    assert told.kept_numel(20) == _kept(*KINDS[kind], length=20)
+
+
+def test_latent_caches_are_counted_as_they_are_kept() -> None:
+    found = modules_cache(built("deepseek_v3", MLA))
+    assert found is not None
+    assert {layer.token_numel for layer in found.layers} == {8 + 6}  # the latent, a rotated key
+
+
+def _kept(model_type: str, settings: dict[str, Any], length: int) -> int:
+    """Elements that transformers' own cache has behind a real forward."""
+    model = transformers.AutoModelForCausalLM.from_config(built(model_type, settings).config)
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    with torch.no_grad():
+        cache = model.eval()(tokens, use_cache=True).past_key_values
+    return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+
+
+def test_a_window_keeps_one_token_less_than_it_sees() -> None:
+    layer = CacheLayer(10, window=8)
+    assert [layer.kept_numel(n) for n in (1, 7, 8, 100)] == [10, 70, 70, 70]
+    assert layer.read_numel(100) == 80
+    assert CacheShape((layer, CacheLayer(10, None, 3))).kept_numel(20) == 70 + 203
+
+
+# ---------------------------------------------------------------- what a pass takes
+@pytest.mark.parametrize("kind", ["llama", "wide heads", "gpt2"])
+def test_own_modules_take_what_those_of_transformers_take(kind: str) -> None:
+    model = built(*KINDS[kind])
+    own = own_model(configuration(model), 32)
+    config = OffloadConfig.load({"precision": "bf16", "device": "cpu"})
+    for workload in (Workload(3, 32), Workload(3, 1)):
+        found = trace_forward(model, config, workload)
+        assert own is not None
+        assert trace_forward(own, config, workload) == found
+        assert found.saved_nbytes == found.backward.flops == 0
+        assert model.training
+
+
+def test_a_pass_without_gradients_counts_skipped_blocks_as_if_they_ran() -> None:
+    model = built("llama", {"num_hidden_layers": 9})
+    config = OffloadConfig.load({"precision": "bf16", "device": "cpu"})
+    few, all_of_them = (
+        trace_forward(model, config, Workload(2, 16), skip=skip) for skip in (True, False)
+    )
+    assert few == all_of_them
+
+
+def test_the_cache_is_part_of_the_peak_and_of_what_decoding_touches() -> None:
+    config = OffloadConfig.load({"precision": "bf16", "device": "cpu"})
+    model = built("llama", {})
+    cache = modules_cache(model)
+    assert cache is not None
+    asked = Generation(batch=3, prompt=10, new_tokens=21)
+    prefill = trace_forward(model, config, asked.prefill)
+    decode = trace_forward(model, config, asked.decode)
+    found = generation_facts(prefill, decode, cache, asked, itemsize=2)
+    assert found.cache_nbytes == 3 * 30 * 4 * 2 * (2 * 2 * 16)
+    assert found.peak.peak_nbytes >= found.cache_nbytes + decode.peak_nbytes
+    more = found.decode.forward.touched_nbytes - decode.forward.touched_nbytes
+    assert more == 3 * 3 * 2 * cache.read_numel(20)
+
+
+# ---------------------------------------------------------------- the answer
+HARDWARE = ["--gpu", "none", "--ram", "16GiB", "--ssd", "Gen4 SSD", "--nvme", "100GiB"]
+ASKED = ["--inference", "--batch", "4", "--prompt", "64", "--new-tokens", "33"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    values = built("llama", {}).config.to_dict()
+    values |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+def test_every_form_says_the_same(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    words = [str(folder), *ASKED, *HARDWARE]
+    assert run(*words, "--no-measure", "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    asked = value["inference"]
+    assert (asked["batch"], asked["prompt"], asked["new_tokens"]) == (4, 64, 33)
+    assert asked["cache_nbytes"] == 4 * 96 * asked["cache_nbytes_per_token"]
+    assert value["model"]["trainable"] == 0
+    assert value["config"]["precision"] == "bf16"  # that of the weights
+    held = value["memory"]["host"]["by_class"]
+    assert not held.keys() & {"gradients", "optimizer", "master"}
+    assert held["kv cache"] > 0
+    assert run(*words, "--no-measure") == 0
+    table = capsys.readouterr().out
+    page = tmp_path / "a.html"
+    assert run(*words, "--no-measure", "--out", str(page)) == 0
+    for text in ("4 prompts of 64 tokens, 33 new tokens each", "kv cache"):
+        assert text in table
+        assert text in page.read_text()
+    assert "optimizer" not in table
+
+
+def test_times_are_of_both_kinds_of_pass(folder: Path, capsys: Any) -> None:
+    gpu = ["--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD"]
+    streamed = ["-o", "budget.device=200KiB", "-o", "placement.parameters=nvme"]
+    assert run(str(folder), *ASKED, *gpu, *streamed, "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    prefill, decode = value["inference"]["prefill"], value["step"]
+    assert {link["name"] for link in decode["links"] if link["nbytes"]} <= {
+        "nvme read", "host to device",
+    }  # fmt: skip
+    assert decode["tokens_per_s"] == pytest.approx(4 / decode["seconds"])
+    assert prefill["tokens_per_s"] == pytest.approx(4 * 64 / prefill["seconds"])
+    assert value["inference"]["break_even_batch"] >= 1
+    assert run(str(folder), *ASKED, *gpu, *streamed) == 0
+    table = capsys.readouterr().out
+    for text in ("Prefill: ", "Decoding, one pass: ", "per token", "break-even batch"):
+        assert text in table
+
+
+def test_work_and_links_break_even_where_the_formula_says(capsys: Any) -> None:
+    model = ["--params", "30e9", "--layers", "48", "--hidden", "7168", "--precision", "bf16"]
+    streamed = ["-o", "budget.device=4GiB", "-o", "placement.parameters=nvme"]
+    gpu = ["--gpu", "RTX 4090", "--ram", "16GiB", "--ssd", "Gen4 SSD", "--nvme", "1TiB"]
+    short = ["--inference", "--prompt", "1", "--new-tokens", "2"]  # next to no cache
+    assert run(*model, *short, *gpu, *streamed, "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    (read,) = (link for link in value["step"]["links"] if link["name"] == "nvme read")
+    profile = read_profile(gpu="RTX 4090", ram="16GiB", ssd="Gen4 SSD", nvme="1TiB")
+    speeds = profile.speeds()
+    assert speeds is not None
+    moved_share = read["nbytes"] / (30e9 * 2)  # what fits beside is not read again
+    flops, link = speeds.matmul_flops_per_s["bf16"], speeds.nvme_read_bytes_per_s
+    expected = moved_share * 2 * flops / (2 * link)  # bytes per parameter x FLOP/s / (2 x link)
+    assert value["inference"]["break_even_batch"] == pytest.approx(expected, rel=0.2)
+
+
+def test_a_written_configuration_is_for_dispatch(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    assert run(str(folder), *ASKED, *HARDWARE, "--no-measure", "--write", str(path)) == 0
+    text = path.read_text()
+    assert "offload.dispatch(model" in text
+    assert "optimizer" not in text.replace("offload generate", "")
+    config = OffloadConfig.load(path)
+    assert config.precision == "bf16"
+    assert config.placement.parameters is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--inference", "--sequence", "8"], "--sequence 8: is of training alone"),
+        (["--prompt", "8"], "--prompt 8: is of inference alone; add --inference"),
+        (["--inference", "--new-tokens", "0"], "--new-tokens 0: at least 1"),
+        (["--inference", "--batch", "100000000"], "tokens in each sequence: at most"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_is_refused(
+    words: list[str], said: str, folder: Path, capsys: Any
+) -> None:
+    assert run(str(folder), *HARDWARE, "--no-measure", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "scale"])
+def test_other_systems_are_compared_in_training_alone(
+    command: str, folder: Path, capsys: Any
+) -> None:
+    assert run(command, str(folder), "--inference", "--profile", "DGX H100") == 2
+    assert "is of training alone" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_says_what_would(folder: Path, capsys: Any) -> None:
+    tight = ["-o", "budget.host=128KiB", "-o", "placement.parameters=host"]
+    assert run(str(folder), *ASKED, *HARDWARE, "--no-measure", *tight, "--format", "json") == 1
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert {"placement.parameters": "nvme"} in [change["settings"] for change in changes] or changes
+    assert not any(
+        "optimizer" in key or "checkpoint" in key for c in changes for key in c["settings"]
+    )

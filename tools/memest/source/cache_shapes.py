@@ -1,0 +1,101 @@
+"""The cache of keys and values of a model: told by its configuration, or asked of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from offload.config.training import ModelConfig
+from offload.planning.plan.cache_shape import CacheLayer, CacheShape, alike, windows_of
+from offload.tools.memest.source.config_keys import Keys
+from offload.tools.memest.source.decoder_tree import head_dim, kv_heads
+from offload.tools.memest.source.family import Family
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_LENGTHS = (2, 3)  # of sequences that modules are asked with: shorter than any window
+_USUAL_WINDOW_FROM = 28  # `max_window_layers` of Qwen
+
+
+def built_in_cache(model: ModelConfig) -> CacheShape:
+    """Of the model of `offload train`, if it were served with a cache."""
+    width = model.kv_head_count * (model.hidden // model.heads)
+    return alike(model.layers, CacheLayer(2 * width))
+
+
+def family_cache(family: Family, keys: Keys) -> CacheShape:
+    """Of a decoder whose family is described, as transformers would make it."""
+    if family.is_gpt2:
+        return alike(keys.layers("n_layer"), CacheLayer(2 * keys.size("n_embd")))
+    layers, token_numel = keys.layers(), 2 * kv_heads(keys) * head_dim(keys)
+    window = keys.size("sliding_window") if keys.raw("sliding_window") is not None else None
+    types = keys.raw("layer_types")
+    if not isinstance(types, list):
+        types = list(_layer_types(family, keys, layers, window))
+    return windows_of([str(each) for each in types], window, token_numel)
+
+
+def _layer_types(family: Family, keys: Keys, layers: int, window: int | None) -> Iterator[str]:
+    for layer in range(layers):
+        slides = window is not None and family.reads("sliding_window")
+        if family.alternates:
+            slides = layer % 2 == 0
+        elif keys.raw("use_sliding_window"):
+            slides = layer >= keys.size_or("max_window_layers", _USUAL_WINDOW_FROM)
+        yield "sliding_attention" if slides else "full_attention"
+
+
+def modules_cache(model: nn.Module) -> CacheShape | None:
+    """Of modules of transformers: what their own forward leaves in the cache that it makes, run
+    without values. None where it leaves none, or where that needs values."""
+    import torch
+
+    from offload.planning.activations.trace import valueless
+    from offload.planning.activations.valueless import WithoutValues
+
+    values = WithoutValues()
+    training = model.training
+    model.eval()
+    try:
+        with valueless(model, values, torch.float32), values, torch.no_grad():
+            found = [_kept(model, length) for length in _LENGTHS]
+    except Exception:  # noqa: BLE001 - the model's own code, on what it may not be made for
+        return None
+    finally:
+        model.train(training)
+    few, more = found
+    if not few or len(few) != len(more):
+        return None
+    return CacheShape(tuple(_layer(a, b) for a, b in zip(few, more, strict=True) if b[1]))
+
+
+def _kept(model: nn.Module, length: int) -> list[tuple[int | None, int]]:
+    """Window and elements of each layer's cache."""
+    import torch
+
+    output = model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=True)
+    cache = getattr(output, "past_key_values", None)
+    return [
+        (getattr(layer, "sliding_window", None), sum(t.numel() for t in _states(vars(layer))))
+        for layer in getattr(cache, "layers", ())
+    ]
+
+
+def _states(values: Any) -> Iterator[Tensor]:
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        if values.is_floating_point():
+            yield values
+    elif isinstance(values, dict):
+        for each in values.values():
+            yield from _states(each)
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _states(each)
+
+
+def _layer(few: tuple[int | None, int], more: tuple[int | None, int]) -> CacheLayer:
+    token_numel = (more[1] - few[1]) // (_LENGTHS[1] - _LENGTHS[0])
+    return CacheLayer(token_numel, few[0], few[1] - token_numel * _LENGTHS[0])
