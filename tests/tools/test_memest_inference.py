@@ -233,6 +233,18 @@ def test_other_systems_are_compared_in_training_alone(
     assert "is of training alone" in capsys.readouterr().err
 
 
+def test_weights_in_four_bits_take_a_fraction_of_the_room(folder: Path, capsys: Any) -> None:
+    held = []
+    for storage in ([], ["--storage", "int4", "--group-size", "32"]):
+        assert (
+            run(str(folder), *ASKED, *HARDWARE, "--no-measure", *storage, "--format", "json") == 0
+        )
+        value = json.loads(capsys.readouterr().out)
+        held.append(value["memory"]["host"]["by_class"]["parameters"])
+    assert 0.25 * held[0] < held[1] < 0.5 * held[0]  # the head stays as it is
+    assert value["config"]["storage"]["weights"] == "int4"
+
+
 def test_what_does_not_fit_says_what_would(folder: Path, capsys: Any) -> None:
     tight = ["-o", "budget.host=128KiB", "-o", "placement.parameters=host"]
     assert run(str(folder), *ASKED, *HARDWARE, "--no-measure", *tight, "--format", "json") == 1

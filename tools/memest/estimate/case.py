@@ -36,8 +36,11 @@ class Case:
         if self.generation is not None:
             shape = shape.frozen
         if self.ep_size > 1:
-            return shape.spread(self.ep_size)
-        return shape if self.config.splits_experts(self.profile.ranks) else shape.joined
+            shape = shape.spread(self.ep_size)
+        elif not self.config.splits_experts(self.profile.ranks):
+            shape = shape.joined
+        storage = self.config.storage
+        return shape if storage is None else shape.stored(storage.storage)
 
     @property
     def sharding(self) -> Sharding:

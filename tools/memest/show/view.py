@@ -113,7 +113,9 @@ def state_text(estimate: Estimate) -> str:
     """`bf16, split master, fp32 states`; of inference the formats of weights."""
     config = estimate.config
     if estimate.inference is not None:
-        return f"{config.precision}, nothing is trained"
+        stored = config.storage
+        coded = f", stored in {stored.weights} by groups of {stored.group_size}" if stored else ""
+        return f"{config.precision}{coded}, nothing is trained"
     master = "" if config.master == "none" else f", {config.master} master"
     recompute = config.placement.activations.checkpoint
     words = {True: ", checkpointing", "selective": ", selective checkpointing"}
