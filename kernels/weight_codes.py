@@ -51,7 +51,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -74,32 +73,23 @@ from offload.kernels.lanes import (
     Value,
     has_wide_registers,
 )
-from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
-
-NF4_LEVELS = tuple(
-    float(np.float32(level))
-    for level in (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    )
-)  # fmt: skip
-NF4_MIDPOINTS = tuple(
-    float((np.float32(low) + np.float32(high)) / np.float32(2))
-    for low, high in pairwise(NF4_LEVELS)
+from offload.kernels.weight_formats import (
+    GRID_STEP_BITS,
+    GROUP_SIZES,
+    INT8_SCALE_MASK,
+    LARGEST,
+    LEAST_SCALE_BITS,
+    LINE_NBYTES,
+    NF4_LEVELS,
+    NF4_MIDPOINTS,
+    SIXTEEN_FIFTEENTHS,
+    Code,
+    WeightFormat,
 )
-LEAST_SCALE_BITS = 27 << 23  # 2**-100
-GRID_STEP_BITS = 1 << 17  # fp32 bits of INT4's scales are multiples of it: 7 significant bits
-SIXTEEN_FIFTEENTHS = float(np.float32(16 / 15))
-INT8_SCALE_MASK = 0xFFFFFF80  # 17 significant bits: 127 times the scale is exact
-MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits of the sum
+
+_MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits of the sum
 _MAGIC_BITS = 0x4B400000
 _INF_BITS = 0x7F800000
-_LINE_NBYTES = 64
-# The largest finite numbers by Float.
-LARGEST = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)
-
 _UINT8 = np.dtype(np.uint8)
 _UINT32 = np.dtype(np.uint32)
 _DIGEST = jit.digest(__file__, "weight_formats.py")
@@ -178,7 +168,7 @@ def _recode(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-unty
             with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
                 _encode_group(_CodeLanes(builder), weights, kind, at, number)
             return context.get_dummy_value()
-        line = builder.and_(builder.ptrtoint(at.values, I64), I64(_LINE_NBYTES - 1))
+        line = builder.and_(builder.ptrtoint(at.values, I64), I64(LINE_NBYTES - 1))
         with builder.if_else(builder.icmp_unsigned("==", line, I64(0))) as (aligned, unaligned):
             for path, streams in ((aligned, True), (unaligned, False)):
                 with path, cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
@@ -283,7 +273,7 @@ class _CodeLanes(Lanes):
 
     def rounded(self, value: Value) -> Value:
         """fp32 below 2**22 in magnitude, to the nearest integer (i32), ties to even."""
-        moved = self.add(value, self.constant(F32, MAGIC))
+        moved = self.add(value, self.constant(F32, _MAGIC))
         return self.builder.sub(
             self.builder.bitcast(moved, self.of(I32)), self.constant(I32, _MAGIC_BITS)
         )
@@ -318,13 +308,13 @@ def _decode_group(
     first = builder.mul(number, I64(weights.group_size))
     line = _line_decoder(vector, weights.code, kind, at.codes, word)
     past_caches = builder.module.add_metadata([I32(1)])
-    for offset in range(0, weights.group_size, _LINE_NBYTES // kind.nbytes):
+    for offset in range(0, weights.group_size, LINE_NBYTES // kind.nbytes):
         start = builder.add(first, I64(offset))
         whole = line(start)
         element = whole.type.element if kind is Float.FP32 else I16
         pointer = builder.gep(builder.bitcast(at.values, element.as_pointer()), [start])
         target = builder.bitcast(pointer, whole.type.as_pointer())
-        store = builder.store(whole, target, align=_LINE_NBYTES if streams else kind.nbytes)
+        store = builder.store(whole, target, align=LINE_NBYTES if streams else kind.nbytes)
         if streams:
             store.set_metadata("nontemporal", past_caches)
 
@@ -469,7 +459,7 @@ def _scale(builder: ir.IRBuilder, code: Code, up: Value, down: Value) -> tuple[V
 
 
 def _rounded_steps(builder: ir.IRBuilder, distance: Value, scale_bits: Value) -> Value:
-    moved = builder.fadd(builder.fdiv(distance, builder.bitcast(scale_bits, F32)), F32(MAGIC))
+    moved = builder.fadd(builder.fdiv(distance, builder.bitcast(scale_bits, F32)), F32(_MAGIC))
     return builder.sub(builder.bitcast(moved, I32), I32(_MAGIC_BITS))
 
 

@@ -9,12 +9,38 @@ codes is still being read:
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 GROUP_SIZES = (32, 64, 128, 256)
 LINE_NBYTES = 64  # both parts begin on a cache line
 _SCALE_NBYTES = 4
+
+
+def _fp32(value: float) -> float:
+    """The nearest fp32 number."""
+    found: float = struct.unpack("f", struct.pack("f", value))[0]
+    return found
+
+
+NF4_LEVELS = tuple(
+    _fp32(level)
+    for level in (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    )
+)  # fmt: skip
+NF4_MIDPOINTS = tuple(_fp32((low + high) / 2) for low, high in pairwise(NF4_LEVELS))
+LEAST_SCALE_BITS = 27 << 23  # 2**-100
+GRID_STEP_BITS = 1 << 17  # fp32 bits of INT4's scales are multiples of it: 7 significant bits
+SIXTEEN_FIFTEENTHS = _fp32(16 / 15)
+INT8_SCALE_MASK = 0xFFFFFF80  # 17 significant bits: 127 times the scale is exact
+# The largest finite numbers by Float.
+LARGEST = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)
 
 
 class Code(IntEnum):

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from offload.kernels.floats import Array, Float, Runner, serial
+from offload.kernels import triton_weight_codes as device_kernels
+from offload.kernels.floats import Float, Runner, serial
 from offload.kernels.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import WeightFormat
-from offload.zero.bits import array_of
+from offload.tiers.accelerator import is_accelerator
+from offload.zero.bits import DTYPE_OF, array_of
 from offload.zero.coded_layout import CodedLayout, CodedPart
 
 
@@ -53,31 +55,38 @@ class WeightCodes:
         values[end:].zero_()
 
     def encode_part(self, part: CodedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
-        """One parameter; both are its own bytes."""
+        """One parameter; both are its own bytes, in one memory."""
         if part.weights is None:
             stored.copy_(values)
             return
-        words, codes, rest = _split(stored.numpy(), part.weights, part.spec.numel)
+        words, codes, rest = _split(stored, part.weights, part.spec.numel)
         for padding in rest:
-            padding[:] = 0
-        source = array_of(values, self.kind)
-        encode_weights(source, words, codes, part.weights, self.kind, self.run)
+            padding.zero_()
+        if is_accelerator(values.device):
+            typed = values.view(DTYPE_OF[self.kind])
+            device_kernels.encode_weights(typed, words, codes, part.weights)
+            return
+        arrays = array_of(values, self.kind), words.numpy().view(np.uint32), codes.numpy()
+        encode_weights(*arrays, part.weights, self.kind, self.run)
 
     def decode_part(self, part: CodedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
         """The reverse of `encode_part`."""
         if part.weights is None:
             values.copy_(stored)
             return
-        words, codes, _ = _split(stored.numpy(), part.weights, part.spec.numel)
-        target = array_of(values, self.kind)
-        decode_weights(words, codes, target, part.weights, self.kind, self.run)
+        words, codes, _ = _split(stored, part.weights, part.spec.numel)
+        if is_accelerator(values.device):
+            typed = values.view(DTYPE_OF[self.kind])
+            device_kernels.decode_weights(words, codes, typed, part.weights)
+            return
+        arrays = words.numpy().view(np.uint32), codes.numpy(), array_of(values, self.kind)
+        decode_weights(*arrays, part.weights, self.kind, self.run)
 
 
 def _split(
-    stored: Array, weights: WeightFormat, numel: int
-) -> tuple[Array, Array, tuple[Array, Array]]:
-    """Words and codes of a stored parameter, and the padding behind each."""
-    first, groups = weights.scales_nbytes(numel), numel // weights.group_size
-    end = first + weights.codes_nbytes(numel)
-    words = stored[: 4 * groups].view(np.uint32)
-    return words, stored[first:end], (stored[4 * groups : first], stored[end:])
+    stored: torch.Tensor, weights: WeightFormat, numel: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Words (int32) and codes of a stored parameter, and the padding behind each."""
+    first, end = weights.scales_nbytes(numel), 4 * (numel // weights.group_size)
+    codes = stored[first : first + weights.codes_nbytes(numel)]
+    return stored[:end].view(torch.int32), codes, (stored[end:first], stored[first + len(codes) :])

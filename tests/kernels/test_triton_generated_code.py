@@ -60,7 +60,7 @@ def test_every_kernel_is_machine_code_that_spills_no_register(
         pytest.skip("another generation, or another maker's: with --long")
     spilled = {name: each["spilled"] for name, each in compiled(target).items()}
     assert spilled.pop(SQUEEZED, 1) > 0  # a spill is seen
-    assert len(spilled) == 14
+    assert len(spilled) == 18
     assert {name: nbytes for name, nbytes in spilled.items() if nbytes} == {}
 
 
@@ -104,6 +104,14 @@ def test_whole_blocks_are_read_and_written_in_vectors(ptx: dict[str, str], varia
     found = count(ptx[variant])
     for access in ("ld", "st"):
         assert found[f"{access}.global.v4.b32"] + found[f"{access}.global.v2.b32"] >= 1, access
+    assert not any(".shared" in name for name in found)
+
+
+@pytest.mark.parametrize("variant", ["weights of int4", "weights of nf4"])
+def test_codes_are_read_and_values_written_in_vectors(ptx: dict[str, str], variant: str) -> None:
+    found = count(ptx[variant])
+    accesses = {name: number for name, number in found.items() if ".global" in name}
+    assert accesses == {"ld.global.b32": 2, "st.global.v4.b32": 1}  # 8 codes, a word; 8 values
     assert not any(".shared" in name for name in found)
 
 

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from offload.kernels.triton_convert_kernel import convert_kernel
 from offload.kernels.triton_gradient_kernel import gradient_kernel
 from offload.kernels.triton_step_kernel import step_kernel
+from offload.kernels.triton_weight_codes_kernel import code_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),  # A100
@@ -33,6 +34,7 @@ STEP = {
     "FORMAT": 0,
 }  # fmt: skip
 GRADIENT = {"ACTION": 0, "DST": 1, "OLD": 1, "SRC": 1, "UNROLL": 32}
+CODES = {"ACTION": 1, "CODE": 1, "FLOAT": 1, "GROUP": 64, "BLOCK": 2048}
 CONVERT = {"ACTION": 0, "FORMAT": 1, "SIGNED": True, "UPPER": True, "BLOCK": 1024}
 
 
@@ -80,6 +82,10 @@ class Compiler:
         types = {"a": a, "b": b, "c": c, "numel": "i64", "key": "u32", "first": "u32"}
         return self.compile(convert_kernel, types, CONVERT | constants, 8)
 
+    def codes(self, **constants: Any) -> dict[str, Any]:
+        types = {"values": "*i16", "words": "*i32", "codes": "*u8", "groups": "i64"}
+        return self.compile(code_kernel, types, CODES | constants, 8)
+
     def everything(self) -> dict[str, dict[str, Any]]:
         """By the name of a variant."""
         return {
@@ -97,6 +103,10 @@ class Compiler:
             "join": self.convert("*i16", "*i16", "*fp32", ACTION=3),
             "encode int8": self.convert("*fp32", "*u8", "*fp32", ACTION=4, FORMAT=2),
             "decode int8": self.convert("*u8", "*fp32", "*fp32", ACTION=5, FORMAT=2),
+            "weights of int4": self.codes(),
+            "weights of nf4": self.codes(CODE=2),
+            "weights to int4": self.codes(ACTION=0),
+            "weights to nf4": self.codes(ACTION=0, CODE=2),
         }
 
 
