@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from offload.inference import Dispatched, dispatch, dispatched
+    from offload.integrations.compress import compress
+    from offload.integrations.perplexity import Perplexity, perplexity
     from offload.integrations.pretrained import from_pretrained, open_pretrained
 
 __version__ = "0.1.0"
@@ -40,6 +42,9 @@ __version__ = "0.1.0"
 _HOME = {
     "Dispatched": "offload.inference",
     "Engine": "offload.engine",
+    "Perplexity": "offload.integrations.perplexity",
+    "compress": "offload.integrations.compress",
+    "perplexity": "offload.integrations.perplexity",
     "initialize": "offload.engine",
     "OffloadConfig": "offload.config",
     "BudgetError": "offload.errors",
@@ -77,17 +82,20 @@ __all__ = [
     "OffloadConfig",
     "OffloadError",
     "PathError",
+    "Perplexity",
     "RankError",
     "StateError",
     "StorageError",
     "TierFullError",
     "UnsupportedError",
     "__version__",
+    "compress",
     "dispatch",
     "dispatched",
     "from_pretrained",
     "initialize",
     "open_pretrained",
+    "perplexity",
 ]
 
 

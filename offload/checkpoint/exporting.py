@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,17 @@ class ExportedTensor:
     pieces: Pieces  # its bytes, in order; may be asked for again (tied weights)
 
 
-# Writes a transformers model's tensors into a folder, in the format of the hub: the files' names,
-# or None where it cannot.
-WriteHubFormat = Callable[[ModelRecord, Sequence[ExportedTensor], Path], list[str] | None]
+@dataclass(frozen=True)
+class HubFiles:
+    """A model's tensors in the format of the hub."""
+
+    names: list[str]
+    config: Mapping[str, Any] = field(default_factory=dict)  # what config.json says of them
+
+
+# Writes a transformers model's tensors into a folder, in the format of the hub; None where it
+# cannot.
+WriteHubFormat = Callable[[ModelRecord, Sequence[ExportedTensor], Path], HubFiles | None]
 
 
 def export(
@@ -78,24 +87,36 @@ def export(
     is given; else tensors have the model's own names and shapes. Checks all hashes first. `out` is
     complete or absent, and must not exist: PathError.
     """
-    if os.path.lexists(out):
-        raise PathError(f"{out} exists; remove it, or name another file or folder")
-    if not out.parent.is_dir():
-        raise PathError(f"{out.parent} is no folder; make it, or name another place for {out.name}")
+    check_new(out)
     if source is not None and not source.is_dir():
         raise PathError(f"{source} is no folder; name the model's, with config.json in it")
     with CheckpointReader(path) as reader:
         reader.check(contents=True)
         weights = _Weights(reader, dtype)
-        pending = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
-        try:
+        with pending_output(out) as pending:
             names = _write(weights, out, pending, source, hub_format)
-            os.rename(pending, out)
-        except BaseException:
-            shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
-            raise
-    sync_folder(out.parent)
     return [out / name for name in names] or [out]
+
+
+def check_new(out: Path) -> None:
+    """PathError unless `out` can be made."""
+    if os.path.lexists(out):
+        raise PathError(f"{out} exists; remove it, or name another file or folder")
+    if not out.parent.is_dir():
+        raise PathError(f"{out.parent} is no folder; make it, or name another place for {out.name}")
+
+
+@contextmanager
+def pending_output(out: Path) -> Iterator[Path]:
+    """A name for what is to become `out`, a file or a folder: that at the end, or nothing."""
+    pending = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
+    try:
+        yield pending
+        os.rename(pending, out)
+    except BaseException:
+        shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
+        raise
+    sync_folder(out.parent)
 
 
 def read_whole(path: Path, dtype: str | None = None) -> dict[str, tuple[TensorInfo, bytearray]]:
@@ -122,12 +143,13 @@ def _write(
     with storage_errors("creating", pending):
         pending.mkdir()
     model = weights.model
-    written: list[str] | None = None
+    written: HubFiles | None = None
     if model is not None and hub_format is not None:
         written = hub_format(model, weights.all(set(model.tied)), pending)
     if written is None:
-        written = _write_own_names(weights, pending)
-    return [*written, *_write_others(model, source, weights.dtype_name, pending)]
+        written = HubFiles(_write_own_names(weights, pending))
+    config = {**written.config, "dtype": weights.dtype_name}
+    return [*written.names, *write_others(model, source, config, pending)]
 
 
 def _write_own_names(weights: _Weights, pending: Path) -> list[str]:
@@ -145,10 +167,11 @@ def _write_own_names(weights: _Weights, pending: Path) -> list[str]:
     return written
 
 
-def _write_others(
-    model: ModelRecord | None, source: Path | None, dtype: str, pending: Path
+def write_others(
+    model: ModelRecord | None, source: Path | None, config: Mapping[str, Any], pending: Path
 ) -> list[str]:
-    """What a folder of transformers has beside the weights."""
+    """What a folder of transformers has beside the weights; `config` says what they are. The names
+    of the files."""
     if source is None and model is not None and model.folder is not None:
         source = Path(model.folder)
     written = []
@@ -158,7 +181,7 @@ def _write_others(
             continue
         if name == CONFIG:
             content.pop("torch_dtype", None)  # its older name
-            content["dtype"] = dtype
+            content.update(config)
         write_json(pending / name, content)
         written.append(name)
     return written + carry(carried_files(source) if source is not None else [], pending)

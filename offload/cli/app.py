@@ -12,7 +12,9 @@ from offload import __version__
 from offload.cli import inference_options
 from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
+from offload.cli.compress import compress
 from offload.cli.errors import GuardedGroup, failing_io
+from offload.cli.perplexity import perplexity
 
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
 
@@ -29,6 +31,8 @@ config_app = typer.Typer(help="The configuration's format.", no_args_is_help=Tru
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
+app.command()(compress)
+app.command()(perplexity)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML configuration.")]
 Overrides = Annotated[

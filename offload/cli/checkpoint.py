@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload.cli.compress import GroupSize, Skip, Storage
 from offload.cli.errors import EXIT_FAILED, GuardedGroup, print_error
 
 if TYPE_CHECKING:
@@ -81,14 +82,24 @@ def export(
             help="With the tokenizer's files. Default: the folder that the model came from.",
         ),
     ] = None,
+    storage: Storage = None,
+    group_size: GroupSize = 64,
+    skip: Skip = None,
 ) -> None:
     """Write the model of PATH to OUT, in safetensors files that any program reads. A folder OUT of
     a transformers model is one that from_pretrained opens."""
+    from functools import partial
+
     from offload.checkpoint.exporting import export as run
+    from offload.integrations.changed_weights import HEAD, Change
     from offload.integrations.hub_export import write_hub_format
     from offload.tiers.units import format_bytes
 
-    files = run(path, out, None if dtype is None else str(dtype), source, write_hub_format)
+    write = write_hub_format
+    if storage is not None:
+        change = Change.of(None, storage, group_size, [HEAD] if skip is None else skip)
+        write = partial(write_hub_format, change=change)
+    files = run(path, out, None if dtype is None else str(dtype), source, write)
     nbytes = sum(file.stat().st_size for file in files)
     typer.echo(f"wrote {out} ({format_bytes(nbytes)})")
     others = [file.name for file in files if file.suffix != ".safetensors"]

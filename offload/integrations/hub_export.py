@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from offload.checkpoint.exporting import ExportedTensor
+from offload.checkpoint.exporting import ExportedTensor, HubFiles
 from offload.checkpoint.manifest import ITEMSIZE, ModelRecord
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.model_files import INDEX
@@ -20,8 +20,9 @@ from offload.integrations.pretrained import is_model_class
 from offload.tiers.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from offload.integrations.changed_weights import Change
     from offload.integrations.hub_format import HubFormat
-    from offload.integrations.weight_files import Write
+    from offload.integrations.weight_files import Tensors, Write
 
 _log = logging.getLogger("offload")
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -29,27 +30,43 @@ _SHARD = "5GB"
 
 
 def write_hub_format(
-    record: ModelRecord, tensors: Sequence[ExportedTensor], folder: Path
-) -> list[str] | None:
+    record: ModelRecord, tensors: Sequence[ExportedTensor], folder: Path,
+    change: Change | None = None,
+) -> HubFiles | None:  # fmt: skip
     """The safetensors files that transformers' `save_pretrained` would write, streamed, and their
-    index; the files' names. None, and a message says why, where transformers cannot tell."""
+    index. None, and a message says why, where transformers cannot tell; with a `change` of weights
+    that is an UnsupportedError."""
     try:
         saved = _Converted(record, tensors)
-    except Exception as error:  # noqa: BLE001 - whatever building the class may raise
+    except Exception as error:
+        if change is not None:
+            raise UnsupportedError(
+                f"what is a linear layer is not known, and nothing was written: {error}"
+            ) from error
         _log.warning(
             "tensors keep the names and shapes that they have in memory, which from_pretrained "
             "opens as well (%s: %s)", type(error).__name__, error,
         )  # fmt: skip
         return None
+    return write_files(saved, saved.model, folder, change)
+
+
+def write_files(
+    saved: Tensors, model: nn.Module, folder: Path, change: Change | None = None
+) -> HubFiles:
+    """The safetensors files of a model, and their index."""
+    from offload.integrations.changed_weights import ChangedWeights
     from offload.integrations.weight_files import write_shards
 
-    files = write_shards(saved, folder, _SHARD)
-    return [*files, *([INDEX] if len(files) > 1 else [])]
+    changed = None if change is None else ChangedWeights(saved, model, change)
+    files = write_shards(changed or saved, folder, _SHARD)
+    names = [*files, *([INDEX] if len(files) > 1 else [])]
+    return HubFiles(names, {} if changed is None else changed.config())
 
 
 class _Converted:
     def __init__(self, record: ModelRecord, tensors: Sequence[ExportedTensor]) -> None:
-        model = _on_meta(record)
+        self.model = model = _on_meta(record)
         ignored = model._keys_to_ignore_on_save or ()
         self._own = [tensor for tensor in tensors if tensor.info.name not in ignored]
         from offload.integrations.hub_format import HubFormat

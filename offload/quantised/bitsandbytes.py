@@ -31,7 +31,7 @@ from offload.tiers.errors import CheckpointError, UnsupportedError
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_STATE = ".weight.quant_state.bitsandbytes__"
+STATE = "weight.quant_state.bitsandbytes__"
 _STATE_LIMIT_NBYTES = 4096
 _ONE_127TH = 7.874015718698502e-3  # bitsandbytes' own; fp32 rounds it to 1 / 127
 # The quantiles of a normal distribution that QLoRA's appendix E lists.
@@ -97,7 +97,7 @@ def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
     named = settings.get("bnb_4bit_quant_type", "fp4")
     found: dict[str, Matrix] = {}
     for kind in TABLES:
-        for module in parts.modules(f"{_STATE}{kind}"):
+        for module in parts.modules(f".{STATE}{kind}"):
             if kind != named:
                 raise CheckpointError(
                     f"{module}.weight is {kind}, and quantization_config in config.json says "
@@ -122,7 +122,7 @@ def _rows(module: str, parts: Parts) -> _Rows:
 
 def _blocks(module: str, kind: str, parts: Parts) -> _Blocks:
     name = f"{module}.weight"
-    described = parts.take(f"{module}{_STATE}{kind}", (torch.uint8,), (None,), name)
+    described = parts.take(f"{module}.{STATE}{kind}", (torch.uint8,), (None,), name)
     state = _State(described, kind)
     numel = math.prod(state.shape)
     codes = parts.left.pop(name, None)

@@ -1,0 +1,146 @@
+"""Weights on their way into a folder: pruned, or in codes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.integrations.pruning import Pruning
+from offload.integrations.weight_files import Tensors, Write
+from offload.kernels.weight_formats import Code, WeightFormat
+from offload.quantised.reading import transposed_weights
+from offload.quantised.writing import described, encoded, settings
+from offload.tiers.errors import ConfigError
+
+_log = logging.getLogger("offload")
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of the weights of linear layers, but those that `skip` names."""
+
+    pruning: Pruning | None = None
+    weights: WeightFormat | None = None
+    skip: Sequence[str] = (HEAD,)
+
+    @staticmethod
+    def of(prune: str | None, storage: str | None, group_size: int, skip: Sequence[str]) -> Change:
+        """ConfigError for what there is not."""
+        weights = None
+        if storage is not None:
+            names = [code.name.lower() for code in Code]
+            if storage not in names:
+                raise ConfigError(f"storage: expected one of {', '.join(names)}, got {storage!r}")
+            try:
+                weights = WeightFormat(Code[storage.upper()], group_size)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        return Change(None if prune is None else Pruning(prune), weights, tuple(skip))
+
+
+class ChangedWeights:
+    """`saved`, changed. One tensor is in memory at a time, of experts those that come together."""
+
+    def __init__(self, saved: Tensors, model: nn.Module, change: Change) -> None:
+        """ConfigError for a weight that cannot be changed so; where nothing would be."""
+        self._saved = saved
+        self._change = change
+        self._transposed = transposed_weights(model)
+        self._names, self._unchanged = _chosen(saved.tensors, model, change, self._transposed)
+        self._raw: dict[str, list[Tensor]] = {}
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in saved.tensors.items():
+            if name in self._names and change.pruning is not None:
+                change.pruning.check(name, tuple(self._as_linear(name, tensor).shape))
+            if name in self._names and change.weights is not None:
+                parts = described(name, tensor, change.weights)
+                self.tensors |= {_part(name, end): part for end, part in parts.items()}
+            else:
+                self.tensors[name] = tensor
+
+    def config(self) -> Mapping[str, Any]:
+        """What config.json says of it."""
+        weights = self._change.weights
+        if weights is None:
+            return {}
+        dtype = next(self._saved.tensors[name].dtype for name in self._names)
+        modules = [name.removesuffix(".weight") for name in self._names]
+        return {"quantization_config": settings(weights, modules, self._unchanged, dtype)}
+
+    def write(self, write: Write) -> None:
+        self._saved.write(partial(self._take, write))
+
+    def _take(self, write: Write, name: str, raw: Tensor) -> None:
+        if name not in self._names:
+            write(name, raw)
+            return
+        described = self._saved.tensors[name]
+        parts = self._raw.setdefault(name, [])
+        parts.append(raw.clone())
+        if sum(part.numel() for part in parts) < described.nbytes:
+            return
+        tensor = torch.cat(self._raw.pop(name)).view(described.dtype).view(described.shape)
+        del parts
+        if self._change.pruning is not None:
+            self._change.pruning.apply(self._as_linear(name, tensor))
+        if self._change.weights is None:
+            write(name, tensor.view(-1).view(torch.uint8))
+            return
+        for end, part in encoded(name, tensor, self._change.weights).items():
+            write(_part(name, end), part.contiguous().view(-1).view(torch.uint8))
+
+    def _as_linear(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.t() if name in self._transposed else tensor
+
+
+def _part(name: str, end: str) -> str:
+    return f"{name.removesuffix('.weight')}.{end}"
+
+
+def _chosen(
+    tensors: Mapping[str, Tensor], model: nn.Module, change: Change, transposed: Collection[str]
+) -> tuple[set[str], list[str]]:
+    """Names of the weights to be changed, and of the linear layers that are not."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    shared = {*tied, *tied.values()}
+    chosen, others = set(), []
+    for name, module in model.named_modules():
+        weight = f"{name}.weight"
+        linear = type(module) is nn.Linear
+        if not linear and weight not in transposed:
+            continue
+        # what files have under another name or shape (fused, experts) stays as it is
+        there = tensors.get(weight)
+        same = there is not None and tuple(there.shape) == tuple(module.weight.shape)
+        may = linear or change.weights is None
+        if same and may and weight not in shared and not _is_skipped(weight, change.skip):
+            chosen.add(weight)
+        elif linear:
+            others.append(name)
+    if not chosen:
+        raise ConfigError(
+            f"no weight of {type(model).__name__} is left to be changed: its linear layers are "
+            f"skipped ({', '.join(change.skip)}), or its files have them fused"
+        )
+    experts = [n for n, t in tensors.items() if ".experts." in n and t.ndim > 1 and n not in chosen]
+    if experts:
+        _log.warning(
+            "%d tensors of experts stay as they are (%s, ...): transformers computes with packed "
+            "ones, which are no linear layers", len(experts), experts[0],
+        )  # fmt: skip
+    return chosen, others
+
+
+def _is_skipped(weight: str, skip: Sequence[str]) -> bool:
+    """By its name, that of a module that it is in, or the end of one; fnmatch's wildcards."""
+    parts = weight.split(".")
+    runs = [".".join(parts[a:b]) for a in range(len(parts)) for b in range(a + 1, len(parts) + 1)]
+    return any(fnmatchcase(run, pattern) for run in runs for pattern in skip)

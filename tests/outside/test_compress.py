@@ -1,0 +1,389 @@
+"""`offload.compress`: folders with fewer blocks, pruned and quantised weights, which transformers
+(and the libraries of the formats, where they are installed) load with the values that they say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+import offload
+from offload.checkpoint.exporting import export
+from offload.cli.app import app
+from offload.errors import CheckpointError, ConfigError, PathError, UnsupportedError
+from offload.integrations.changed_weights import Change
+from offload.integrations.hub_export import write_hub_format
+from offload.integrations.pruning import Pruning
+from offload.kernels.floats import Float
+from offload.kernels.weight_codes import decode_weights, encode_weights
+from offload.kernels.weight_formats import Code, WeightFormat
+from tests.offload.engine_cases import HOST, bits, config
+from tests.outside.pretrained_cases import FILE, edit, saved
+from tests.outside.test_causal_lm_zoo import transformers
+from tests.outside.test_quantised_folders import llama
+
+CAUSAL = transformers.AutoModelForCausalLM
+KINDS = {torch.float32: Float.FP32, torch.bfloat16: Float.BF16, torch.float16: Float.FP16}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("model") / "llama")
+
+
+def values(folder: Path) -> dict[str, Tensor]:
+    """What transformers loads."""
+    found = CAUSAL.from_pretrained(folder)
+    return {name: param.detach() for name, param in found.named_parameters()}
+
+
+def opened(folder: Path) -> dict[str, Tensor]:
+    model: Any = offload.open_pretrained(folder)
+    return {name: param.value() for name, param in model.named_parameters()}
+
+
+def stored(weight: Tensor, code: str, group_size: int) -> Tensor:
+    """Through the codes that `storage:` keeps."""
+    kind, weights = KINDS[weight.dtype], WeightFormat(Code[code.upper()], group_size)
+    flat = weight.contiguous().view(-1).view(torch.uint8).numpy().view(kind.storage)
+    words = np.empty(flat.size // group_size, dtype=np.uint32)
+    codes = np.empty(weights.codes_nbytes(flat.size), dtype=np.uint8)
+    encode_weights(flat, words, codes, weights, kind)
+    back = np.empty_like(flat)
+    decode_weights(words, codes, back, weights, kind)
+    return torch.from_numpy(back.view(np.uint8)).view(weight.dtype).view(weight.shape)
+
+
+def is_linear(name: str) -> bool:
+    return "_proj" in name
+
+
+# --------------------------------------------------------------------------------- quantising
+@pytest.mark.parametrize("code", ["int4", "int8", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_codes_are_those_of_storage(
+    code: str, dtype: torch.dtype, group_size: int, tmp_path: Path
+) -> None:
+    if (code, dtype) == ("int8", torch.float16):
+        pytest.skip("as bf16")
+    folder = llama(tmp_path / "model")
+    model = CAUSAL.from_pretrained(folder).to(dtype)
+    model.save_pretrained(tmp_path / "cast")
+    before = dict(model.named_parameters())
+    files = offload.compress(
+        tmp_path / "cast", tmp_path / "out", storage=code, group_size=group_size
+    )
+    assert {file.name for file in files} >= {FILE, "config.json"}
+    assert all(file.is_file() for file in files)
+    for name, value in opened(tmp_path / "out").items():
+        expected = before[name].detach()
+        if not is_linear(name):
+            assert bits(value) == bits(expected), name
+        elif code == "int8" and dtype != torch.float32:  # scales in the weight's format
+            error = (value.double() - expected.double()).abs().view(-1, group_size).amax(1)
+            most = expected.double().abs().view(-1, group_size).amax(1)
+            assert bool((error <= most / 127 * 0.52 + most * 2**-8).all())
+        else:
+            assert bits(value) == bits(stored(expected, code, group_size)), name
+
+
+@pytest.mark.parametrize("code", ["int4", "int8", "nf4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_transformers_loads_the_same_values(code: str, dtype: str, tmp_path: Path) -> None:
+    library = "bitsandbytes" if code == "nf4" else "compressed_tensors"
+    pytest.importorskip(library)
+    model = CAUSAL.from_pretrained(llama(tmp_path / "model")).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "cast")
+    skip = ["lm_head", "layers.0.mlp.up_proj", "o_proj"]
+    offload.compress(tmp_path / "cast", tmp_path / "out", storage=code, group_size=32, skip=skip)
+    keys: dict[str, Any] = {}
+    if code != "nf4":
+        keys["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    loaded = CAUSAL.from_pretrained(tmp_path / "out", **keys)
+    if code == "nf4":
+        loaded = loaded.dequantize(torch.float32)
+    expected = dict(loaded.named_parameters())
+    found = opened(tmp_path / "out")
+    assert sum(is_linear(name) for name in found) == 14
+    for name, value in found.items():
+        assert bits(value.float()) == bits(expected[name].detach().float()), name
+
+
+def test_a_folder_that_is_compressed_again_keeps_its_values(folder: Path, tmp_path: Path) -> None:
+    """Reading what was written and encoding it again changes nothing: so does loading it into
+    `storage:` of the same format and group size."""
+    for code in ("int4", "nf4"):
+        offload.compress(folder, tmp_path / code, storage=code)
+        offload.compress(tmp_path / code, tmp_path / f"{code} again", storage=code)
+        once, twice = (load_file(tmp_path / name / FILE) for name in (code, f"{code} again"))
+        assert once.keys() == twice.keys()
+        assert all(bits(once[name]) == bits(twice[name]) for name in once)
+
+
+def test_blocks_of_bitsandbytes_are_stored_as_they_are(tmp_path: Path) -> None:
+    """Its absmax is an element of the block: storage finds the same one."""
+    from offload.lazy_tensors import lazy_tensors
+    from tests.offload.quantised_cases import four_bits
+
+    kind = four_bits()
+    made = kind.make(8, 64, torch.Generator().manual_seed(1))
+    absmax = made.parts["weight.absmax"].bfloat16().float()  # of weights in bf16
+    made.parts["weight"][::32] = 0xF0  # of each block the first one is its largest
+    parts = {f"a.{name}": part for name, part in made.parts.items()}
+    from safetensors.torch import save_file
+
+    save_file({**parts, "a.weight.absmax": absmax}, tmp_path / FILE)
+    value = lazy_tensors([tmp_path / FILE], kind.settings)["a.weight"].value()
+    assert bits(stored(value, "nf4", 64)) == bits(value)
+
+
+@pytest.mark.parametrize("code", ["int4", "nf4"])
+@pytest.mark.parametrize("dispatched", [True, False])
+def test_models_in_tiers_are_written_as_their_folders_are(
+    code: str, dispatched: bool, folder: Path, tmp_path: Path
+) -> None:
+    model: Any = offload.open_pretrained(folder)
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision="bf16")
+    if dispatched:
+        owner: Any = offload.dispatched(offload.dispatch(model, keys))
+    else:
+        owner = offload.initialize(model, keys)
+    with owner:
+        offload.compress(model, tmp_path / "out", storage=code)
+        with pytest.raises(UnsupportedError, match="out of a folder"):
+            offload.compress(model, tmp_path / "other", layers=[0])
+    offload.compress(folder, tmp_path / "expected", storage=code)
+    found, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
+    assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
+
+
+def test_a_checkpoint_is_exported_in_codes(folder: Path, tmp_path: Path) -> None:
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision="bf16")
+    with offload.from_pretrained(folder, keys) as engine:
+        engine.save_checkpoint(tmp_path / "checkpoint")
+    command = ["checkpoint", "export", str(tmp_path / "checkpoint"), str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*command, "--storage", "int4", "--group-size", "32"])
+    assert result.exit_code == 0, result.output
+    offload.compress(folder, tmp_path / "expected", storage="int4", group_size=32)
+    found, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
+    assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
+    said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert said["ignore"] == ["lm_head"]
+
+
+def test_a_checkpoint_of_an_unknown_class_is_not_exported_in_codes(tmp_path: Path) -> None:
+    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    model = Own(transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64,
+                                         intermediate_size=32, num_attention_heads=2))  # fmt: skip
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"})
+    with offload.initialize(model, keys) as engine:
+        engine.save_checkpoint(tmp_path / "checkpoint")
+    from functools import partial
+
+    change = Change.of(None, "int4", 32, [])
+    with pytest.raises(UnsupportedError, match="has no model Own"):
+        export(
+            tmp_path / "checkpoint", tmp_path / "out",
+            hub_format=partial(write_hub_format, change=change),
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_tied_weights_stay(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama", tie_word_embeddings=True)
+    offload.compress(folder, tmp_path / "out", storage="nf4", group_size=32, skip=[])
+    found, before = opened(tmp_path / "out"), values(folder)
+    assert bits(found["model.embed_tokens.weight"]) == bits(before["model.embed_tokens.weight"])
+
+
+def test_experts_stay_as_they_are_and_that_is_said(tmp_path: Path, caplog: Any) -> None:
+    folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
+    with caplog.at_level(logging.WARNING, "offload"):
+        offload.compress(folder, tmp_path / "out", storage="int4", group_size=32)
+    assert "tensors of experts stay as they are" in caplog.text
+    found, before = opened(tmp_path / "out"), values(folder)
+    changed = {name for name in before if bits(found[name]) != bits(before[name])}
+    assert changed == {name for name in before if "self_attn" in name}
+
+
+def test_an_infinite_weight_is_not_quantised(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model")
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(folder, lambda t: {**t, name: t[name].fill_(float("inf"))})
+    for code in ("int4", "int8", "nf4"):
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has values"):
+            offload.compress(folder, tmp_path / "out", storage=code)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_scale_that_the_format_does_not_hold_is_named(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model")
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(folder, lambda t: {k: v.half() for k, v in t.items()} | {name: t[name].half() * 1e-6})
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**text, "dtype": "float16"}))
+    with pytest.raises(CheckpointError, match=r"which torch\.float16 does not hold"):
+        offload.compress(folder, tmp_path / "out", storage="int4")
+    edit(folder, lambda t: {**t, name: t[name] * 0})  # of zeros any scale will do
+    offload.compress(folder, tmp_path / "out", storage="int4")
+    assert not opened(tmp_path / "out")[name].any()
+
+
+# ------------------------------------------------------------------------------------ pruning
+def test_of_four_inputs_the_two_largest_stay() -> None:
+    weight = torch.tensor([[1.0, -4, 3, 2, 0, 0, 0, 5], [2, 2, -2, 2, 9, -8, 7, -6]])
+    Pruning("2:4").apply(weight)
+    assert weight.tolist() == [[0, -4, 3, 0, 0, 0, 0, 5], [0, 0, -2, 2, 9, -8, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", [10, 50, 99])
+def test_a_share_of_the_smallest_goes(share: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(17, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = weight.clone()
+    Pruning(f"{share}%").apply(weight)
+    count = int(weight.numel() * share / 100)
+    assert int((weight == 0).sum()) == count
+    least = before.abs().flatten().sort().values[count - 1]
+    assert bool((before[weight == 0].abs() <= least).all())
+    assert torch.equal(weight[weight != 0], before[weight != 0])
+
+
+@pytest.mark.parametrize("storage", [None, "int4", "int8", "nf4"])
+def test_zeros_stay_zeros_in_codes(storage: str | None, folder: Path, tmp_path: Path) -> None:
+    offload.compress(folder, tmp_path / "out", prune="2:4", storage=storage)
+    before = values(folder)
+    for name, value in opened(tmp_path / "out").items():
+        if is_linear(name):
+            fours = before[name].view(-1, 4)
+            order = fours.abs().argsort(dim=1, stable=True)
+            assert not value.view(-1, 4).gather(1, order[:, :2]).any(), name
+            if storage is None:
+                assert torch.equal(value.view(-1, 4).gather(1, order[:, 2:]),
+                                   fours.gather(1, order[:, 2:]))  # fmt: skip
+        else:
+            assert bits(value) == bits(before[name])
+
+
+def test_layers_with_the_columns_first_are_pruned_by_inputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
+    transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path / "model")
+    offload.compress(tmp_path / "model", tmp_path / "out", prune="2:4")
+    for name, value in values(tmp_path / "out").items():
+        if ".c_" in name and name.endswith("weight"):
+            assert bool(((value.t().unflatten(-1, (-1, 4)) == 0).sum(-1) == 2).all())
+    with pytest.raises(ConfigError, match="no weight of GPT2LMHeadModel is left to be changed"):
+        offload.compress(tmp_path / "model", tmp_path / "other", storage="nf4")
+
+
+# ------------------------------------------------------------------------------------- layers
+@pytest.mark.parametrize("kept", [[0, 2], [1], [0, 1, 2]])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "mixtral", "gemma2"])
+def test_the_blocks_that_are_kept_compute_as_before(
+    model_type: str, kept: list[int], tmp_path: Path
+) -> None:
+    name = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
+    keys: dict[str, Any] = {name: 3}
+    if model_type in ("gemma2", "qwen3"):
+        keys["layer_types"] = ["full_attention", "full_attention", "sliding_attention"]
+    if model_type == "qwen3":
+        keys |= {"sliding_window": 4, "use_sliding_window": True}
+    folder = saved(tmp_path / "model", model_type, **keys)
+    offload.compress(folder, tmp_path / "out", layers=kept)
+    plain = CAUSAL.from_pretrained(folder)
+    (blocks,) = [m for m in plain.modules() if type(m) is torch.nn.ModuleList and len(m) == 3]
+    found = CAUSAL.from_pretrained(tmp_path / "out")
+    lists = [m for m in found.modules() if type(m) is torch.nn.ModuleList and len(m) == len(kept)]
+    ours = lists[0]
+    for block, number in zip(ours, kept, strict=True):
+        theirs = dict(blocks[number].named_parameters())
+        assert {n: bits(p.detach()) for n, p in block.named_parameters()} == {
+            n: bits(p.detach()) for n, p in theirs.items()
+        }
+    tokens = torch.arange(8)[None] % 60 + 1
+    assert found(input_ids=tokens).logits.shape == plain(input_ids=tokens).logits.shape
+    if "layer_types" in keys:
+        assert found.config.layer_types == [keys["layer_types"][each] for each in kept]
+
+
+def test_a_block_whose_place_matters_is_not_moved(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(UnsupportedError, match=r"scaling is 0\.\d* in its old place"):
+        offload.compress(folder, tmp_path / "out", layers=[0, 2])
+
+
+# ------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "nothing is asked for"),
+        ({"storage": "int3"}, "expected one of int8, int4, nf4, got 'int3'"),
+        ({"storage": "int4", "group_size": 48}, "group_size: expected one of"),
+        ({"storage": "int4", "group_size": 256}, "no whole groups of 256"),
+        ({"storage": "int4", "skip": ["*"]}, "is left to be changed"),
+        ({"prune": "1:4"}, "expected 2:4, or a share"),
+        ({"prune": "0%"}, "expected 2:4"), ({"prune": "100%"}, "expected 2:4"),
+        ({"layers": []}, "expected numbers from 0 to 1"),
+        ({"layers": [1, 0]}, "in order"), ({"layers": [0, 0]}, "in order"),
+        ({"layers": [2]}, "expected numbers from 0 to 1"), ({"layers": [-1]}, "expected numbers"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_before_anything_is_written(
+    keys: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offload.compress(folder, tmp_path / "out", **keys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_replaced(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(PathError, match="exists; remove it"):
+        offload.compress(folder, tmp_path / "out", prune="2:4")
+    with pytest.raises(PathError, match="is no folder; make it"):
+        offload.compress(folder, tmp_path / "none/out", prune="2:4")
+    with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):
+        offload.compress(torch.nn.Linear(4, 4), tmp_path / "other", prune="2:4")
+
+
+@pytest.mark.parametrize("text", ["", "a", "0-", "3-x", "0,,1", "1e3", "9" * 30])
+def test_layers_of_the_command_are_numbers(text: str, folder: Path, tmp_path: Path) -> None:
+    command = ["compress", str(folder), str(tmp_path / "out"), "--layers", text]
+    assert CliRunner().invoke(app, command).exit_code == 2
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+    command = ["compress", str(folder), str(tmp_path / "out"), "--layers", "0-0", "--prune", "30%"]
+    result = CliRunner().invoke(app, [*command, "--storage", "nf4"])
+    assert result.exit_code == 0, result.output
+    assert "wrote" in result.output
+    assert (tmp_path / "out/tokenizer_config.json").is_file()
+    found = opened(tmp_path / "out")
+    assert sum(is_linear(name) for name in found) == 7
+    (folder / "tokenizer_config.json").unlink()
