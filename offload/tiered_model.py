@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +40,7 @@ from offload.spread_experts import SpreadExperts
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.zero.closed_engine import Refusal
-from offload.zero.discovery import Discovery, adapter_names, discover
+from offload.zero.discovery import Discovery, discover
 from offload.zero.expert_access import ExpertAccess
 from offload.zero.gradient_hooks import is_trained_here
 from offload.zero.group import ParamGroup
@@ -97,10 +96,7 @@ class TieredModel(abc.ABC):
             experts=config.splits_experts(machine.world_size()), frozen=frozen,
         )  # fmt: skip
         self.spread.check_groups(discovery.groups)
-        if config.storage is None:
-            return discovery
-        raw = adapter_names(self.module)
-        return discovery.stored(replace(config.storage.storage, raw=raw))
+        return discovery.stored(config.stored)
 
     def _find_tensor_parallel(
         self, config: OffloadConfig, data_ranks: Sequence[int], *, takes_values: bool

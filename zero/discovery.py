@@ -8,7 +8,7 @@ without torch; this module applies them to torch modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -36,7 +36,6 @@ __all__ = [
     "Discovery",
     "GroupPlan",
     "Unit",
-    "adapter_names",
     "discover",
     "ep_size_of",
     "managed",
@@ -84,6 +83,7 @@ class Discovery:
     packed: list[PackedParam]
     experts_per_token: int | None = None  # that a router chooses, where that is known
     cached: tuple[CachedLayer, ...] = ()  # layers whose keys and values are kept in tiers
+    adapters: frozenset[str] = frozenset()  # parameters that PEFT has added, by their names
 
     def shape(self) -> ModelShape:
         """The same without modules and values."""
@@ -100,11 +100,14 @@ class Discovery:
             self.experts_per_token, self.cached,
         )  # fmt: skip
 
-    def stored(self, storage: Storage) -> Discovery:
-        """The same with frozen weights as `storage` has them, apart from what is trained.
+    def stored(self, storage: Storage | None) -> Discovery:
+        """The same with frozen weights as `storage` has them, apart from what is trained; with None
+        as it is. Adapters are small, and not to be rounded with what they adapt.
 
         ConfigError and UnsupportedError as `zero.storage.cut`; UnsupportedError for DTensors.
         """
+        if storage is None:
+            return self
         for names, param in (pair for group in self.groups for pair in group.params):
             if is_dtensor(param):
                 raise UnsupportedError(
@@ -112,7 +115,7 @@ class Discovery:
                     "remove storage, or do not parallelise the model"
                 )
         groups = [(group.name, group.table, group.shapes()) for group in self.groups]
-        cuts, renumbered = cut(storage, groups)
+        cuts, renumbered = cut(replace(storage, raw=self.adapters), groups)
         return replace(
             self,
             groups=[
@@ -136,18 +139,15 @@ def shapes_of(
     )
 
 
-def adapter_names(model: nn.Module) -> frozenset[str]:
-    """Parameters that PEFT has added to a model: small, and not to be rounded with what they
-    adapt."""
-    found: set[str] = set()
+def _adapters_in(model: nn.Module) -> Iterator[str]:
+    """Names of parameters that PEFT has added."""
     for prefix, module in model.named_modules():
         added = getattr(module, "adapter_layer_names", ())
         added = (*added, "prompt_encoder") if hasattr(module, "peft_config") else added
         for name, child in module.named_children() if added else ():
             if name in added or name.startswith("lora_"):
                 inner = (each for each, _ in child.named_parameters())
-                found.update(f"{prefix}.{name}.{each}".removeprefix(".") for each in inner)
-    return frozenset(found)
+                yield from (f"{prefix}.{name}.{each}".removeprefix(".") for each in inner)
 
 
 def managed(param: nn.Parameter) -> bool:
@@ -187,6 +187,7 @@ def discover(
         ],
         list(packed.values()),
         experts_per_token_of(model) if any(group.table for group in groups) else None,
+        adapters=frozenset(_adapters_in(model)),
     )  # fmt: skip
 
 

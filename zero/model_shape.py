@@ -127,9 +127,11 @@ class ModelShape:
         )
         return replace(self, groups=tuple(groups), units=tuple(units))
 
-    def stored(self, storage: Storage) -> ModelShape:
+    def stored(self, storage: Storage | None) -> ModelShape:
         """The same model with frozen weights as `storage` has them, apart from what is trained
-        (see `zero.storage.cut`); the last of these changes."""
+        (see `zero.storage.cut`), with None as it is; the last of these changes."""
+        if storage is None:
+            return self
         cuts, renumbered = cut(storage, [(g.name, g.table, g.params) for g in self.groups])
         groups = (
             replace(

@@ -128,6 +128,7 @@ def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:
         shape = shape.spread(ep_size)
     elif not config.splits_experts(sharding.world_size):
         shape = shape.joined
+    shape = shape.stored(config.stored)
     found = None
     if facts is not None:
         found = forecast_of(config, shape, facts, model.workload, sharding, ranks)

@@ -96,8 +96,7 @@ def generating(config: OffloadConfig, source: str) -> GeneratingModel:
     shape = found.shape.frozen
     if not config.splits_experts(1):
         shape = shape.joined
-    if config.storage is not None:
-        shape = shape.stored(config.storage.storage)
+    shape = shape.stored(config.stored)
     return GeneratingModel(found.name, config, shape, facts, found.context)
 
 

@@ -278,10 +278,6 @@ class StorageConfig(Section):
         )
     )
 
-    @property
-    def storage(self) -> Storage:
-        return Storage(WeightFormat(Code[self.weights.upper()], self.group_size), self.skip)
-
 
 class KVConfig(Section):
     """KV caches of a dispatched model, where `placement.kv` names their home."""
@@ -707,6 +703,15 @@ class OffloadConfig(Section):
     def scaling(self) -> LossScaleConfig | None:
         """Loss scaling: the settings under fp16 (defaults filled in), None otherwise."""
         return (self.loss_scale or LossScaleConfig()) if self.precision == "fp16" else None
+
+    @property
+    def stored(self) -> Storage | None:
+        """Which frozen weights are stored in fewer bits, and how; None: none are."""
+        chosen = self.storage
+        if chosen is None:
+            return None
+        format_ = WeightFormat(Code[chosen.weights.upper()], chosen.group_size)
+        return Storage(format_, chosen.skip)
 
     def splits_experts(self, ranks: int) -> bool:
         """Whether experts move one by one. With `micro_batches` a block computes all pieces with

@@ -103,9 +103,10 @@ def forecast(
     have never been measured here, that is done if the model is large enough to be worth it. `here`:
     ranks on this machine, by default those that are.
     """
-    shape = discover(
+    discovery = discover(
         model, config.groups.blocks, experts=config.splits_experts(sharding.world_size)
-    ).shape()
+    )
+    shape = discovery.stored(config.stored).shape()
     facts = Facts(model, workload, compute_device(config).type)
     return forecast_of(config, shape, facts, workload, sharding, here)
 

@@ -98,7 +98,8 @@ def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
     device = compute_device(config)
     if dist.is_initialized() and dist.get_world_size() > 1:
         return Prediction({}, None, None, None, {}, missing=(_RANKS,))
-    shape = discover(model, config.groups.blocks, experts=config.splits_experts(1)).shape()
+    discovery = discover(model, config.groups.blocks, experts=config.splits_experts(1))
+    shape = discovery.stored(config.stored).shape()
     hardware = this_machine(config.nvme, device)
     plan = make_plan(config, shape, hardware)
     config = resolved_config(config, plan, device.type)

@@ -115,9 +115,7 @@ def in_precision(model: nn.Module, precision: str) -> nn.Module:
 def stored(model: nn.Module, **storage: Any) -> Discovery:
     """How a model's groups are cut."""
     keys = {"weights": "int4", "group_size": 32, **storage}
-    section = OffloadConfig.load({"storage": keys}).storage
-    assert section is not None
-    return discover(model).stored(section.storage)
+    return discover(model).stored(OffloadConfig.load({"storage": keys}).stored)
 
 
 def frozen_of(engine: offload.Engine) -> dict[str, bytes]:

@@ -37,6 +37,7 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+from tests.offload.storage_cases import adapted, round_to
 from tests.swap.stream_simulation import World
 
 __all__ = ["launches"]
@@ -329,3 +330,43 @@ def test_without_kernels_what_needs_them_is_refused_and_says_what_is_missing(
     message = rf"placement.{state_class}: device needs kernels on the GPU, and the test says so"
     with no_kernels(), pytest.raises(UnsupportedError, match=message):
         run(tmp_path, {state_class: "device"}, device)
+
+
+# ---------------------------------------------------------------- weights in codes
+@pytest.mark.parametrize("parameters", ["nvme", "host", "device"])
+def test_codes_cross_the_link_and_are_decoded_on_the_device(
+    parameters: str, tmp_path: Path
+) -> None:
+    plain = adapted()
+    round_to(plain, "int4")
+    home = {**HOST, "parameters": parameters}
+    storage = {"weights": "int4", "group_size": 32}
+
+    def trained(model: Any, keys: dict[str, Any]) -> Any:
+        with offload.initialize(model, keys) as engine:
+            losses = losses_of(engine, batches(3))
+            engine.save_checkpoint(tmp_path / "checkpoint")
+            engine.load_checkpoint(tmp_path / "checkpoint")
+            losses += losses_of(engine, batches(1, 7))
+            engine.check_integrity()
+            return losses, states_of(engine), engine.report().bytes_moved["host to device"]
+
+    expected = trained(plain, settings(tmp_path, home))
+    found = trained(adapted(), settings(tmp_path, home, storage=storage))
+    assert found[0] == expected[0]
+    assert_same_bits(found[1], expected[1])
+    if parameters != "device":
+        assert found[2] < expected[2]
+
+
+def test_a_slot_of_values_is_given_up_and_decoded_again(tmp_path: Path) -> None:
+    plain = adapted(6)
+    round_to(plain, "int8")
+    tight = {**BUDGET, "device": "448KiB"}
+    storage = {"weights": "int8", "group_size": 32}
+    with offload.initialize(plain, settings(tmp_path, HOST)) as engine:
+        expected = losses_of(engine, batches(2))
+    keys = settings(tmp_path, HOST, storage=storage, budget=tight)
+    with offload.initialize(adapted(6), keys) as engine:
+        assert losses_of(engine, batches(2)) == expected
+        assert engine._homes._device.pool.evictions > 0

@@ -193,10 +193,9 @@ def test_a_shape_is_cut_as_its_modules_are() -> None:
     from offload.config import OffloadConfig
     from offload.zero.discovery import discover
 
-    section = OffloadConfig.load({"storage": {"weights": "int4", "group_size": 32}}).storage
-    assert section is not None
+    chosen = OffloadConfig.load({"storage": {"weights": "int4", "group_size": 32}}).stored
     model = adapted(2)
-    assert discover(model).shape().stored(section.storage) == stored(model).shape()
+    assert discover(model).shape().stored(chosen) == stored(model).shape()
 
 
 def test_a_tied_weight_stays_if_one_of_its_names_is_skipped() -> None:
@@ -281,9 +280,9 @@ def test_what_is_written_is_rounded_and_the_rest_keeps_its_codes(
         assert "down.weight, stored in int4, was written" in caplog.text
         after = frozen_of(engine)
         name = "layers.1.down.weight"
-        section = engine.config.storage
-        assert section is not None
-        assert after.pop(name) == bits(decode(new, section.storage.format)) != before.pop(name)
+        chosen = engine.config.stored
+        assert chosen is not None
+        assert after.pop(name) == bits(decode(new, chosen.format)) != before.pop(name)
         assert after == before
 
 

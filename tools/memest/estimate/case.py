@@ -31,7 +31,7 @@ class Case:
     @cached_property
     def shape(self) -> ModelShape:
         """What a rank has of the model; its experts one by one where the configuration lets them
-        be, and where they are spread over ranks."""
+        be, and where they are spread over ranks; frozen weights as they are stored."""
         shape = self.source.shape
         if self.generation is not None:
             shape = shape.frozen
@@ -39,8 +39,7 @@ class Case:
             shape = shape.spread(self.ep_size)
         elif not self.config.splits_experts(self.profile.ranks):
             shape = shape.joined
-        storage = self.config.storage
-        return shape if storage is None else shape.stored(storage.storage)
+        return shape.stored(self.config.stored)
 
     @property
     def sharding(self) -> Sharding:
