@@ -6,6 +6,7 @@ with peft 0.21.2, accelerate 1.15.0, transformers 5.17.0 and torch 2.13.0.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,102 @@ def test_a_trainers_adapters_are_saved_without_the_models_values(
     for each in found:
         assert each.keys() == expected.keys()
         assert all(torch.equal(each[name], expected[name]) for name in expected)
+
+
+# ---------------------------------------------------------------- QLoRA
+STORAGE: dict[str, Any] = {"storage": {"weights": "nf4", "group_size": 32}}
+
+
+def rounded(kind: str) -> Any:
+    """The adapted model on the base that codes give."""
+    from tests.offload.storage_cases import round_to
+
+    model = adapted(kind)
+    names = [name for name, _ in model.named_parameters() if "lora_" in name]
+    round_to(model, "nf4", ["lm_head", *names])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "head"])
+def test_adapters_are_trained_on_a_base_in_4_bits(kind: str, tmp_path: Path) -> None:
+    plain = rounded(kind)
+    batch = next(iter(DataLoader(Rows(20, seed=1), batch_size=2)))
+    plain_loss = plain(**batch).loss
+    plain_loss.backward()
+    gradients = {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
+    with offload.initialize(rounded(kind), settings(tmp_path, PLACEMENTS["host"])) as engine:
+        expected = train(engine.module, engine.optimizer)
+        values = values_of(engine.module)
+    for home in PLACEMENTS.values():
+        model = adapted(kind)
+        with offload.initialize(model, settings(tmp_path, home, **STORAGE)) as engine:
+            loss = model(**batch).loss
+            loss.backward()
+            assert torch.equal(loss.detach(), plain_loss.detach())
+            found = {n: engine.gradient(p) for n, p in model.named_parameters()}
+            for name, gradient in gradients.items():
+                assert torch.equal(found[name], gradient), name
+            engine.optimizer.zero_grad()
+            assert train(model, engine.optimizer) == expected
+            trained = values_of(model)
+            assert all(torch.equal(trained[name], value) for name, value in values.items())
+            model.save_pretrained(tmp_path / "adapter")
+            ours = logits(model)
+        loaded = peft.PeftModel.from_pretrained(rounded(kind).unload(), tmp_path / "adapter")
+        assert torch.equal(logits(loaded), ours)
+
+
+def test_merging_into_a_base_in_4_bits_rounds_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted("lora")
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["nvme"], **STORAGE)) as engine:
+        train(model, engine.optimizer)
+        before = logits(model)
+        with caplog.at_level(logging.WARNING, "offload"), engine.gathered(model):
+            merged = model.merge_and_unload()
+        assert "the new values are rounded" in caplog.text
+        after = logits(merged)
+        assert not torch.equal(after, before)
+        torch.testing.assert_close(after, before, rtol=0, atol=0.3)
+        merged.save_pretrained(tmp_path / "merged")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.equal(logits(again), after)
+
+
+def test_a_trainer_goes_on_with_adapters_on_a_base_in_4_bits(tmp_path: Path) -> None:
+    from offload.integrations.transformers import OffloadTrainer
+
+    def run(steps: int, resume: bool) -> list[float]:
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=steps, use_cpu=True, report_to=[],
+            save_steps=2, logging_steps=1, per_device_train_batch_size=2, disable_tqdm=True,
+        )  # fmt: skip
+        given = settings(tmp_path, PLACEMENTS["nvme"], optimizer={}, **STORAGE)
+        trainer = OffloadTrainer(
+            adapted("lora"), args, train_dataset=Rows(20, seed=1), offload=given
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.engine.close()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole = run(4, resume=False)
+    for folder in sorted((tmp_path / "run").glob("checkpoint-4")):
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    assert run(4, resume=True)[-2:] == whole[-2:]
+
+
+def test_an_adapter_on_a_dispatched_base_in_4_bits(tmp_path: Path) -> None:
+    with offload.initialize(adapted("lora"), settings(tmp_path, PLACEMENTS["host"])) as engine:
+        train(engine.module, engine.optimizer)
+        engine.module.save_pretrained(tmp_path / "adapter")
+    tiny_llama().save_pretrained(tmp_path / "base")
+    plain = peft.PeftModel.from_pretrained(rounded("lora").unload(), tmp_path / "adapter")
+    expected = logits(plain.requires_grad_(False))
+    base = offload.open_pretrained(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    offload.dispatch(model, settings(tmp_path, {"parameters": "nvme"}, **STORAGE))
+    with offload.dispatched(model):
+        assert torch.equal(logits(model), expected)
