@@ -6,16 +6,15 @@ computed (`PlainFormat`):
     keys    [batch, heads, tokens, dim]
     values  [batch, heads, tokens, dim]     from the next multiple of 64 bytes on
 
-In 8 bits (`Int8Format`) each head's vector of a token is cut into groups of at most 128 elements.
-A group has a scale s and an offset o in fp32, and a byte c per element:
+In 8 bits (`Int8Format`) each head's vector of a token is cut into groups of 128, 64 or 32 elements, the
+largest size that divides it; where none does, zeros follow up to a multiple of 32. A group has a
+32-bit word and a code per element, those of INT8 in `kernels.weight_codes`: x' = q * s, with
+s = max(|x|) / 127 and q = round(x / s).
 
-    o = min(x)      s = (max(x) - o) / 255      c = round((x - o) / s), halves to even
-    x' = c * s + o, in fp32, each operation rounded; then rounded to the format computed in
+    words     [batch, heads, tokens, groups] uint32     of keys, then the same of values
+    codes     [batch, heads, tokens, groups, size]      behind them
 
-    codes     [batch, heads, tokens, dim]               of keys, then the same of values
-    s and o   [batch, heads, tokens, groups, 2] fp32    behind them
-
-The error is s / 2 and what rounding x' adds; a group of equal values has s = 0 and is exact. A
+The error is at most s / 2, and what rounding x' to the model's format adds; zeros stay zeros. A
 group with an infinity or a NaN reads as NaN. Rounding depends on the group's own values alone, so
 neither page size nor batch, neither tier nor device changes a bit.
 """
@@ -26,13 +25,22 @@ import abc
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch.nn import functional
 
+from offload.kernels.floats import Array
+from offload.kernels.weight_codes import decode_weights, encode_weights
+from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiers.units import round_up
-from offload.zero.kv_sizes import groups_of, vector_nbytes
+from offload.zero.bits import FLOAT_OF
+from offload.zero.kv_sizes import coded_dim, group_of, vector_nbytes
 
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
 _TOKENS_AT_ONCE = 256  # are encoded in one go: bounds what that takes beside the page
+_SCALE_MASK = -128  # of fp32 bits: the low 7 are cleared
+_LEAST_SCALE = 2.0**-100
+_NAN_BITS = 0x7FC00000
 
 
 @dataclass(frozen=True)
@@ -168,67 +176,86 @@ class PlainFormat(PageFormat):
 
 
 class Int8Format(PageFormat):
-    """A byte per element, with a scale and an offset per group of a head's vector."""
+    """A byte per element, with a scale per group of a head's vector."""
 
     exact = False
 
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
-        """Codes [batch, heads, tokens, groups, group]; scales and offsets [..., groups, 2]."""
-        groups = groups_of(shape.dim)
-        codes = self._view(part, shape, groups, shape.dim // groups, dtype=torch.uint8)
-        behind = part[round_up(codes.numel(), 4) :]
-        return [codes, self._view(behind, shape, groups, 2, dtype=torch.float32)]
-
-    def _part_nbytes(self, shape: KVShape, vectors: int) -> int:
-        count = vectors * shape.heads
-        scales = 8 * count * groups_of(shape.dim)
-        return round_up(round_up(count * shape.dim, 4) + scales, _ALIGNMENT)
+        """Words [batch, heads, tokens, groups] and codes [batch, heads, tokens, coded dim]."""
+        coded = coded_dim(shape.dim)
+        words = self._view(part, shape, coded // group_of(shape.dim), dtype=torch.int32)
+        behind = part[words.numel() * words.itemsize :]
+        return [words, self._view(behind, shape, coded, dtype=torch.uint8)]
 
     def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None:
-        codes, scales = self._stored(shape, part)
+        words, codes = self._stored(shape, part)
         for start in range(0, states.shape[2], _TOKENS_AT_ONCE):
             some = states[:, :, start : start + _TOKENS_AT_ONCE]
             span = slice(at + start, at + start + some.shape[2])
-            found, scale, offset = _encode(_grouped(some, shape))
-            codes[:, :, span] = found
-            scales[:, :, span, :, 0] = scale
-            scales[:, :, span, :, 1] = offset
+            words[:, :, span], codes[:, :, span] = _encode(shape, some)
 
     def _read(
         self, shape: KVShape, part: torch.Tensor, span: slice, rows: torch.Tensor | None,
         states: torch.Tensor,
     ) -> None:  # fmt: skip
-        codes, scales = (whole[:, :, span] for whole in self._stored(shape, part))
+        words, codes = (whole[:, :, span] for whole in self._stored(shape, part))
         if rows is not None:
-            codes, scales = codes.index_select(0, rows), scales.index_select(0, rows)
-        for start in range(0, states.shape[2], _TOKENS_AT_ONCE):
-            some = slice(start, start + _TOKENS_AT_ONCE)
-            pair = scales[:, :, some]
-            found = _decode(codes[:, :, some], pair[..., 0], pair[..., 1])
-            states[:, :, some] = found.flatten(-2)
+            words, codes = words.index_select(0, rows), codes.index_select(0, rows)
+        states.copy_(_decode(shape, words, codes))
 
     def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
         shape = KVShape.of(states, into.dtype)
         for start in range(0, states.shape[2], _TOKENS_AT_ONCE):
             some = slice(start, start + _TOKENS_AT_ONCE)
-            into[:, :, some] = _decode(*_encode(_grouped(states[:, :, some], shape))).flatten(-2)
+            into[:, :, some] = _decode(shape, *_encode(shape, states[:, :, some]))
 
 
-def _grouped(states: torch.Tensor, shape: KVShape) -> torch.Tensor:
-    """[..., groups, group] in fp32, of values that were first rounded as they are computed with."""
-    exact = states.to(shape.dtype).float()
-    return exact.view(*exact.shape[:-1], groups_of(shape.dim), -1)
+def _encode(shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words and codes of vectors [..., dim], which are first rounded as they are computed with."""
+    coded, size = coded_dim(shape.dim), group_of(shape.dim)
+    values = functional.pad(states.to(shape.dtype), (0, coded - shape.dim)).contiguous()
+    words = values.new_empty((*values.shape[:-1], coded // size), dtype=torch.int32)
+    codes = torch.empty_like(values, dtype=torch.uint8)
+    if values.device.type == "cpu":
+        kind, weights = FLOAT_OF[shape.dtype], WeightFormat(Code.INT8, size)
+        flat = _flat(values.view(torch.uint8)).view(kind.storage)
+        encode_weights(flat, _flat(words).view(np.uint32), _flat(codes), weights, kind)
+    else:
+        encode_int8(values, words, codes)
+    return words, codes
 
 
-def _encode(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and offsets of groups [..., group] in fp32."""
-    offset, largest = groups.aminmax(dim=-1)
-    scale = (largest - offset) / 255
-    step = torch.where(scale == 0, 1, scale)
-    codes = groups.sub(offset[..., None]).div_(step[..., None]).round_().clamp_(0, 255)
-    return codes.nan_to_num_(0).to(torch.uint8), scale, offset
+def _decode(shape: KVShape, words: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Vectors [..., dim]."""
+    words, codes = words.contiguous(), codes.contiguous()
+    values = torch.empty_like(codes, dtype=shape.dtype)
+    if values.device.type == "cpu":
+        kind, weights = FLOAT_OF[shape.dtype], WeightFormat(Code.INT8, group_of(shape.dim))
+        flat = _flat(values.view(torch.uint8)).view(kind.storage)
+        decode_weights(_flat(words).view(np.uint32), _flat(codes), flat, weights, kind)
+    else:
+        decode_int8(words, codes, values)
+    return values[..., : shape.dim]
 
 
-def _decode(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Groups [..., group] in fp32."""
-    return codes.float().mul_(scale[..., None]).add_(offset[..., None])
+def _flat(tensor: torch.Tensor) -> Array:
+    array: Array = tensor.view(-1).numpy()
+    return array
+
+
+def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) -> None:
+    """What `encode_weights` does, by operations of torch on any device."""
+    groups = values.float().view(*words.shape, -1)
+    largest = groups.abs().amax(dim=-1)
+    scales = (largest / 127).view(torch.int32) & _SCALE_MASK
+    scales = scales.view(torch.float32).clamp(min=_LEAST_SCALE)
+    whole = torch.isfinite(largest)
+    words.copy_(scales.view(torch.int32).where(whole, _NAN_BITS))
+    found = (groups / scales[..., None]).round().where(whole[..., None], 0)
+    codes.copy_(found.to(torch.int8).view(torch.uint8).view(codes.shape))
+
+
+def decode_int8(words: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
+    """What `decode_weights` does, by operations of torch on any device."""
+    groups = codes.view(torch.int8).float().view(*words.shape, -1)
+    values.copy_(groups.mul_(words.view(torch.float32)[..., None]).view(values.shape))

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_LARGEST_GROUP = 128
-_GROUP_NBYTES = 8  # a scale and an offset in fp32
+from offload.tiers.units import round_up
+
+_GROUPS = (128, 64, 32)
+_WORD_NBYTES = 4  # of each group
 
 
-def groups_of(dim: int) -> int:
-    """Groups that a head's vector of `dim` elements is cut into, in 8 bits: the fewest of at most
-    128 that are equally long."""
-    fewest = max(1, -(-dim // _LARGEST_GROUP))
-    return next(count for count in range(fewest, dim + 1) if not dim % count)
+def coded_dim(dim: int) -> int:
+    """Elements of a head's vector in 8 bits: of `dim`, and zeros up to whole groups."""
+    return round_up(dim, _GROUPS[-1])
+
+
+def group_of(dim: int) -> int:
+    """Elements of such a vector that share a scale: the largest group that divides it."""
+    return next(size for size in _GROUPS if not coded_dim(dim) % size)
 
 
 def vector_nbytes(dim: int, itemsize: int, *, int8: bool) -> int:
     """Of one head's key or value of one token, as it is stored."""
-    return dim + _GROUP_NBYTES * groups_of(dim) if int8 else dim * itemsize
+    coded = coded_dim(dim)
+    return coded + _WORD_NBYTES * (coded // group_of(dim)) if int8 else dim * itemsize
 
 
 @dataclass(frozen=True, slots=True)

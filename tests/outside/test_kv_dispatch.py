@@ -194,7 +194,7 @@ def test_8_bits_are_the_same_in_every_tier_and_near(tmp_path: Path) -> None:
 def test_a_budget_too_small_for_one_token_is_refused_before_anything(tmp_path: Path) -> None:
     model = llama()
     with pytest.raises(BudgetError, match=r"budget\.nvme: .* short of .*kv .*raise budget\.nvme"):
-        dispatched(model, tmp_path, "nvme", kv={}, budget={"host": "2MiB", "nvme": "112KiB"})
+        dispatched(model, tmp_path, "nvme", kv={}, budget={"host": "2MiB", "nvme": "96KiB"})
     assert bits(generated(model)) == bits(generated(llama()))
 
 
