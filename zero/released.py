@@ -39,13 +39,14 @@ from offload.zero.session import Session
 # Of a parameter's methods, those that need no values.
 _METADATA = frozenset(
     {
-        "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_signed",
-        "element_size", "ndimension", "nelement", "requires_grad_", "data_ptr", "is_contiguous",
+        "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex",
+        "is_signed", "element_size", "ndimension", "nelement", "requires_grad_", "data_ptr",
         "__len__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
         "storage_offset", "is_same_size", "__hash__", "get_device", "is_inference", "is_pinned",
         "is_shared", "_has_compatible_shallow_copy_type", "__dir__", "__format__",
     }
 )  # fmt: skip
+_STRIDES = frozenset({"stride", "is_contiguous"})
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 Function = Callable[..., Any]
@@ -126,7 +127,7 @@ class ReleasedParameters:
             return memo[id(param)]
 
         def set_(param: Any, source: Any = None, *rest: Any) -> Any:
-            """The one method that does not come to `__torch_function__`."""
+            """This one and `as_subclass` do not come to `__torch_function__`."""
             if rest or not isinstance(source, torch.Tensor):
                 raise UnsupportedError(
                     f"{self._name_of(param)}.set_(): its values have no memory of their own, they "
@@ -135,9 +136,15 @@ class ReleasedParameters:
             self._assign(param, source)
             return param
 
+        def as_subclass(param: Any, _: type) -> Any:
+            raise UnsupportedError(
+                f"{self._name_of(param)}.as_subclass(): its values have no memory of their own, "
+                "they may be in any tier; use .detach().clone().as_subclass(...)"
+            )
+
         body = {
             "__torch_function__": classmethod(torch_function), "__deepcopy__": deepcopy,
-            "set_": set_,
+            "set_": set_, "as_subclass": as_subclass,
         }  # fmt: skip
         return _subclass(kind, body)
 
@@ -165,10 +172,14 @@ class ReleasedParameters:
         name = getattr(function, "__name__", "")
         if name == "__set__" and _property(function) == "data":
             return self._assign(args[0], args[1])
-        if _needs_no_values(function, name, args):
+        if _needs_no_values(function, name, args, kwargs):
             if name in _HOOKS and self._packed_of(args[0]) is not None:
                 self._refuse_hook(args[0], name)
             with torch._C.DisableTorchFunctionSubclass():
+                if name in _STRIDES and not is_dtensor(args[0]):
+                    # of the values, not of the placeholder
+                    like = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+                    args = (like, *args[1:])
                 return function(*args, **kwargs)
         params = list({id(p): p for p in self._among([args, kwargs])}.values())
         self._check(params)
@@ -388,21 +399,24 @@ def _property(function: Function) -> str:
     return str(getattr(getattr(function, "__self__", None), "__name__", ""))
 
 
-def _needs_no_values(function: Function, name: str, args: Sequence[Any]) -> bool:
+def _needs_no_values(
+    function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         return _property(function) not in _VALUE_PROPERTIES
     if name == "type":  # a question without an argument
-        return len(args) == 1
-    return name in _METADATA or _changes_nothing(name, args)
+        return len(args) == 1 and not kwargs
+    return name in _METADATA or _changes_nothing(name, args, kwargs)
 
 
-def _changes_nothing(name: str, args: Sequence[Any]) -> bool:
+def _changes_nothing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """`param.to(device)`, `.float()` and the like where it is there and so already."""
     if name not in ("to", "cpu", "float", "half", "bfloat16"):
         return False
     param, *rest = args
     dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
-    asked = [*rest, dtypes[name]] if name in dtypes else ["cpu"] if name == "cpu" else rest
+    rest += kwargs.values()
+    asked = [*rest, dtypes[name]] if name in dtypes else [*rest, "cpu"] if name == "cpu" else rest
     return all(
         each is None or each is False or each == param.dtype or _is_here(each, param)
         for each in asked

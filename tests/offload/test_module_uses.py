@@ -4,6 +4,7 @@ Most compare with plain PyTorch. Parameters, gradients and optimizer states are 
 test says otherwise.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
@@ -28,10 +30,12 @@ from tests.offload.engine_cases import (
 from tests.offload.plain_training import (
     EVERYWHERE,
     MakeEngine,
+    assert_close,
     check,
     floats,
     square_loss,
     tokens_loss,
+    trained_plainly,
 )
 
 pytestmark = MARKS
@@ -182,6 +186,70 @@ def test_a_released_parameter_reads_as_what_it_is(make: MakeEngine) -> None:
     outside = model.norm.weight.detach().clone()
     with engine.gathered(model.norm.weight):
         assert torch.equal(outside, model.norm.weight)
+
+
+CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to(dtype=)": lambda p: p.to(dtype=torch.float64),
+    "to(device, dtype=)": lambda p: p.to(ON, dtype=torch.bfloat16),
+    "to(device=, dtype=)": lambda p: p.to(device=ON, dtype=torch.float32),
+    "to(dtype)": lambda p: p.to(torch.float64),
+    "to(tensor)": lambda p: p.to(torch.zeros(1, dtype=torch.float64, device=ON)),
+    "to(copy=True)": lambda p: p.to(ON, copy=True),
+    "to(memory_format=)": lambda p: p.to(memory_format=torch.channels_last),
+    "float(memory_format=)": lambda p: p.float(memory_format=torch.channels_last),
+    "type(dtype=)": lambda p: p.type(dtype=torch.float64),
+    "type(dtype)": lambda p: p.type(torch.float64),
+    "double": lambda p: p.double(),
+}
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_a_released_parameter_is_converted_with_its_values(
+    make: MakeEngine, conversion: str
+) -> None:
+    convert = CONVERSIONS[conversion]
+    plain = seeded(lambda: nn.Conv2d(3, 4, 3)).to(ON)
+    made = make(seeded(lambda: nn.Conv2d(3, 4, 3))).module.weight
+    found, expected = convert(made), convert(plain.weight)
+    assert torch.equal(found, expected)
+    assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+
+
+def test_a_conversion_that_changes_nothing_is_the_parameter_itself(make: MakeEngine) -> None:
+    weight = make(seeded(TinyLM)).module.norm.weight
+    assert weight.to(device=ON, dtype=torch.float32) is weight
+    assert weight.to(ON, copy=False) is weight
+    assert weight.float() is weight
+
+
+def test_a_released_parameter_is_no_other_class_of_tensor(make: MakeEngine) -> None:
+    with pytest.raises(UnsupportedError, match=r"norm.weight.as_subclass\(\).*clone"):
+        make(seeded(TinyLM)).module.norm.weight.as_subclass(Tensor)
+
+
+def test_a_model_of_convolutions_may_be_put_into_another_memory_format(make: MakeEngine) -> None:
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        model.to(memory_format=torch.channels_last)
+        return square_loss(model, x)
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+    images = [torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    _, expected, _ = trained_plainly(layers, loss_of, images)
+    engine = make(seeded(layers))
+    for x in images:
+        loss_of(engine.module, x.to(ON)).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert_close(parameters_of(engine), expected)
+
+
+def test_a_released_parameter_says_the_strides_of_its_values(make: MakeEngine) -> None:
+    weight = make(seeded(lambda: nn.Conv2d(3, 4, 3))).module.weight
+    assert weight.is_contiguous()
+    assert not weight.is_contiguous(memory_format=torch.channels_last)
+    assert (weight.stride(), weight.stride(0)) == ((27, 9, 3, 1), 27)
 
 
 # ----------------------------------------------------------------------- checkpointing
