@@ -162,17 +162,17 @@ def _recode(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-unty
     weights = WeightFormat(Code(code >> 1 & 3), GROUP_SIZES[code >> 5])
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        at = _Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
+        at = Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
         lo, hi = jit.integers(context, builder, signature, args, 4, 6)
         if action is Action.ENCODE:
             with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
-                _encode_group(_CodeLanes(builder), weights, kind, at, number)
+                _encode_group(CodeLanes(builder), weights, kind, at, number)
             return context.get_dummy_value()
         line = builder.and_(builder.ptrtoint(at.values, I64), I64(LINE_NBYTES - 1))
         with builder.if_else(builder.icmp_unsigned("==", line, I64(0))) as (aligned, unaligned):
             for path, streams in ((aligned, True), (unaligned, False)):
                 with path, cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
-                    _decode_group(_CodeLanes(builder), weights, kind, at, number, streams)
+                    _decode_group(CodeLanes(builder), weights, kind, at, number, streams)
         builder.fence("seq_cst")  # other threads read what was written past the caches
         return context.get_dummy_value()
 
@@ -180,7 +180,7 @@ def _recode(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-unty
 
 
 @dataclass(frozen=True, slots=True)
-class _Pointers:
+class Pointers:
     """Start of each array."""
 
     values: Value
@@ -188,7 +188,7 @@ class _Pointers:
     codes: Value
 
 
-class _CodeLanes(Lanes):
+class CodeLanes(Lanes):
     """Vectors of WIDTH elements, and the two ways of packing codes."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
@@ -229,10 +229,13 @@ class _CodeLanes(Lanes):
             found = self.builder.insert_element(found, value, I32(lane))
         return found
 
-    def load_pairs(self, base: Value, index: Value) -> Value:
-        """The bytes of elements index .. index + 32, which share one in pairs, in i32 lanes."""
+    def load_pairs(self, base: Value, index: Value, code: Code) -> tuple[Value, Value]:
+        """Codes of 4 bits, in the low bits of i32 lanes: of elements index, index + 2 .. index + 30
+        and of those behind each, with which they share a byte."""
         start = self.builder.lshr(index, I64(1))
-        return self.builder.zext(self.load_raw(I8, base, start), self.of(I32))
+        low = self.builder.zext(self.load_raw(I8, base, start), self.of(I32))
+        high = self.shift_right(low, 4)
+        return (low, high) if code is Code.INT4 else (high, low)
 
     def load_spread(self, base: Value, index: Value, code: Code) -> Value:
         """Codes of 4 bits index .. index + 16, in the low bits of i32 lanes; others undefined."""
@@ -298,7 +301,7 @@ def _joined(builder: ir.IRBuilder, low: Value, high: Value) -> Value:
 
 # ---------------------------------------------------------------- decoding
 def _decode_group(
-    vector: _CodeLanes, weights: WeightFormat, kind: Float, at: _Pointers, number: Value,
+    vector: CodeLanes, weights: WeightFormat, kind: Float, at: Pointers, number: Value,
     streams: bool,
 ) -> None:  # fmt: skip
     """`streams`: values lie on cache lines, and are written past the caches, which are too small
@@ -320,51 +323,52 @@ def _decode_group(
 
 
 def _line_decoder(
-    vector: _CodeLanes, code: Code, kind: Float, codes: Value, word: Value
+    vector: CodeLanes, code: Code, kind: Float, codes: Value, word: Value
 ) -> Callable[[Value], Value]:
     """What emits the values from an index on that fill a cache line, as they are stored."""
     builder = vector.builder
     if code is Code.INT8:
-        scale = vector.splat(builder.bitcast(word, F32))
 
         def from_bytes(start: Value) -> Value:
-            raw = builder.sext(vector.load_raw(I8, codes, start), vector.of(I32))
-            value = vector.mul(builder.sitofp(raw, vector.of(F32)), scale)
-            return vector.encode(kind, value)
+            return vector.encode(kind, signed_bytes(vector, word, codes, start))
 
         if kind is Float.FP32:
             return from_bytes
         return lambda start: _joined(
             builder, from_bytes(start), from_bytes(builder.add(start, I64(WIDTH)))
         )
-    table = _table(vector, code, kind, word)
+    table = vector.stored_bits(kind, levels(vector, code, kind, word))
     if kind is Float.FP32:
         return lambda start: vector.lookup(table, vector.load_spread(codes, start, code))
     shifted = vector.shift_left(table, 16)
 
     def from_pairs(start: Value) -> Value:
         """Two values of 16 bits from each byte, which stay side by side."""
-        low = vector.load_pairs(codes, start)
-        high = vector.shift_right(low, 4)
-        first, second = (low, high) if code is Code.INT4 else (high, low)
+        first, second = vector.load_pairs(codes, start, code)
         return builder.or_(vector.lookup(table, first), vector.lookup(shifted, second))
 
     return from_pairs
 
 
-def _table(vector: _CodeLanes, code: Code, kind: Float, word: Value) -> Value:
-    """What the 16 codes of a group stand for, in the format asked for: i32 lanes."""
+def levels(vector: CodeLanes, code: Code, kind: Float, word: Value) -> Value:
+    """Emit what the 16 codes of a group stand for (fp32 lanes), before they are rounded."""
     builder = vector.builder
     if code is Code.NF4:
         scale = vector.splat(builder.bitcast(word, F32))
-        value = vector.mul(vector.constants(F32, NF4_LEVELS), scale)
-    else:
-        zero = vector.splat(builder.and_(word, I32(15)))
-        scale = vector.splat(builder.bitcast(builder.and_(word, I32(-16)), F32))
-        steps = builder.sub(vector.constants(I32, range(16)), zero)
-        value = vector.mul(builder.sitofp(steps, vector.of(F32)), scale)
-        value = _within(vector, value, LARGEST[kind])
-    return vector.stored_bits(kind, value)
+        return vector.mul(vector.constants(F32, NF4_LEVELS), scale)
+    zero = vector.splat(builder.and_(word, I32(15)))
+    scale = vector.splat(builder.bitcast(builder.and_(word, I32(-16)), F32))
+    steps = builder.sub(vector.constants(I32, range(16)), zero)
+    value = vector.mul(builder.sitofp(steps, vector.of(F32)), scale)
+    return _within(vector, value, LARGEST[kind])
+
+
+def signed_bytes(vector: CodeLanes, word: Value, codes: Value, start: Value) -> Value:
+    """Emit what the INT8 codes from an index on stand for, before they are rounded."""
+    builder = vector.builder
+    raw = builder.sext(vector.load_raw(I8, codes, start), vector.of(I32))
+    scale = vector.splat(builder.bitcast(word, F32))
+    return vector.mul(builder.sitofp(raw, vector.of(F32)), scale)
 
 
 def _within(vector: Lanes, value: Value, most: float) -> Value:
@@ -377,7 +381,7 @@ def _within(vector: Lanes, value: Value, most: float) -> Value:
 
 # ---------------------------------------------------------------- encoding
 def _encode_group(
-    vector: _CodeLanes, weights: WeightFormat, kind: Float, at: _Pointers, number: Value
+    vector: CodeLanes, weights: WeightFormat, kind: Float, at: Pointers, number: Value
 ) -> None:
     builder = vector.builder
     first = builder.mul(number, I64(weights.group_size))
@@ -408,7 +412,7 @@ def _encode_group(
             vector.store_pairs(_nf4(vector, ratio), at.codes, start, weights.code)
 
 
-def _nf4(vector: _CodeLanes, ratio: Value) -> Value:
+def _nf4(vector: CodeLanes, ratio: Value) -> Value:
     """How many midpoints are less."""
     count = vector.constant(I32, 0)
     for midpoint in NF4_MIDPOINTS:
@@ -417,7 +421,7 @@ def _nf4(vector: _CodeLanes, ratio: Value) -> Value:
     return count
 
 
-def _extremes(vector: _CodeLanes, loaded: Sequence[Value]) -> tuple[Value, Value]:
+def _extremes(vector: CodeLanes, loaded: Sequence[Value]) -> tuple[Value, Value]:
     """Bits of the largest x and of the largest -x, or of zero; scalars.
 
     Bits with a sign are less than zero as integers: what has the other sign drops out.

@@ -131,9 +131,7 @@ class PageFormat(abc.ABC):
         """What `part` consists of: views [batch, heads, tokens, ...]."""
 
     @abc.abstractmethod
-    def _write(
-        self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor
-    ) -> None: ...
+    def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None: ...
 
     @abc.abstractmethod
     def _read(

@@ -59,7 +59,7 @@ class WeightCodes:
         if part.weights is None:
             stored.copy_(values)
             return
-        words, codes, rest = _split(stored, part.weights, part.spec.numel)
+        words, codes, rest = split_codes(stored, part.weights, part.spec.numel)
         for padding in rest:
             padding.zero_()
         if is_accelerator(values.device):
@@ -74,7 +74,7 @@ class WeightCodes:
         if part.weights is None:
             values.copy_(stored)
             return
-        words, codes, _ = _split(stored, part.weights, part.spec.numel)
+        words, codes, _ = split_codes(stored, part.weights, part.spec.numel)
         if is_accelerator(values.device):
             typed = values.view(DTYPE_OF[self.kind])
             device_kernels.decode_weights(words, codes, typed, part.weights)
@@ -83,7 +83,7 @@ class WeightCodes:
         decode_weights(*arrays, part.weights, self.kind, self.run)
 
 
-def _split(
+def split_codes(
     stored: torch.Tensor, weights: WeightFormat, numel: int
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Words (int32) and codes of a stored parameter, and the padding behind each."""
