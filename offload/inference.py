@@ -33,6 +33,7 @@ from offload.zero.hooks import UnitHooks
 from offload.zero.kv_sizes import CachedLayer
 from offload.zero.kv_store import KVStore
 from offload.zero.layout import ParamSpec
+from offload.zero.micro_batches import MicroBatching
 from offload.zero.store import WeightStore
 from offload.zero.weight_values import WeightValues
 
@@ -142,6 +143,7 @@ class Dispatched(TieredModel):
         self.values = WeightValues(self._store)
         self._give_out_values()
         self._attach_experts()
+        self._split_batches()
         # the model keeps this
         hooks = self._store.start(self.module, self.values, lambda: self, self._begin_forward)
         hooks.follow_recomputation()
@@ -163,6 +165,23 @@ class Dispatched(TieredModel):
             check_usable=partial(_check_usable, weakref.ref(store)),
         )  # fmt: skip
         store.on_close.append(kv_cache.install(self.module, self._kv))
+
+    def _split_batches(self) -> None:
+        """Blocks run over pieces of the batch, caches too."""
+        if self.config.micro_batches == 1:
+            return
+        keys: dict[str, Any] = {}
+        if "transformers" in sys.modules:  # else it is none of its models
+            from offload import cache_pieces
+
+            keys = {"splitters": cache_pieces.SPLITTERS, "check": cache_pieces.refuse_records}
+        store = self.store
+        batching = MicroBatching(
+            int(self.config.micro_batches), store.units,
+            lambda indices, more: store.held([store.groups[index] for index in indices]),
+            **keys,
+        )  # fmt: skip
+        store.on_close.append(batching.remove)
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
         self.store.load(group, values)

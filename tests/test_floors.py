@@ -22,8 +22,8 @@ FLOORS: list[set[str]] = [
     {"checkpoint"},
     {"planning"},
     {
-        "activations", "caches", "client_optimizers", "device_homes", "first_values",
-        "foreign_optimizers",
+        "activations", "cache_pieces", "caches", "client_optimizers", "device_homes",
+        "first_values", "foreign_optimizers",
         "foreign_wrappers", "homes", "initialisers", "kv_cache", "kv_homes", "lazy_tensors",
         "materialise", "model_state",
         "model_structure", "optimizer", "optimizer_entries", "optimizer_state_dict",

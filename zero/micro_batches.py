@@ -13,20 +13,24 @@ except that a weight used several times by one block is summed in another order:
 uses in one chain, here those of a piece are added first, then the pieces, then calls of the block.
 In 16 bits the sum over pieces is kept in fp32 and rounded once.
 
-Blocks that cannot be split are refused: batch norm on installation, caches and other objects when
-they are given to a block, and other mixing of samples by a comparison, the first time a block is
-called in a mode (`zero/sample_mixing.py`). So is a backward that computes only chosen gradients
+A block that is called without gradients has nothing to go through again: it computes its pieces one
+after the other. Arguments that hold samples and are no tensors (caches of keys and values) say
+themselves what a piece of them is (`SplitArgument`).
+
+Blocks that cannot be split are refused: batch norm on installation, other objects when they are
+given to a block, and other mixing of samples by a comparison, the first time a block is called in a
+mode (`zero/sample_mixing.py`). So is a backward that computes only chosen gradients
 (`torch.autograd.grad`, `backward(inputs=...)`): pieces are differentiated in a pass of their own,
 which does not know the choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 from weakref import WeakSet
 
 import torch
@@ -53,15 +57,43 @@ BlockBackward = Callable[[Sequence[int], bool], AbstractContextManager[None]]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
+class SplitArgument(Protocol):
+    """An argument with something of every sample, of one call of a block."""
+
+    @property
+    def whole(self) -> Any:
+        """What the block was given."""
+        ...
+
+    def part(self, rows: slice) -> Any:
+        """What the block gets with these samples. What it changes there counts after `join`."""
+        ...
+
+    def join(self) -> None:
+        """Every sample was in one part, in this order, and the block has computed with them."""
+        ...
+
+    def trial(self) -> SplitArgument:
+        """The same, whose parts are copies that a block may change without effect."""
+        ...
+
+
+# How arguments of a class and its subclasses are split; the number is that of samples.
+Splitters = Mapping[type, Callable[[Any, int], SplitArgument]]
+
+
 class MicroBatching:
     """Installed in every repeated block of a model. `remove` takes it out again."""
 
     def __init__(
-        self, count: int, units: Sequence[Unit], backward: BlockBackward, *, compare: bool = True
-    ) -> None:
+        self, count: int, units: Sequence[Unit], backward: BlockBackward, *, compare: bool = True,
+        splitters: Splitters | None = None, check: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         """UnsupportedError where no block can be split, or a block holds a batch norm.
 
-        `compare=False` skips the test for mixed samples: without values it cannot be made."""
+        `compare=False` skips the test for mixed samples: without values it cannot be made.
+        `splitters` are for calls without gradients. `check` is given the name of each block that is
+        called without them."""
         blocks = [unit for unit in units if unit.repeated]
         if not blocks:
             raise UnsupportedError(
@@ -70,7 +102,9 @@ class MicroBatching:
             )
         for unit in blocks:
             refuse_batch_norm(unit, count)
-        self._blocks = [_BatchedBlock(unit, count, backward, compare) for unit in blocks]
+        self._blocks = [
+            _BatchedBlock(unit, count, backward, compare, splitters or {}, check) for unit in blocks
+        ]
 
     def remove(self) -> None:
         for block in self._blocks:
@@ -81,13 +115,16 @@ class _BatchedBlock:
     """One block: its forward is replaced by the loop over pieces."""
 
     def __init__(
-        self, unit: Unit, count: int, backward: BlockBackward, compare: bool
+        self, unit: Unit, count: int, backward: BlockBackward, compare: bool, splitters: Splitters,
+        check: Callable[[str], None] | None,
     ) -> None:  # fmt: skip
         self.unit = unit
         self.count = count
         self.backward = backward
+        self.splitters = splitters
+        self._check = check
         # how it was called when it was seen to treat samples alone; None: not looked at
-        self._alone: set[tuple[tuple[bool, ...], tuple[bool, ...]]] | None = (
+        self._alone: set[tuple[tuple[bool, ...], tuple[bool, ...], bool]] | None = (
             set() if compare else None
         )
         self._waiting: WeakSet[_Call] = WeakSet()
@@ -102,9 +139,9 @@ class _BatchedBlock:
             del self.unit.module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        batch = self._batch(leaves)
+        leaves, structure = self.flattened((args, kwargs))
         training = torch.is_grad_enabled()
+        batch = self._batch(leaves, training=training)
         if batch < self.count:
             if not training:  # nothing adds up: a small batch (generation) may go in one piece
                 return self.own_forward(*args, **kwargs)
@@ -114,13 +151,13 @@ class _BatchedBlock:
                 "lower micro_batches"
             )
         refuse_outer_checkpoint(self.unit)
+        if not training and self._check is not None:
+            self._check(self.unit.name)
+        leaves = [self._splittable(leaf, batch) for leaf in leaves]
         pieces = _Pieces(leaves, structure, batch, self.count)
-        self._refuse_mixing_once(pieces)
+        self._refuse_mixing_once(pieces, training=training)
         if not training:
-            whole = _Whole(batch)
-            for number in range(self.count):
-                whole.put(number, pieces, self.run(pieces.call(number, leaves)), self.unit.name)
-            return whole.result()
+            return self._in_turn(pieces)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         whole = _Whole(batch)
         # A tensor that requires a gradient, so that backward comes here even if no input does.
@@ -128,9 +165,35 @@ class _BatchedBlock:
         whole.outputs = list(_OverPieces.apply(self, pieces, whole, needed, *tensors))
         return whole.result()
 
+    def _in_turn(self, pieces: _Pieces) -> Any:
+        """One piece after the other, without a graph."""
+        whole = _Whole(pieces.batch)
+        for number in range(self.count):
+            call = pieces.call(number, pieces.leaves)
+            output = self.run(call)
+            whole.put(number, pieces, self.flattened(output), self.unit.name)
+        for leaf in pieces.leaves:
+            if is_split_argument(leaf):
+                leaf.join()
+        return whole.result()
+
     def run(self, call: tuple[Any, Any]) -> Any:
         args, kwargs = call
         return self.own_forward(*args, **kwargs)
+
+    def flattened(self, values: Any) -> tuple[list[Any], pytree.TreeSpec]:
+        """Some caches are trees of tensors to torch: those that are split stay whole."""
+        return pytree.tree_flatten(values, is_leaf=lambda each: self._splitter_of(each) is not None)
+
+    def _splitter_of(self, value: Any) -> Callable[[Any, int], SplitArgument] | None:
+        for kind, split in self.splitters.items():
+            if isinstance(value, kind):
+                return split
+        return None
+
+    def _splittable(self, leaf: Any, batch: int) -> Any:
+        split = self._splitter_of(leaf)
+        return leaf if split is None else split(leaf, batch)
 
     def called(self) -> _Call:
         """For the graph of one call to keep, until backward has gone through it."""
@@ -143,25 +206,29 @@ class _BatchedBlock:
         self._waiting.discard(call)
         return self.backward(self.unit.groups, bool(self._waiting))
 
-    def _batch(self, leaves: Sequence[Any]) -> int:
+    def _batch(self, leaves: Sequence[Any], *, training: bool) -> int:
         """The first dimension of the first tensor; UnsupportedError for other objects."""
         for leaf in leaves:
-            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            splits = self._splitter_of(leaf) is not None
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and (training or not splits):
+                alone = ", or compute under torch.no_grad()" if splits else ""
                 raise UnsupportedError(
                     f"{self.unit.name}: micro_batches cannot split a {type(leaf).__name__} given "
                     "to the block; pass tensors and plain numbers only (transformers: "
-                    "use_cache=False)"
+                    f"use_cache=False{alone})"
                 )
         sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0]
         if not sizes:
             raise UnsupportedError(f"{self.unit.name}: no tensor is given to the block to split")
         return sizes[0]
 
-    def _refuse_mixing_once(self, pieces: _Pieces) -> None:
-        """Once per mode of its modules, and per choice of arguments that are split."""
-        asked = tuple(each.training for each in self.unit.module.modules()), tuple(pieces.split)
+    def _refuse_mixing_once(self, pieces: _Pieces, *, training: bool) -> None:
+        """Once per mode of its modules, per choice of arguments that are split, and with or without
+        gradients."""
+        modes = tuple(each.training for each in self.unit.module.modules())
+        asked = modes, tuple(pieces.split), training
         if self._alone is not None and asked not in self._alone:
-            refuse_mixing(self.unit, self.run, pieces)
+            refuse_mixing(self.unit, self.run, pieces, gradients=training)
             self._alone.add(asked)
 
 
@@ -169,15 +236,21 @@ class _Call:
     """One call of a block whose backward is still to come, or was given up with its graph."""
 
 
+def is_split_argument(leaf: Any) -> TypeGuard[SplitArgument]:
+    return not isinstance(leaf, (torch.Tensor, *_PLAIN))
+
+
 class _Pieces:
     """The arguments of a block, piece by piece. Tensors whose first dimension is the batch are
-    split (by views), everything else goes to every piece."""
+    split (by views), as are arguments that say how, everything else goes to every piece."""
 
     def __init__(
         self, leaves: Sequence[Any], structure: pytree.TreeSpec, batch: int, count: int
     ) -> None:
         self.leaves = leaves
         self.structure = structure
+        self.batch = batch
+        self._wholes: dict[int, Any] = {}  # by the id of a part that a block was given
         bounds = [batch * number // count for number in range(count + 1)]
         self.spans = [slice(lo, hi) for lo, hi in pairwise(bounds)]
         self.split = [
@@ -195,9 +268,20 @@ class _Pieces:
 
     def _call(self, span: slice, leaves: Sequence[Any]) -> tuple[Any, Any]:
         pairs = zip(leaves, self.split, strict=True)
-        chosen = [leaf[span] if split else leaf for leaf, split in pairs]
+        chosen = [leaf[span] if split else self._part(leaf, span) for leaf, split in pairs]
         args, kwargs = pytree.tree_unflatten(chosen, self.structure)
         return args, kwargs
+
+    def _part(self, leaf: Any, span: slice) -> Any:
+        if not is_split_argument(leaf):
+            return leaf
+        part = leaf.part(span)
+        self._wholes[id(part)] = leaf.whole
+        return part
+
+    def whole_of(self, leaf: Any) -> Any:
+        """Where a block returns a part of an argument, the argument."""
+        return self._wholes.get(id(leaf), leaf)
 
 
 @dataclass(slots=True)
@@ -210,16 +294,20 @@ class _Whole:
     places: list[int] = field(default_factory=list)  # of tensors among the leaves
     outputs: list[torch.Tensor] = field(default_factory=list)
 
-    def put(self, number: int, pieces: _Pieces, output: Any, name: str) -> list[torch.Tensor]:
-        """Copy a piece's outputs to their place; its tensors."""
-        leaves, structure = pytree.tree_flatten(output)
+    def put(
+        self, number: int, pieces: _Pieces, output: tuple[list[Any], pytree.TreeSpec], name: str
+    ) -> list[torch.Tensor]:
+        """Copy a piece's outputs, which are flattened, to their place; its tensors."""
+        leaves, structure = output
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         span = pieces.spans[number]
         check_joinable(tensors, span, name)
         if self.structure is None:
             self.structure = structure
             self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            self.leaves = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+            self.leaves = [
+                None if isinstance(x, torch.Tensor) else pieces.whole_of(x) for x in leaves
+            ]
             self.outputs = [t.new_empty((self.batch, *t.shape[1:])) for t in tensors]
         for whole, tensor in zip(self.outputs, tensors, strict=True):
             whole[span] = tensor.detach()
@@ -292,7 +380,7 @@ class _OverPieces(torch.autograd.Function):
             with torch.enable_grad():
                 call = _entered(pieces, number, differentiable, ctx.sink)
                 output = block.run(call)
-            produced = whole.put(number, pieces, output, block.unit.name)
+            produced = whole.put(number, pieces, block.flattened(output), block.unit.name)
             ctx.ends.append([_edge(tensor) for tensor in produced])
             del output, produced, call, span
         # what needs no gradient here needs none outside: torch chooses other kernels for what does

@@ -57,9 +57,10 @@ class Pieces(Protocol):
 Run = Callable[[tuple[Any, Any]], Any]
 
 
-def refuse_mixing(unit: Unit, run: Run, pieces: Pieces) -> None:
-    """UnsupportedError for a block that mixes the samples of a batch."""
-    _Question(unit, run, pieces).ask()
+def refuse_mixing(unit: Unit, run: Run, pieces: Pieces, *, gradients: bool = True) -> None:
+    """UnsupportedError for a block that mixes the samples of a batch. `gradients`: some are
+    computed."""
+    _Question(unit, run, pieces).ask(gradients=gradients)
 
 
 class _Question:
@@ -74,7 +75,7 @@ class _Question:
         self._draws = False  # random numbers, as far as was seen
         self._evaluates = False  # values are compared in eval mode
 
-    def ask(self) -> None:
+    def ask(self, *, gradients: bool) -> None:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -83,7 +84,8 @@ class _Question:
         ):
             warnings.simplefilter("ignore")  # it will warn again when it is really called
             self._compare_values()
-            self._compare_dependence()
+            if gradients:
+                self._compare_dependence()
 
     # ---------------------------------------------------------------- values
     def _compare_values(self) -> None:
@@ -136,9 +138,10 @@ class _Question:
         stop = self._pieces.spans[1].stop
         pairs = zip(self._pieces.leaves, self._pieces.split, strict=True)
         return [
-            (leaf[:stop] if split else leaf).detach().clone() if isinstance(leaf, Tensor) else leaf
+            (leaf[:stop] if split else leaf).detach().clone() if isinstance(leaf, Tensor)
+            else leaf.trial() if hasattr(leaf, "trial") else leaf
             for leaf, split in pairs
-        ]
+        ]  # fmt: skip
 
     # ---------------------------------------------------------------- dependence
     def _compare_dependence(self) -> None:

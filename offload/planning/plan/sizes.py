@@ -299,7 +299,7 @@ def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     """fp32 gradients of the largest block, summed over its micro-batches."""
     blocks = [unit.groups for unit in model.units if unit.repeated]
     numels = [sum(groups[index].layout.numel_trainable for index in block) for block in blocks]
-    return pages(max(numels, default=0) * 4)
+    return _pages_or_none(max(numels, default=0) * 4)
 
 
 def staging_nbytes_of(

@@ -1,0 +1,173 @@
+"""A dispatched model with `micro_batches` generates what it generates without, from one read of
+each weight per pass: its blocks compute the pieces of a batch in turn, caches too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import offload
+from offload.errors import UnsupportedError
+from tests.offload.engine_cases import bits
+
+transformers = pytest.importorskip("transformers")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}  # fmt: skip
+BART: dict[str, Any] = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
+# a model's prefix, its settings, and the classes of its blocks
+MODELS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    "llama": ("Llama", "ForCausalLM", SHAPE, ["LlamaDecoderLayer"]),
+    "sliding window": (
+        "Mistral", "ForCausalLM", {**SHAPE, "sliding_window": 6}, ["MistralDecoderLayer"],
+    ),
+    "experts": (
+        "GptOss", "ForCausalLM",
+        {**SHAPE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ["GptOssDecoderLayer"],
+    ),
+    "states": (
+        "Mamba", "ForCausalLM",
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8,
+         "pad_token_id": 0},
+        ["MambaBlock"],
+    ),
+    "encoder and decoder": (
+        "Bart", "ForConditionalGeneration", BART, ["BartEncoderLayer", "BartDecoderLayer"],
+    ),
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {}, "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "no cache": {"use_cache": False}, "sampling": {"do_sample": True},
+}  # fmt: skip
+TOKENS = torch.randint(3, 60, (5, 7), generator=torch.Generator().manual_seed(2))
+MASK = torch.ones_like(TOKENS)
+MASK[1, :3] = 0  # padded on the left
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+def build(name: str, **settings: Any) -> Any:
+    prefix, suffix, shape, _ = MODELS[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{prefix}Config")(**{**shape, **settings})
+    return getattr(transformers, f"{prefix}{suffix}")(made).eval()
+
+
+def dispatch(folder: Path, model: Any, name: str, pieces: int, home: str = "nvme") -> Any:
+    return offload.dispatch(
+        model,
+        {
+            "device": "cpu", "micro_batches": pieces, "groups": {"blocks": MODELS[name][3]},
+            "budget": {"host": "64MiB", "nvme": "64MiB"}, "placement": {"parameters": home},
+            "nvme": {"paths": [str(folder)]},
+        },
+    )  # fmt: skip
+
+
+def generated(model: Any, **how: Any) -> tuple[list[list[int]], Tensor]:
+    torch.manual_seed(1)
+    keys = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, **how}
+    found = model.generate(
+        TOKENS, attention_mask=MASK, return_dict_in_generate=True, output_logits=True, **keys
+    )
+    return found.sequences.tolist(), torch.stack(found.logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_the_whole_batch(tmp_path: Path, name: str) -> None:
+    plain = build(name)
+    model = dispatch(tmp_path, build(name), name, 2)
+    with offload.dispatched(model):
+        for how in WAYS.values():
+            expected, logits = generated(plain, **how)
+            found, others = generated(model, **how)
+            assert found == expected, how
+            assert torch.allclose(logits, others, atol=1e-6), how
+
+
+def test_the_placement_changes_no_bit_of_them(tmp_path: Path) -> None:
+    found = []
+    for home in "host", "nvme":
+        model = dispatch(tmp_path, build("llama"), "llama", 3, home)
+        with offload.dispatched(model):
+            found.append(bits(generated(model)[1]))
+    assert found[0] == found[1]
+
+
+def test_a_cache_that_is_carried_on(tmp_path: Path) -> None:
+    """From call to call, cropped and with rows chosen, as a cache of the whole batch."""
+
+    def calls(model: Any) -> Tensor:
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            model(TOKENS, past_key_values=cache)
+            cache.crop(5)
+            cache.batch_select_indices(torch.tensor([3, 1, 0, 2]))
+            logits: Tensor = model(TOKENS[:4, :2], past_key_values=cache).logits
+        assert cache.get_seq_length() == 7
+        return logits
+
+    model = dispatch(tmp_path, build("llama"), "llama", 2)
+    with offload.dispatched(model):
+        assert torch.allclose(calls(model), calls(build("llama")), atol=1e-6)
+
+
+def test_weights_are_read_once_per_pass(tmp_path: Path) -> None:
+    def read(pieces: int) -> int:
+        model = build("llama", num_hidden_layers=6)
+        offload.dispatch(
+            model,
+            {
+                "device": "cpu", "micro_batches": pieces, "prefetch": 0,
+                "groups": {"blocks": ["LlamaDecoderLayer"]}, "placement": {"parameters": "nvme"},
+                "budget": {"host": "72KiB", "nvme": "64MiB"}, "nvme": {"paths": [str(tmp_path)]},
+            },
+        )  # fmt: skip
+        with offload.dispatched(model) as dispatched:
+            for _ in range(3):
+                before = dispatched.report().bytes_moved["nvme read"]
+                with torch.no_grad():
+                    model(TOKENS, use_cache=False)
+            return dispatched.report().bytes_moved["nvme read"] - before
+
+    assert 0 < read(5) == read(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda m: m(TOKENS, output_attentions=True), "attentions of all of them are asked for"),
+        (lambda m: m(TOKENS, past_key_values=Other()), "cannot split a Other"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, call: Callable[[Any], Any], error: str) -> None:
+    model = build("llama", attn_implementation="eager")
+    dispatch(tmp_path, model, "llama", 2)
+    with offload.dispatched(model), torch.no_grad():
+        assert model(TOKENS, output_hidden_states=True).hidden_states[1].shape[0] == len(TOKENS)
+        with pytest.raises(UnsupportedError, match=error):
+            call(model)
+        with torch.enable_grad(), pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
+            model(TOKENS)
+        assert torch.allclose(model(TOKENS).logits, build("llama")(TOKENS).logits, atol=1e-6)
+
+
+class Other(transformers.DynamicCache):  # type: ignore[misc]
+    """Of a class that may keep anything anywhere."""
