@@ -134,6 +134,55 @@ def plan(
 
 
 @app.command()
+def generate(
+    folder: Annotated[
+        Path, typer.Argument(metavar="MODEL_FOLDER", help="A model in transformers' format.")
+    ],
+    prompt: Annotated[
+        list[str],
+        typer.Option(metavar="TEXT|@FILE", help="What to go on from. Repeatable: a batch."),
+    ],
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The YAML configuration.")
+    ] = None,
+    option: Overrides = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens to generate, at most. Default: 128, less at the context's end.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="Sample, the wilder the higher.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Sample among so many tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Sample among this share of likelihood.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of sampling.")] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Take the likeliest token each time.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's turn, by the chat template.")
+    ] = False,
+) -> None:
+    """Generate text with a model that lies in the tiers; it goes to standard output."""
+    from offload.cli.generate import Asked, run_generation
+    from offload.integrations.text_generation import Sampling
+
+    sampling = Sampling(greedy, temperature, top_k, top_p)
+    run_generation(
+        Asked(
+            folder, prompt, config, option or [], max_new_tokens, sampling, seed, chat,
+        )
+    )  # fmt: skip
+
+
+@app.command()
 def doctor(
     paths: Annotated[
         list[Path] | None,

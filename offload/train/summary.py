@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from offload.config import OffloadConfig
+from offload.planning.choice.durations import duration
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
-    from offload.report import Report
+    from offload.report import TierTraffic
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ def plain_state_nbytes(config: OffloadConfig, parameters: int) -> int:
     return parameters * (8 + 4 * len(config.optimizer.state_names))
 
 
-def in_ram_nbytes(config: OffloadConfig, report: Report) -> int:
+def in_ram_nbytes(config: OffloadConfig, report: TierTraffic) -> int:
     """Most that the tiers in RAM have held: without a GPU, `device` is RAM, too."""
     names = ("host", "device") if config.device == "cpu" else ("host",)
     return sum(report.tiers[name].peak_nbytes for name in names)
 
 
 def summary_table(
-    config: OffloadConfig, report: Report, memory: MemoryUse, parameters: int | None
+    config: OffloadConfig, report: TierTraffic, memory: MemoryUse, parameters: int | None
 ) -> Table:
     """Peak bytes per tier against its budget, and peak RSS; what the states of so many
     `parameters` would take under plain PyTorch, where that was not measured."""
@@ -78,6 +79,12 @@ def moved_line(moved: Mapping[str, int]) -> str:
     """`moved: nvme read 1.2 GiB, nvme write 0.6 GiB`."""
     parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in moved.items() if nbytes]
     return f"moved: {', '.join(parts) or 'nothing'}"
+
+
+def waits_line(waits: Mapping[str, float]) -> str:
+    """`waited: nvme 1.23 s`, of the thread that computes."""
+    parts = [f"{name} {duration(seconds)}" for name, seconds in waits.items() if seconds]
+    return f"waited: {', '.join(parts) or 'for nothing'}"
 
 
 def _classes(by_class: Mapping[str, int]) -> str:

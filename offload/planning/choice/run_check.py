@@ -117,8 +117,10 @@ class RunCheck:
         return f"predicted / measured: {', '.join(parts) or 'nothing to compare yet'}"
 
 
-def compare(prediction: Prediction, measured: Measured, *, finished: bool = True) -> RunCheck:
-    """Rows of what both sides know and is not nothing."""
+def compare(
+    prediction: Prediction, measured: Measured, *, finished: bool = True, step: str = "step"
+) -> RunCheck:  # fmt: skip
+    """Rows of what both sides know and is not nothing. `step`: what seconds are of."""
     rows = [
         Row(name, prediction.tiers[name], held, "bytes", name in prediction.bounds)
         for name, held in measured.tiers.items()
@@ -127,7 +129,7 @@ def compare(prediction: Prediction, measured: Measured, *, finished: bool = True
     if prediction.rss_nbytes is not None:
         rows.append(Row("RSS", prediction.rss_nbytes, measured.rss_nbytes, "bytes"))
     if prediction.seconds is not None and measured.seconds is not None:
-        rows.append(Row("step", prediction.seconds, measured.seconds, "seconds"))
+        rows.append(Row(step, prediction.seconds, measured.seconds, "seconds"))
     return RunCheck(tuple(rows), measured.steps, finished, tuple(_missing(prediction, measured)))
 
 

@@ -1,0 +1,202 @@
+"""`offload generate`: text from a folder's model, streamed, and what that took."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.located import located
+from offload.config import OffloadConfig
+from offload.tiers.errors import ConfigError, OffloadError, PathError
+
+if TYPE_CHECKING:
+    from offload.inference import Dispatched
+    from offload.integrations.text_generation import Encoded, Sampling, Stream
+    from offload.runs.forecast import Forecast
+    from offload.train.interrupts import Interrupts
+
+_log = logging.getLogger("offload")
+_STOPPING = "Ctrl-C: ends with this token; again: at once"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line."""
+
+    folder: Path
+    prompts: Sequence[str]  # or @FILE
+    file: Path | None
+    overrides: Sequence[str]
+    new_tokens: int | None
+    sampling: Sampling
+    seed: int | None
+    chat: bool
+
+
+def run_generation(asked: Asked) -> None:
+    """Text goes to standard output, all else to standard error. KeyboardInterrupt after a Ctrl-C,
+    behind the closing table."""
+    if asked.new_tokens is not None and asked.new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {asked.new_tokens}: at least 1")
+    asked.sampling.check()
+    prompts = [_text_of(prompt) for prompt in asked.prompts]
+    config = OffloadConfig.load(asked.file or {}, asked.overrides)
+    place = nullcontext() if asked.file is None else located(asked.file, asked.overrides)
+    with place:
+        _Generation(asked, config).run(prompts)
+
+
+def _text_of(prompt: str) -> str:
+    """The prompt, or that of a file. ConfigError for an empty one, PathError for no such file."""
+    text = prompt
+    if prompt.startswith("@"):
+        path = Path(prompt[1:])
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ConfigError(f"--prompt {prompt}: the file is no text in UTF-8") from None
+        except OSError as error:
+            raise PathError(f"--prompt {prompt}: cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise ConfigError(f"--prompt {prompt!r}: is empty; give it some text")
+    return text
+
+
+class _Generation:
+    def __init__(self, asked: Asked, config: OffloadConfig) -> None:
+        from rich.console import Console
+
+        from offload.machine import rss_nbytes
+
+        self._asked = asked
+        self._config = config
+        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._baseline_nbytes = rss_nbytes()
+
+    def run(self, prompts: Sequence[str]) -> None:
+        import torch
+
+        import offload
+        from offload.integrations.text_generation import (
+            Stream,
+            Tokenizer,
+            fitting_tokens,
+            open_generating,
+        )
+        from offload.train.interrupts import noted_interrupts
+
+        asked, folder = self._asked, self._asked.folder
+        model = open_generating(folder)
+        tokenizer = Tokenizer(folder)
+        encoded = tokenizer.encode(prompts, chat=asked.chat)
+        new_tokens = fitting_tokens(model, encoded.length, asked.new_tokens)
+        torch.manual_seed(self._config.seed if asked.seed is None else asked.seed)
+        config, forecast = self._planned(encoded, new_tokens)
+        several = encoded.batch > 1
+        stream = Stream(tokenizer, None if several else _write, self._say, new_tokens)
+        with noted_interrupts() as interrupts:
+            offload.dispatch(model, config)
+            with offload.dispatched(model) as dispatched:
+                new = self._tokens(model, encoded, stream, dispatched, interrupts, tokenizer)
+                if several:
+                    _write_all([tokenizer.decode(row) for row in new.tolist()])
+                self._close(stream, encoded, dispatched, forecast)
+            if interrupts.seen:
+                raise KeyboardInterrupt
+
+    def _tokens(
+        self, model: Any, encoded: Encoded, stream: Stream, dispatched: Dispatched,
+        interrupts: Interrupts, tokenizer: Any,
+    ) -> Any:  # fmt: skip
+        """New ones, as many as came before a Ctrl-C."""
+        from offload.integrations.text_generation import generate
+
+        with interrupts.put_off(_STOPPING):
+            found = generate(
+                model, encoded, stream, self._asked.sampling, stream.most,
+                padding=tokenizer.padding, device=dispatched.device,
+                stops=lambda: interrupts.seen,
+            )  # fmt: skip
+        if encoded.batch == 1:
+            _write("\n")
+        return found
+
+    # ---------------------------------------------------------------- before
+    def _planned(self, encoded: Encoded, new_tokens: int) -> tuple[OffloadConfig, Forecast | None]:
+        """What is left open chosen for this work, and the prediction; without one where the
+        model's passes cannot be followed."""
+        from offload.cli.planned_model import generating
+        from offload.planning.plan.workload import Generation
+        from offload.runs.forecast import forecast_generation
+
+        config = self._config
+        try:
+            found = generating(config, str(self._asked.folder))
+        except OffloadError as error:
+            _log.warning("no prediction for this run: %s", error)
+            return config, None
+        if found.facts is None:
+            return config, None
+        asked = Generation(encoded.batch, encoded.length, new_tokens)
+        forecast = forecast_generation(found.config, found.shape, found.facts, asked)
+        return (config if forecast is None else forecast.config), forecast
+
+    # ---------------------------------------------------------------- behind
+    def _close(
+        self, stream: Stream, encoded: Encoded, dispatched: Dispatched, forecast: Forecast | None
+    ) -> None:
+        from offload.machine import peak_rss_nbytes
+        from offload.planning.choice.run_check import Measured, compare
+        from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
+
+        report, rss = dispatched.report(), peak_rss_nbytes()
+        for line in _rates(stream, encoded):
+            self._say(line)
+        memory = MemoryUse(self._baseline_nbytes, rss)
+        self._console.print(summary_table(dispatched.config, report, memory, None))
+        self._say(moved_line(report.bytes_moved))
+        self._say(waits_line(report.waits))
+        times = stream.times
+        if forecast is not None:
+            tiers = {name: tier.peak_nbytes for name, tier in report.tiers.items()}
+            seconds = times.pass_s if stream.most > 1 else times.prefill_s
+            measured = Measured(tiers, rss, seconds, len(times.tokens_s))
+            self._say(compare(forecast.prediction(), measured, step="pass").line)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def _rates(stream: Stream, encoded: Encoded) -> list[str]:
+    """Tokens per second of both kinds of pass."""
+    from offload.planning.choice.durations import duration, three_digits
+
+    times, lines = stream.times, []
+    if times.prefill_s is not None:
+        rate = encoded.batch * encoded.length / times.prefill_s
+        lines.append(
+            f"prefill: {encoded.batch} x {encoded.length:,} tokens in {duration(times.prefill_s)}, "
+            f"{three_digits(rate)} tokens/s"
+        )
+    if times.pass_s is not None:
+        count = len(times.tokens_s)
+        lines.append(
+            f"decoding: {encoded.batch} x {count:,} tokens, {duration(times.pass_s)} each, "
+            f"{three_digits(encoded.batch / times.pass_s)} tokens/s"
+        )
+    return lines
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _write_all(texts: Sequence[str]) -> None:
+    for number, text in enumerate(texts, 1):
+        _write(f"--- {number} of {len(texts)} ---\n{text}\n")

@@ -1,0 +1,255 @@
+"""`offload generate`: the text of transformers' own `generate`, streamed, and its closing table."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.child import child_environment
+from offload.cli.app import main
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).parents[2]
+LINES = ["the quick brown fox jumps over the lazy dog", "to be or not to be, naïve — 日本"] * 8
+NEW = ["--max-new-tokens", "12"]
+
+
+def tokenizer() -> Any:
+    """Of bytes and their pairs, trained on a few lines."""
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<s>", "</s>", "<pad>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    own.train_from_iterator(LINES, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=320, max_position_embeddings=64, bos_token_id=0,
+        eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    own = tokenizer()
+    own.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }} {% endfor %}"
+    own.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def placed(tmp_path: Path) -> list[str]:
+    """Everything on nvme, with little room in memory."""
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "device: cpu\nbudget: {host: 200KiB, nvme: 64MiB}\nplacement: {parameters: nvme}\n"
+        f"nvme: {{paths: [{tmp_path}]}}\n"
+    )
+    return ["--config", str(path)]
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", *words])
+    return int(caught.value.code or 0)
+
+
+def plainly(folder: Path, *prompts: str, new: int = 12, **sampling: Any) -> list[str]:
+    own = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    inputs = own(list(prompts), return_tensors="pt", padding=True, return_token_type_ids=False)
+    torch.manual_seed(7)
+    found = model.generate(**inputs, max_new_tokens=new, **sampling)
+    rows = found[:, inputs["input_ids"].shape[1] :]
+    return [own.decode(row, skip_special_tokens=True) for row in rows]
+
+
+# ---------------------------------------------------------------- the text
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.4, "top_k": 50, "top_p": 0.9}], ids=str)
+def test_the_text_is_transformers_own(
+    sampling: dict[str, Any], folder: Path, placed: list[str], capsys: Any
+) -> None:
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in sampling.items()]
+    how = {"do_sample": bool(sampling), **sampling}
+    (expected,) = plainly(folder, "to be or", **how)
+    words = words or ["--greedy"]
+    assert run(str(folder), *placed, "--prompt", "to be or", *NEW, "--seed", "7", *words) == 0
+    said = capsys.readouterr()
+    assert said.out == expected + "\n"  # nothing but the text
+    for part in ("prefill: 1 x ", "decoding: 1 x ", "nvme read", "waited: ",
+                 "predicted / measured: ", "peak RSS"):  # fmt: skip
+        assert part in said.err
+
+
+def test_a_batch_is_printed_at_the_end(folder: Path, placed: list[str], capsys: Any) -> None:
+    prompts = ["to be or not", "the"]
+    expected = plainly(folder, *prompts, do_sample=False)
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert run(str(folder), *placed, *given, *NEW, "--greedy") == 0
+    said = capsys.readouterr()
+    heads = [f"--- {number} of 2 ---\n" for number in (1, 2)]
+    assert said.out == "".join(f"{h}{text}\n" for h, text in zip(heads, expected, strict=True))
+    assert "decoding: 2 x 12 tokens" in said.err
+
+
+def test_a_prompt_may_be_a_file_and_a_turn(
+    folder: Path, placed: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("naïve", encoding="utf-8")
+    assert run(str(folder), *placed, "--prompt", f"@{path}", "--chat", *NEW, "--greedy") == 0
+    own = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = own("<s>user: naïve ", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    found = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+    expected = own.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_letters_of_several_tokens_come_whole() -> None:
+    from offload.integrations.text_generation import Stream
+
+    own, pieces = tokenizer(), []
+    ids = own("naïve 日本 — dog")["input_ids"]
+    decode = type("_", (), {"decode": staticmethod(lambda ids: own.decode(ids))})
+    stream = Stream(decode, pieces.append, print, len(ids))  # type: ignore[arg-type]
+    stream.put(torch.tensor([[0]]))
+    for token in ids:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(pieces) == "naïve 日本 — dog"
+    assert len(pieces) == 5
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+# ---------------------------------------------------------------- what is refused
+def test_what_cannot_be_meant_is_one_line(folder: Path, placed: list[str], capsys: Any) -> None:
+    ok = [str(folder), *placed, "--prompt", "to be"]
+    for words, said in (
+        ([*ok, "--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
+        ([*ok, "--max-new-tokens", "64"], "more than the 64 that the model was made for"),
+        ([*ok, "--greedy", "--top-k", "3"], "--top-k 3: --greedy samples nothing"),
+        ([*ok, "--temperature", "-1"], "--temperature -1.0: write 0 or more"),
+        ([*ok, "--top-p", "1.5"], "--top-p 1.5: write a number above 0"),
+        ([str(folder), "--prompt", " "], "is empty; give it some text"),
+        ([str(folder), "--prompt", "@nowhere"], "--prompt @nowhere: cannot be read"),
+        (["nowhere", "--prompt", "x"], "nowhere is no folder here"),
+        ([*ok, *NEW, "-o", "budget.host=1KiB"], "budget.host"),
+    ):
+        assert run(*words) != 0
+        error = capsys.readouterr().err
+        assert said in " ".join(error.split()), words
+        assert "Traceback" not in error
+
+
+def test_folders_that_lack_something(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        os.link(folder / name, bare / name)
+    assert run(str(bare), "--prompt", "x") == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+    (bare / "tokenizer.json").write_text("{")
+    assert run(str(bare), "--prompt", "x") == 2
+    assert "its tokenizer cannot be read" in capsys.readouterr().err
+    (bare / "model.safetensors").unlink()
+    assert run(str(bare), "--prompt", "x") == 2
+    assert "has no model.safetensors" in capsys.readouterr().err
+
+
+def test_an_encoder_and_a_missing_template(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        vocab_size=320,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    assert run(str(tmp_path), "--prompt", "x") != 0
+    assert "BertModel generates no text" in capsys.readouterr().err
+    values = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    os.replace(
+        _copied(folder / "model.safetensors", tmp_path / "a"), tmp_path / "model.safetensors"
+    )
+    assert run(str(tmp_path), "--prompt", "x", "--chat") == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def _copied(path: Path, to: Path) -> Path:
+    to.write_bytes(path.read_bytes())
+    return to
+
+
+# ---------------------------------------------------------------- in a shell
+def _command(folder: Path, placed: list[str], *more: str) -> list[str]:
+    words = ["generate", str(folder), *placed, "--prompt", "to be", *more]
+    return [sys.executable, "-m", "offload", *words]
+
+
+def test_ctrl_c_ends_with_the_table(folder: Path, tmp_path: Path, long: bool) -> None:
+    """On a terminal, where text is seen token by token."""
+    if not long:
+        pytest.skip("a process of its own: --long")
+    many = tmp_path / "many"
+    many.mkdir()
+    for path in folder.iterdir():
+        os.link(path, many / path.name)
+    values = json.loads((folder / "config.json").read_text())
+    endless = {**values, "max_position_embeddings": 100_000, "eos_token_id": None}
+    for name, content in (("config.json", endless), ("generation_config.json", {})):
+        (many / name).unlink()
+        (many / name).write_text(json.dumps(content))
+    leader, terminal = pty.openpty()
+    words = _command(many, ["-o", "device=cpu"], "--max-new-tokens", "90000", "--temperature", "9")
+    child = subprocess.Popen(
+        words, cwd=ROOT, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE,
+        env=child_environment(),
+    )  # fmt: skip
+    os.close(terminal)
+    seen = b""
+    while len(seen) < 200:
+        seen += os.read(leader, 4096)
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    said = child.communicate(timeout=60)[1].decode()
+    assert child.returncode == 130, said
+    assert time.monotonic() - began < 60
+    os.close(leader)
+    for part in ("Ctrl-C: ends with this token", "prefill: ", "peak RSS", "interrupted"):
+        assert part in said
+    assert "Traceback" not in said
+
+
+def test_a_closed_pipe_ends_it_without_a_word(folder: Path, placed: list[str], long: bool) -> None:
+    if not long:
+        pytest.skip("a process of its own: --long")
+    read, write = os.pipe()
+    os.close(read)
+    words = _command(folder, placed, *NEW)
+    done = subprocess.run(
+        words, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False,
+        env=child_environment(),
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 1
+    assert done.stderr == ""
