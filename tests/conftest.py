@@ -30,6 +30,7 @@ LONG_FILES = (
     "ranks/test_rank_train.py", "ranks/test_rank_parity.py", "ranks/test_rank_failures.py",
     "ranks/test_rank_ways.py", "ranks/test_rank_checkpoints.py", "ranks/test_rank_peers.py",
     "ranks/test_rank_bytes.py", "ranks/test_rank_asks.py", "ranks/test_tensor_parallel.py",
+    "ranks/test_rank_inference.py",
     "ranks/test_pipelines.py", "moe/test_expert_parallelism.py", "benchmarks/test_peers.py",
     "benchmarks/test_gpu_check_parts.py",
     "offload/test_activations.py", "offload/test_bench.py", "offload/test_memory.py",

@@ -1,0 +1,103 @@
+"""Of a dispatched model's experts those are read that a router has chosen, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+import offload.homes
+from offload.tiers.units import round_up
+from offload.zero import module_tree
+from tests.offload.engine_cases import bits, config, seeded
+from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
+from tests.planning.test_step_time import AtOnce
+
+LAYERS, PASSES = 3, 6
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Experts are groups, and every move is over when it was asked for."""
+    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
+    monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def drawn() -> Iterator[list[torch.Tensor]]:
+    """Two tokens, two experts each, by layer."""
+    generator = torch.Generator().manual_seed(7)
+    while True:
+        yield [
+            torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(2)])
+            for _ in range(LAYERS)
+        ]
+
+
+def forget_copies(dispatched: offload.Dispatched) -> None:
+    """As if memory were too small to keep any."""
+    pool = dispatched._homes.pool
+    with pool.lock:
+        for piece in list(pool._held.values()):
+            if piece.can_drop():
+                piece.drop()
+
+
+def read_nbytes(dispatched: offload.Dispatched) -> int:
+    return dispatched.report().bytes_moved["nvme read"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["modules", "packed"])
+@pytest.mark.parametrize("stays", [False, True], ids=["nothing stays", "all stays"])
+def test_a_pass_reads_what_the_routing_asks_for(tmp_path: Path, packed: bool, stays: bool) -> None:
+    plain = seeded(lambda: Routed(LAYERS, packed=packed))
+    model = seeded(lambda: Routed(LAYERS, packed=packed))
+    keys = config(
+        tmp_path, {"parameters": "nvme"}, budget={"host": "64MiB", "nvme": "64MiB"},
+        prefetch=2 if stays else 0, device="cpu",
+    )  # fmt: skip
+    tokens = torch.ones(2, HIDDEN).cumsum(0)
+    with offload.dispatched(offload.dispatch(model, keys)) as dispatched, torch.no_grad():
+        groups = {g.name: round_up(g.state.nbytes, 4096) for g in dispatched.store.groups}
+        assert len(groups) == LAYERS * (1 + EXPERTS)
+        forget_copies(dispatched)
+        known: set[str] = set()
+        for _, routing in zip(range(PASSES), drawn(), strict=False):
+            before = read_nbytes(dispatched)
+            assert bits(model(tokens, routing)) == bits(plain(tokens, routing))
+            used = {name for name in groups if "experts" not in name}
+            used |= {
+                f"layers.{layer}.experts.{expert}"
+                for layer, chosen in enumerate(routing)
+                for expert in chosen.unique().tolist()
+            }
+            read = read_nbytes(dispatched) - before
+            assert read == sum(groups[name] for name in used - known)
+            if stays:
+                known |= used
+            else:
+                forget_copies(dispatched)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_what_is_generated_is_what_is_generated_in_ram(tmp_path: Path, model_type: str) -> None:
+    from tests.outside.test_causal_lm_zoo import build
+    from tests.outside.test_dispatch_zoo import generated
+
+    prompt = torch.randint(3, 60, (1, 4), generator=torch.Generator().manual_seed(2))
+    expected = generated(build(model_type).eval(), prompt)
+    keys: dict[str, Any] = {
+        "nvme": {"paths": [str(tmp_path)]}, "budget": {"host": "128KiB", "nvme": "64MiB"},
+        "placement": {"parameters": "nvme"}, "device": "cpu", "prefetch": 1,
+    }  # fmt: skip
+    model: Any = offload.dispatch(build(model_type).eval(), keys)
+    with offload.dispatched(model) as dispatched:
+        assert any(group.table for group in dispatched.store.groups)
+        assert generated(model, prompt) == expected
