@@ -104,7 +104,7 @@ app = typer.Typer(
 app.registered_commands = [
     command
     for command in bench_app.registered_commands
-    if command.callback is not None and command.callback.__name__ != "copy"
+    if command.callback is not None and command.callback.__name__ not in ("copy", "codec")
 ]
 
 

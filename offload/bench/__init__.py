@@ -7,6 +7,7 @@
     adam        optimizer steps on flat arrays
     io          files                                    io_raw, io_store
     copy        host and device memory
+    codec       weights in 8 and 4 bits
     step        whole training steps, of one rank        contenders, systems, limits
     ranks       ... and of several
 

@@ -142,6 +142,26 @@ def copy(
 
 
 @bench_app.command()
+def codec(
+    context: typer.Context,
+    numel: Annotated[
+        int | None,
+        typer.Option("--numel", min=1, metavar="N", help="Weights. Default: 64 Mi if they fit."),
+    ] = None,
+    group_size: Annotated[
+        int, typer.Option("--group-size", metavar="N", help="Weights that share a scale.")
+    ] = 64,
+    rounds: Rounds = 7,
+    threads: Annotated[int, typer.Option("--threads", min=1, metavar="N", help="Threads.")] = 1,
+    json: Json = None,
+) -> None:
+    """Weights to and from 8 and 4 bits, against memory."""
+    from offload.bench.codec import COLUMNS, CodecOptions
+
+    _run(context, CodecOptions(numel, group_size, rounds, threads), COLUMNS, json)
+
+
+@bench_app.command()
 def step(
     context: typer.Context,
     config: Config = None,

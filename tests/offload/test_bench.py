@@ -45,6 +45,7 @@ TINY_MODEL = [
 ADAM = ["adam", "--numel", "70000", "--threads", "2"]
 IO = ["io", "--size", "1MiB", "--block", "128KiB", "--in-flight", "256KiB"]
 COPY = ["copy", "--size", "256KiB", "--piece", "100KiB", "--threads", "2"]
+CODEC = ["codec", "--numel", "70000", "--threads", "2"]
 STEP = ["step", "--systems", "plain,host,nvme", *TINY_MODEL]
 
 
@@ -135,6 +136,19 @@ def test_copy_without_a_device_says_so(recorded: Any, monkeypatch: pytest.Monkey
     assert "no device" in printed
 
 
+def test_codec_compares_both_ways_of_every_code_with_memory(recorded: Any) -> None:
+    record, printed = recorded(*CODEC)
+    rows = check(record, "codec")
+    numel = record["options"]["numel"]
+    for name, bits in [("int8", 8.5), ("int4", 4.5), ("nf4", 4.5)]:
+        for work in ("encode", "decode"):
+            speeds = rows[f"{work} {name}"]["measures"]
+            stored = np.divide(speeds["stored_bytes_per_s"], speeds["weights_per_s"])
+            assert stored == pytest.approx(bits / 8)
+    assert numel % 64 == 0
+    assert "GB/s stored" in printed
+
+
 @pytest.mark.gpu
 def test_copy_measures_both_directions_and_both_at_once(recorded: Any) -> None:
     record, _ = recorded(*COPY)
@@ -189,6 +203,9 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["io", "--block", "1000"], "--block: 1000 is no multiple of 4096"),
         (["copy", "--size", "900TiB"], "do not fit"),
         (["copy", "--size", "0"], "or are under a page; choose 4KiB to"),
+        (["codec", "--numel", "10"], "--numel: 10 is too few"),
+        (["codec", "--numel", str(10**13)], "are free; at most"),
+        (["codec", "--group-size", "48"], "--group-size: expected one of 32, 64, 128, 256, got 48"),
         (["copy", "--piece", "0"], "--piece: pieces of 0 bytes move nothing"),
         (["step", "--systems", "plain,fancy"], "--systems: 'fancy' is unknown"),
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
