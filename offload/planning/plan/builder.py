@@ -30,8 +30,8 @@ from offload.planning.plan.sizes import (
     Placements,
     class_of,
     decoded_window_of,
+    gathered_unit,
     kinds_of,
-    largest_unit,
     measure,
     record_kinds,
     sizes_of,
@@ -83,7 +83,7 @@ class PlanBuilder:
         self.budgets = resolve_budgets(config, hardware, self._device_demand())
         self.window_nbytes = window_nbytes_of(model, self.groups)
         self.decoded_window_nbytes = decoded_window_of(model, self.groups)
-        self.unit_nbytes = largest_unit(model, [group.copies for group in self.groups])
+        self.unit_nbytes = gathered_unit(model, self.groups)
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
         self.shared = {  # by whether some parameters are at home elsewhere than where it computes

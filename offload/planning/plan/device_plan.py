@@ -62,6 +62,7 @@ def plan_device(
     never put on the device. UnsupportedError where they were, and no kernel can run.
     """
     _check_kernels(placements, hardware)
+    _check_codes(kinds, hardware)
     if not hardware.device_nbytes or hardware.kernels_missing is not None:
         return None
     leave = tiers_of(placements, StateClass.GRADIENTS) != {Tier.DEVICE}
@@ -89,6 +90,15 @@ def _check_kernels(placements: Placements, hardware: Hardware) -> None:
                 f"placement.{placed}: device needs kernels on the GPU, and {missing}; or set "
                 f"placement.{placed}: host"
             )
+
+
+def _check_codes(groups: Iterable[GroupBytes], hardware: Hardware) -> None:
+    missing = hardware.kernels_missing
+    if hardware.device_nbytes and missing and any(group.decoded for group in groups):
+        raise UnsupportedError(
+            f"storage.weights: codes are decoded by kernels on the GPU, and {missing}; or remove "
+            "storage"
+        )
 
 
 def _outbox_nbytes(largest: int, together: int, budget_nbytes: int) -> int:

@@ -92,4 +92,4 @@ def gather_room(model: ModelShape, itemsize: int) -> int:
         0 if group.ep_size > 1 or group.layout.is_stored else pages(group.layout.numel * itemsize)
         for group in model.groups
     ]
-    return largest_unit(model, [(nbytes,) for nbytes in whole]) + max(whole, default=0)
+    return largest_unit(model, whole) + max(whole, default=0)

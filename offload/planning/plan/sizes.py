@@ -71,11 +71,6 @@ class GroupBytes:
     decoded: int = 0  # what is computed with, where the home has codes
 
     @property
-    def copies(self) -> tuple[int, ...]:
-        """Of parameters that are not computed with at home."""
-        return (self.decoded, self.parameters) if self.decoded else (self.parameters,)
-
-    @property
     def updated_numel(self) -> int:
         """Of those, the ones that an update writes home."""
         whole = self.home_numel == self.layout.numel
@@ -184,7 +179,8 @@ def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
     counts: Counter[object] = Counter()
     for group in groups:
         layout = group.layout
-        key = layout.shard_numel, layout.shard_trainable, group.trained_numels
+        stored = bool(group.decoded)
+        key = layout.shard_numel, layout.shard_trainable, group.trained_numels, stored
         firsts.setdefault(key, group)
         counts[key] += 1
     return {group: counts[key] for key, group in firsts.items()}
@@ -260,38 +256,50 @@ def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
     """Memory that copies of nvme state need at least: one unit's parameters, those of an enclosing
     module that stay gathered meanwhile, and one group's gradients or one record."""
     other = max((max(group.gradients, group.largest_record) for group in groups), default=0)
-    return largest_unit(model, [group.copies for group in groups], other)
+    return gathered_unit(model, groups, other)
+
+
+def gathered_unit(
+    model: ModelShape, groups: Sequence[GroupBytes], other_nbytes: int = 0
+) -> int:  # fmt: skip
+    """Memory for the largest unit's parameters, none of which are at home there."""
+    values = [group.decoded or group.parameters for group in groups]
+    codes = [group.parameters if group.decoded else 0 for group in groups]
+    return largest_unit(model, values, other_nbytes, codes)
 
 
 def decoded_window_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
-    """The same of weights whose codes are at home in that memory; 0 where none are in codes."""
-    if not any(group.decoded for group in groups):
-        return 0
-    return largest_unit(model, [(group.decoded,) if group.decoded else () for group in groups])
+    """Memory for values whose codes are at home there; 0 where no weights are in codes."""
+    return largest_unit(model, [group.decoded for group in groups])
 
 
 def largest_unit(
-    model: ModelShape, parameters: Sequence[Sequence[int]], other_nbytes: int = 0
-) -> int:
+    model: ModelShape, parameters: Sequence[int], other_nbytes: int = 0,
+    codes: Sequence[int] = (),
+) -> int:  # fmt: skip
     """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's
-    (an expert's and its block's), beside one other copy. `parameters`: copies by group, in bytes.
+    (an expert's and its block's), beside one other copy. `parameters`: bytes by group; `codes`:
+    what some are decoded from, one after the other, each when it has the place for its values.
 
     They lie where earlier copies left room: with `n` copies in use, the space between them may be
     in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
     """
-    root = [copy for u in model.units if not u.name for i in u.groups for copy in parameters[i]]
-    other = [other_nbytes] if other_nbytes else []
-    largest = sum(root)
-    around: list[int] = []  # of the unit that an expert's is in
+    root = [index for u in model.units if not u.name for index in u.groups]
+    largest = 0
+    around: list[int] = []  # the groups of the unit that an expert's is in
     within = ""
     for unit in model.units:
-        copies = [copy for index in unit.groups for copy in parameters[index]]
+        used = list(unit.groups)
         if unit.table:
-            copies += around if unit.table.startswith(within) else ()
+            used += around if unit.table.startswith(within) else ()
         else:
-            around, within = list(copies), f"{unit.name}."
-        copies += [*(root if unit.name else ()), *other]
-        largest = max(largest, sum(copies) + max(0, len(copies) - 1) * max(copies, default=0))
+            around, within = list(unit.groups), f"{unit.name}."
+        used += root if unit.name else ()
+        copies = [parameters[index] for index in used if parameters[index]]
+        copies += [other_nbytes] if other_nbytes else []
+        most = max((codes[index] for index in used), default=0) if codes else 0
+        holes = max(max(0, len(copies) - 1) * max(copies, default=0), (len(copies) + 1) * most)
+        largest = max(largest, sum(copies) + holes)
     return largest
 
 

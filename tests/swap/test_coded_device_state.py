@@ -1,0 +1,130 @@
+"""Codes that a device decodes, whose streams lag behind: nothing is overwritten before it was read,
+and nothing read before it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.errors import StateError
+from offload.swap.coded_device_state import DeviceCodedState
+from offload.swap.device_state import MirroredState
+from offload.swap.state import MemoryState, State
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.residency import Residency
+from tests.swap.stream_simulation import weak
+from tests.swap.test_device_state import Bench, bench, run
+
+__all__ = ["bench"]
+
+
+class Halved:
+    """A byte of each two is stored; on the host at once, on the device when its stream comes to
+    it."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+
+    def stored_nbytes(self, nbytes: int) -> int:
+        return nbytes // 2
+
+    def encode(self, values: Tensor, stored: Tensor) -> None:
+        stored.copy_(values[::2])
+
+    def update(self, values: Tensor, stored: Tensor) -> None:
+        self.encode(values, stored)
+
+    def decode(self, stored: Tensor, values: Tensor) -> None:
+        into, codes = weak(values).view(-1, 2), weak(stored)[:, None]
+
+        def work() -> None:
+            into.copy_(codes.expand(-1, 2))
+
+        on_device = self.bench.device._memory.tensor(0, 1).data_ptr()
+        if 0 <= values.data_ptr() - on_device < self.bench.device.account.budget_nbytes:
+            self.bench.world.model.put(work)
+        else:
+            work()
+
+
+Make = Callable[[str, int, int], DeviceCodedState]
+
+
+@pytest.fixture
+def make(bench: Bench) -> Make:
+    """A state with values of so many pages, filled with a number."""
+
+    def one(name: str, pages: int, fill: int) -> DeviceCodedState:
+        def home(stored: int, _: int) -> State:
+            lease = bench.host_lease(stored // PAGE_NBYTES)
+            kept = MemoryState(name, stored, PAGE_NBYTES, lease)
+            return MirroredState(kept, bench.pool, bench.links, bench.reads, lambda: 1.0)
+
+        nbytes = pages * PAGE_NBYTES
+        state = DeviceCodedState(
+            nbytes, Halved(bench), home, bench.pool, bench.links, bench.reads, lambda: 1.0
+        )
+        state.host_blank().fill_(fill)
+        state.host_wrote()
+        return state
+
+    return one
+
+
+def test_values_are_decoded_after_their_codes_arrived(bench: Bench, make: Make) -> None:
+    seen = bench.reads_on_model_stream(make("first", 4, 3).tensor())
+    bench.world.model.synchronize()
+    assert torch.equal(seen, torch.full_like(seen, 3))
+
+
+def test_a_slot_that_is_given_up_is_decoded_into_after_its_last_reader(
+    bench: Bench, make: Make
+) -> None:
+    first, second = make("first", 4, 1), make("second", 4, 2)
+    seen = [bench.reads_on_model_stream(first.tensor())]
+    seen.append(bench.reads_on_model_stream(second.tensor()))  # there is room for one
+    assert first.residency() is not Residency.CLEAN or first._slot is None
+    seen.append(bench.reads_on_model_stream(first.tensor()))
+    bench.world.model.synchronize()
+    assert [int(each[0]) for each in seen] == [1, 2, 1]
+    assert all(bool((each == each[0]).all()) for each in seen)
+
+
+def test_a_copy_into_the_memory_of_values_or_codes_waits_for_what_reads_them(
+    bench: Bench, make: Make
+) -> None:
+    coded = make("coded", 4, 1)
+    seen = bench.reads_on_model_stream(coded.tensor())
+    mirrored = bench.mirrored("mirrored", 8, 9)
+    mirrored.bring(next_use=None)  # all of the device
+    run(bench.links.to_device)
+    bench.world.model.synchronize()
+    assert torch.equal(seen, torch.full_like(seen, 1))
+    assert int(mirrored.tensor()[0]) == 9
+
+
+def test_what_is_written_on_the_device_is_stored_and_decoded_again(
+    bench: Bench, make: Make
+) -> None:
+    state = make("state", 2, 5)
+    bench.world.model.synchronize()
+    view = state.tensor()
+    bench.world.model.synchronize()
+    view.copy_(torch.arange(view.numel()) % 7)
+    state.wrote()
+    bench.world.model.synchronize()
+    expected = (torch.arange(view.numel()) // 2 * 2 % 7).to(torch.uint8)
+    assert torch.equal(state.host_tensor(), expected)
+    assert torch.equal(view, expected)
+
+
+def test_host_memory_is_of_one_state_at_a_time(make: Make) -> None:
+    first, second = make("first", 2, 1), make("second", 2, 2)
+    first.host_tensor()
+    second.host_tensor()
+    with pytest.raises(StateError, match="without host_tensor"):
+        first.host_wrote()
+    second.host_wrote()
