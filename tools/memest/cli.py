@@ -21,10 +21,13 @@ from offload.tools.memest.commands.options import (
     Batch,
     EstimateOptions,
     Gpus,
+    Inference,
     MachineOptions,
     ModelOptions,
+    NewTokens,
     Nodes,
     NoMeasure,
+    Prompt,
     Sequence,
 )
 
@@ -147,14 +150,26 @@ def largest(
     machine: MachineOptions,
     family: Annotated[str, typer.Argument(help="llama, gpt or moe.")] = "llama",
     batch: Annotated[int, Batch] = 1,
-    sequence: Annotated[int, Sequence] = 2048,
+    sequence: Annotated[int | None, Sequence] = None,
     as_json: Json = False,
     no_measure: Annotated[bool, NoMeasure] = False,
+    inference: Annotated[bool, Inference] = False,
+    prompt: Annotated[int | None, Prompt] = None,
+    new_tokens: Annotated[int | None, NewTokens] = None,
 ) -> None:
-    """The largest model of FAMILY that trains on the hardware, under every system, and its step."""
-    from offload.tools.memest.commands.run_systems import run_max
+    """The largest model of FAMILY that trains on the hardware, under every system, and its step;
+    with --inference the largest that generates, with weights as they are and in fewer bits."""
+    from offload.tools.memest.commands.options import check_work
+    from offload.tools.memest.commands.run_systems import run_max, run_max_inference
 
-    run_max(family, machine, batch, sequence, as_json=as_json, measure=not no_measure)
+    generating = {"--prompt": prompt, "--new-tokens": new_tokens}
+    check_work({"--sequence": sequence}, generating, inference=inference)
+    if inference:
+        run_max_inference(
+            family, machine, (batch, prompt, new_tokens), as_json=as_json, measure=not no_measure
+        )
+    else:
+        run_max(family, machine, batch, sequence or 2048, as_json=as_json, measure=not no_measure)
 
 
 @_command("history")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.estimate import InferenceEstimate, StepEstimate
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.step.stand_ins import stand_ins
-from offload.planning.step.step_time import estimate_step, used_numel
+from offload.planning.step.step_time import estimate_step, pieces_of, used_numel
 from offload.planning.step.work_time import forward_s
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def _break_even_batch(
 
     def is_enough(batch: int) -> bool:
         cost = _at(batch / generation.batch, one.forward, two.forward)
-        return forward_s(cost, numel, precision, speeds) >= link_s
+        pieces = pieces_of(planned.best.config, batch)
+        return forward_s(cost, numel, precision, speeds, pieces) >= link_s
 
     if not link_s or not is_enough(_MOST_BATCH):
         return None

@@ -92,6 +92,11 @@ def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -
     return StepEstimate(max(seconds, slowest.seconds), links, slowest.name, tokens, step.spans)
 
 
+def pieces_of(config: OffloadConfig, batch: int) -> int:
+    """Of a batch, that a block of a dispatched model runs over."""
+    return config.micro_batches if batch >= config.micro_batches else 1
+
+
 def used_numel(experts: StandIns) -> int:
     """Elements of the weights that one pass works with."""
     model, working = experts.model, working_groups(experts.model)
@@ -172,7 +177,8 @@ class _Pipeline:
             total = pass_s(cost, precision, self._speeds)
             if not model.numel_trainable:
                 worked = used_numel(self._experts)
-                total = forward_s(facts.forward, worked, precision, self._speeds)
+                pieces = pieces_of(self._config, self._workload.batch)
+                total = forward_s(facts.forward, worked, precision, self._speeds, pieces)
             weights = {g: self._active_numel(model, g) if g in needed else 0 for g in uses[verb]}
             whole = sum(weights[g] for g in uses[verb])
             for group, weight in weights.items():

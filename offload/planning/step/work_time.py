@@ -26,13 +26,16 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
-def forward_s(cost: PassCost, weights_numel: float, precision: str, speeds: Speeds) -> float:
+def forward_s(
+    cost: PassCost, weights_numel: float, precision: str, speeds: Speeds, pieces: int = 1
+) -> float:
     """A forward without gradients, whose products are with so many elements of weights: few rows
-    take as long as reading those does."""
-    rows = cost.flops / (2 * weights_numel) if weights_numel else 0.0
-    touched = max(0.0, cost.touched_nbytes - weights_numel * ITEMSIZE[precision])
+    take as long as reading those does, once for each of the `pieces` of the batch."""
+    rows = cost.flops / (2 * weights_numel * pieces) if weights_numel else 0.0
+    read = pieces * weights_numel
+    touched = max(0.0, cost.touched_nbytes - read * ITEMSIZE[precision])
     rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
-    work_s = weights_numel * _weight_s(rows, precision, speeds) + touched / rate
+    work_s = read * _weight_s(rows, precision, speeds) + touched / rate
     calls_s = cost.operations * speeds.operation_s
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 

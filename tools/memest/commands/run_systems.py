@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -38,10 +38,15 @@ from offload.tools.memest.show.tables import bullets, ruled, show, show_json
 from offload.tools.memest.systems.compare import ROUGH, compare
 from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
 from offload.tools.memest.systems.headlines import Finding, findings
-from offload.tools.memest.systems.largest import Largest, largest_of_all
+from offload.tools.memest.systems.largest import (
+    SERVING,
+    Largest,
+    largest_generating,
+    largest_of_all,
+)
 from offload.tools.memest.systems.memory import (
-    GPU_FRAMEWORK_NBYTES,
-    HOST_FRAMEWORK_NBYTES,
+    FRAMEWORK,
+    Framework,
     System,
 )
 from offload.tools.memest.systems.shapes import Shape
@@ -94,10 +99,38 @@ def run_max(
         show(Text(title), max_table(found), "", bullets(notes))
 
 
-def _taken_aside(profile: HardwareProfile) -> Iterator[str]:
+def run_max_inference(
+    family: str, machine: MachineOptions, asked: tuple[int, int | None, int | None], *,
+    as_json: bool, measure: bool,
+) -> None:  # fmt: skip
+    """The largest model of a family that generates on the hardware, with weights as they are and in
+    fewer bits. `asked`: sequences, tokens of a prompt, new ones."""
+    from offload.config import OffloadConfig
+
+    generation, assumed = Generation.asked(*asked)
+    config = OffloadConfig()
+    profile = profile_of(machine, config)
+    found = largest_generating(
+        family, profile, generation, speeds_of(profile, config, measure=measure)
+    )
+    if as_json:
+        show_json({"schema": "memest-max/1", "systems": [_largest_values(each) for each in found]})
+        return
+    title = (
+        f"{family} models on {profile.name}, {generation.new_tokens:,} tokens for "
+        f"{generation.batch:,} x {generation.prompt:,}\n"
+    )
+    notes = [*assumed, *_taken_aside(profile, SERVING), *_how_to_read(found, profile)]
+    notes.append("the seconds are of a decoding pass; the head of a model stays in bf16")
+    show(Text(title), max_table(found, "pass"), "", bullets(notes))
+
+
+def _taken_aside(
+    profile: HardwareProfile, framework: Framework = FRAMEWORK
+) -> Iterator[str]:  # fmt: skip
     """What neither model nor activations may fill, of any system."""
-    ram = f"{format_bytes(HOST_FRAMEWORK_NBYTES)} of RAM per rank"
-    gpu = f" and {format_bytes(GPU_FRAMEWORK_NBYTES)} of each GPU" if profile.gpu_nbytes else ""
+    ram = f"{format_bytes(framework.host_nbytes)} of RAM per rank"
+    gpu = f" and {format_bytes(framework.gpu_nbytes)} of each GPU" if profile.gpu_nbytes else ""
     yield (
         f"interpreter and libraries are taken to need {ram}{gpu}, of every system alike; "
         "`memest MODEL` counts what is known of ours"
@@ -116,16 +149,16 @@ def _how_to_read(found: Sequence[Largest], profile: HardwareProfile) -> Iterator
         yield ROUGH
 
 
-def max_table(found: Sequence[Largest]) -> Table:
+def max_table(found: Sequence[Largest], step: str = "step") -> Table:
     """One line per system: its largest model, a step of it, and what the next does not fit into."""
-    columns = ("system", "largest", "shape", "step", "tokens/s", "bound")
+    columns = ("system", "largest", "shape", step, "tokens/s", "bound")
     table = ruled(*columns, left=["bound"])
     for each in found:
         bound = ", ".join(_BOUNDS[tier] for tier in each.bound)
         size = view.counted(each.numel) if each.shape else "none"
         label = _short_label(each.shape) if each.shape else "-"
-        step, rate = view.step_cells(each.step_s, each.tokens_per_s)
-        table.add_row(str(each.system), size, label, step, rate, bound or "-")
+        seconds, rate = view.step_cells(each.step_s, each.tokens_per_s)
+        table.add_row(each.name, size, label, seconds, rate, bound or "-")
     return table
 
 
@@ -136,7 +169,7 @@ def _short_label(shape: Shape) -> str:
 
 def _largest_values(each: Largest) -> dict[str, Any]:
     return {
-        "system": str(each.system),
+        "system": each.name,
         "parameters": each.numel,
         "shape": each.shape.label if each.shape else None,
         "step_s": each.step_s,

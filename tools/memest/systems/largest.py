@@ -9,23 +9,25 @@ import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import PlaceEstimate
 from offload.planning.plan.sizes import ITEMSIZE
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.workload import Generation, Workload
 from offload.planning.step.step_time import estimate_step
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
-from offload.tools.memest.systems.memory import OTHERS, Numbers, System, memory_of
+from offload.tools.memest.systems.memory import OTHERS, Framework, Numbers, System, memory_of
 from offload.tools.memest.systems.ours import OurPlan, plan_ours
 from offload.tools.memest.systems.shapes import (
     FamilyName,
     Shape,
     facts_of,
+    generation_of,
     model_of,
     shapes_of,
     subject_from,
@@ -59,8 +61,13 @@ class Largest:
     places: Mapping[Tier, PlaceEstimate]  # with that model; without one, with the smallest
     bound: tuple[Tier, ...]  # what the next larger model does not fit into
     note: str = ""
-    step_s: float | None = None  # of one step of it; None: not known
+    label: str = ""  # instead of the system's name
+    step_s: float | None = None  # of one step of it, or pass; None: not known
     tokens: int = 0  # of a step, of all ranks
+
+    @property
+    def name(self) -> str:
+        return self.label or str(self.system)
 
     @property
     def numel(self) -> int:
@@ -109,6 +116,74 @@ def largest_of_all(
 ) -> list[Largest]:  # fmt: skip
     """Every system, ours last."""
     return [largest(family, profile, each, workload, speeds) for each in (*OTHERS, System.OURS)]
+
+
+def largest_generating(
+    family: str, profile: HardwareProfile, generation: Generation, speeds: Speeds | None = None
+) -> list[Largest]:
+    """Of ours, with weights as they are and in fewer bits; the seconds are of a decoding pass."""
+    ranks, room = ranks_of(profile), room_of(profile)
+    if ranks.count > 1:
+        raise ConfigError("max --inference: is of one process; leave --gpus and --nodes out")
+    name = _family(family)
+    experts = _LEAST_EXPERTS if name is FamilyName.MOE else 0
+    shapes = shapes_of(name, experts)
+    found = []
+    for stored in (None, "int8", "int4"):
+        trial = partial(_generating, generation=generation, stored=stored, ranks=ranks, room=room)
+        best = _largest_of(
+            shapes,
+            trial,
+            f"offload, {stored or _PRECISION}",
+            _room_nbytes(ranks, room) / _LEAST_STORED[stored],
+        )
+        if best.shape is not None and speeds is not None:
+            ours = trial(best.shape)[1]
+            facts = generation_of(best.shape, generation, itemsize=ITEMSIZE[_PRECISION]).peak
+            model = _frozen_model(best.shape, ours.config)
+            step = estimate_step(ours.plan, ours.config, model, facts, generation.usual, speeds)
+            best = replace(best, step_s=step.seconds, tokens=step.tokens)
+        found.append(best)
+    return found
+
+
+def _largest_of(
+    shapes: Sequence[Shape], trial: Callable[[Shape], tuple[Trial, OurPlan]], label: str,
+    most_numel: float,
+) -> Largest:  # fmt: skip
+    """From the largest down: a cache may take more in a smaller model of more layers, so that what
+    fits does not end at one size."""
+    beyond: tuple[Tier, ...] = ()
+    for shape in reversed(shapes[: bisect.bisect(shapes, most_numel, key=_numel)]):
+        tried = trial(shape)[0]
+        if not tried.full:
+            return Largest(System.OURS, shape, tried.places, beyond, label=label)
+        beyond = tried.full
+    return Largest(System.OURS, None, trial(shapes[0])[0].places, beyond, label=label)
+
+
+def _generating(
+    shape: Shape, *, generation: Generation, stored: str | None, ranks: Ranks, room: Room
+) -> tuple[Trial, OurPlan]:
+    from offload.config import OffloadConfig
+
+    keys = {} if stored is None else {"storage": {"weights": stored, "skip": ["head"]}}
+    if shape.family is not FamilyName.LLAMA and stored is not None:
+        keys = {"storage": {"weights": stored, "skip": []}}
+    config = OffloadConfig.load({"precision": _PRECISION, **keys}).for_inference()
+    facts = generation_of(shape, generation, itemsize=ITEMSIZE[_PRECISION])
+    model = _frozen_model(shape, config)
+    subject = replace(
+        subject_from(shape, facts.peak), numel_trainable=0, working_nbytes=facts.peak.peak_nbytes
+    )
+    ours = plan_ours(config, model, subject, ranks, room, SERVING)
+    places = places_of(ours.held, room, ranks.per_node)
+    return Trial(places, tuple(too_full(places)) or ours.short_tiers), ours
+
+
+def _frozen_model(shape: Shape, config: OffloadConfig) -> ModelShape:
+    model = _our_model(shape, config, Ranks()).frozen
+    return model.stored(config.stored)
 
 
 def largest_shape(
@@ -207,6 +282,8 @@ def _room_nbytes(ranks: Ranks, room: Room) -> int:
 
 # A parameter of ours takes more: in bf16 weight 2, remainder of the master 2, moments of Adam 8.
 _LEAST_BYTES = 8
+SERVING = Framework(host_nbytes=1 << 30)  # Python, PyTorch, transformers: half of it, measured
+_LEAST_STORED = {None: 2.0, "int8": 1.0, "int4": 0.5}  # of one that is not trained
 # Elements. The longest that `auto` would choose; longer still where there would be tens of
 # thousands of pieces to count.
 _CHUNK, _LONG_CHUNK, _LONG_CHUNK_FROM = 1 << 22, 1 << 24, 20 * 10**9

@@ -20,9 +20,9 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tools.memest.systems.memory import (
     FRAGMENTATION,
-    GPU_FRAMEWORK_NBYTES,
-    HOST_FRAMEWORK_NBYTES,
+    FRAMEWORK,
     Bytes,
+    Framework,
     Held,
     with_libraries,
 )
@@ -56,16 +56,17 @@ class OurPlan:
 
 
 def plan_ours(
-    config: OffloadConfig, model: ModelShape, subject: Subject, ranks: Ranks, room: Room
-) -> OurPlan:
+    config: OffloadConfig, model: ModelShape, subject: Subject, ranks: Ranks, room: Room,
+    framework: Framework = FRAMEWORK,
+) -> OurPlan:  # fmt: skip
     """Our runtime on one rank's share of `room`, its budgets what activations and libraries leave.
 
     Budgets that the configuration names are kept. ConfigError if shard groups do not come out even.
     """
     hardware = _hardware(config, room, ranks)
-    config = _with_budgets(config, hardware, subject.activation_nbytes)
+    config = _with_budgets(config, hardware, subject.activation_nbytes, framework)
     best = solve(config, model, hardware).best
-    held = _held(best.plan, subject, ranks)
+    held = _held(best.plan, subject, ranks, framework)
     return OurPlan(best.config, best.plan, held, shortfalls(best.plan, hardware))
 
 
@@ -78,26 +79,28 @@ def _hardware(config: OffloadConfig, room: Room, ranks: Ranks) -> Hardware:
     )  # fmt: skip
 
 
-def _with_budgets(config: OffloadConfig, hardware: Hardware, aside_nbytes: int) -> OffloadConfig:
+def _with_budgets(
+    config: OffloadConfig, hardware: Hardware, aside_nbytes: int, framework: Framework
+) -> OffloadConfig:
     """Where no budget is named: all that libraries and activations leave."""
 
-    def left(nbytes: int, framework: int, aside: int) -> int:
-        return max(0, int((nbytes - framework) / (1 + FRAGMENTATION)) - aside)
+    def left(nbytes: int, libraries: int, aside: int) -> int:
+        return max(0, int((nbytes - libraries) / (1 + FRAGMENTATION)) - aside)
 
     gpu = hardware.device_nbytes > 0
     in_ram = 0 if gpu else aside_nbytes
     chosen = {
-        "host": left(hardware.host_nbytes, HOST_FRAMEWORK_NBYTES, in_ram),
+        "host": left(hardware.host_nbytes, framework.host_nbytes, in_ram),
         "nvme": hardware.nvme_free_nbytes,
     }
     if gpu:
-        chosen["device"] = left(hardware.device_nbytes, GPU_FRAMEWORK_NBYTES, aside_nbytes)
+        chosen["device"] = left(hardware.device_nbytes, framework.gpu_nbytes, aside_nbytes)
     given = config.budget
     update = {name: n for name, n in chosen.items() if getattr(given, name) is None}
     return config.model_copy(update={"budget": given.model_copy(update=update)})
 
 
-def _held(plan: Plan, subject: Subject, ranks: Ranks) -> Bytes:
+def _held(plan: Plan, subject: Subject, ranks: Ranks, framework: Framework) -> Bytes:
     """The plan's tiers by class, of a GPU and of a whole node."""
     held: Held = {tier: defaultdict(int) for tier in Tier}
     for tier, by_class in plan.expected.items():
@@ -111,7 +114,7 @@ def _held(plan: Plan, subject: Subject, ranks: Ranks) -> Bytes:
                 place[_CLASS.get(state_class, M.STAGING)] += nbytes
         place[M.STAGING] += max(0, needed_nbytes(plan, tier) - plan.total(tier))
     held[Tier.DEVICE][M.ACTIVATIONS] += subject.activation_nbytes
-    return with_libraries(held, ranks)
+    return with_libraries(held, ranks, framework)
 
 
 def _master_share(plan: Plan, tier: Tier) -> float:

@@ -13,8 +13,10 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planning.activations.facts import ActivationFacts, PassCost
-from offload.planning.plan.workload import Workload
+from offload.planning.activations.facts import NO_WORK, ActivationFacts, HeapFacts, PassCost
+from offload.planning.activations.generation_facts import GenerationFacts, generation_facts
+from offload.planning.plan.cache_shape import CacheLayer, CacheShape, alike
+from offload.planning.plan.workload import Generation, Workload
 from offload.tools.memest.systems.subject import Subject
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
@@ -156,12 +158,14 @@ def model_of(shape: Shape) -> ModelShape:
     of them are one where there are more than 64 in a block."""
 
     def group(name: str, table: str, **numels: int) -> GroupShape:
-        parts = ((f"{name}.{part}", numel) for part, numel in numels.items())
-        params = tuple(ParamShape((part,), (numel,)) for part, numel in parts)
+        parts = ((f"{name}.{part}", part, numel) for part, numel in numels.items())
+        params = tuple(
+            ParamShape((full,), _matrix(numel, shape.hidden) if "norm" not in part else (numel,))
+            for full, part, numel in parts
+        )
         return GroupShape(name, params, table=table)
 
-    heads = {"head": shape.embedding_numel} if shape.family is FamilyName.LLAMA else {}
-    groups = [group("embedding", "", weight=shape.embedding_numel, norm=2 * shape.hidden, **heads)]
+    groups = [group("embedding", "", weight=shape.embedding_numel, norm=2 * shape.hidden)]
     attention, norms = shape.attention_numel, 4 * shape.hidden
     for layer in range(shape.layers):
         name = f"layers.{layer}"
@@ -173,10 +177,48 @@ def model_of(shape: Shape) -> ModelShape:
         numel = -(-shape.experts * shape.mlp_numel // bundles)
         table = f"{name}.experts"
         groups += [group(f"{table}.{i}", table, weight=numel) for i in range(bundles)]
+    if shape.family is FamilyName.LLAMA:
+        groups.append(group("head", "", weight=shape.embedding_numel))
     units = [UnitShape("", ()), UnitShape("embedding", (0,))]
     units += [
-        UnitShape(g.name, (i,), repeated=not g.table, table=g.table)
+        UnitShape(
+            g.name, (i,), repeated=g.name.startswith("layers.") and not g.table, table=g.table
+        )
         for i, g in enumerate(groups)
         if i
     ]
     return ModelShape(tuple(groups), tuple(units))
+
+
+def _matrix(numel: int, width: int) -> tuple[int, ...]:
+    """All weights of a part as one, of rows as wide as the model."""
+    return (numel // width, width) if numel % width == 0 else (numel,)
+
+
+def cache_of(shape: Shape) -> CacheShape:
+    """Keys and values of a model that generates."""
+    width = shape.hidden // 4 if shape.family is FamilyName.LLAMA else shape.hidden
+    return alike(shape.layers, CacheLayer(2 * width))
+
+
+def generation_of(
+    shape: Shape, generation: Generation, *, itemsize: int
+) -> GenerationFacts:  # fmt: skip
+    """Passes without gradients, by formula: a block holds its input twice, and the two products
+    that make its MLP's middle; the head the logits of each sequence's last token, in fp32, too."""
+
+    def forward(work: Workload) -> ActivationFacts:
+        tokens = work.batch * work.sequence
+        block = tokens * (4 * shape.hidden + 3 * shape.mlp_width) * itemsize
+        logits = work.batch * shape.vocabulary * (itemsize + 2 * 4)
+        peak = tokens * shape.hidden * itemsize + max(block, logits)
+        active = shape.numel - shape.expert_numel + shape.moe_layers * shape.mlp_numel
+        active -= shape.embedding_numel if shape.family is FamilyName.LLAMA else 0
+        flops = 2 * active * tokens + 4 * tokens * work.sequence * shape.hidden * shape.layers
+        touched = active * itemsize + 3 * shape.layers * block
+        cost = PassCost(flops, touched, shape.layers * 20)
+        heap = HeapFacts(0, peak, peak)
+        return ActivationFacts(0, peak, peak, "forward of a block", cost, NO_WORK, heap)
+
+    prefill, decode = forward(generation.prefill), forward(generation.decode)
+    return generation_facts(prefill, decode, cache_of(shape), generation, itemsize)
